@@ -94,11 +94,12 @@ def _check(path: str, schema: dict[str, Any], root: Any) -> None:
         if not about:
             raise _refused(path, f"must give its type beside {sorted(keys)[0]}")
         schema["type"] = "number" if "number" in about else about[0]
+    if not isinstance(schema.get("format", ""), str):
+        raise _refused(f"{path}/format", "must be a string")
     if schema.get("format") not in _FORMATS:
         schema.pop("format", None)
-    types = schema.get("type", ())
-    types = [types] if isinstance(types, str) else types
-    if not all(isinstance(one, str) and one in _OF_TYPE for one in types):
+    types = _types(schema)
+    if "type" in schema and not (types and all(isinstance(one, str) and one in _OF_TYPE for one in types)):
         raise _refused(f"{path}/type", f"must be of {', '.join(_OF_TYPE)}")
     known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
     _refuse_others(path, keys - known - {"type"}, f"for the type {', '.join(types)}")
@@ -110,6 +111,8 @@ def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -
         _resolve(path, schema["$ref"], root)
     elif decider == "enum" and (not isinstance(schema["enum"], list) or not schema["enum"]):
         raise _refused(f"{path}/enum", "must be a list of values")
+    elif decider in ("anyOf", "oneOf", "allOf") and not isinstance(schema[decider], list):
+        raise _refused(f"{path}/{decider}", "must be a list of schemas")
     elif decider == "allOf" and len(schema["allOf"]) > 1:
         raise _refused(f"{path}/allOf", "is supported with one schema only")
     elif decider == "oneOf" and not _are_disjoint(schema["oneOf"]):
@@ -118,8 +121,7 @@ def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -
         schema["anyOf"] = schema.pop("oneOf")
     if "type" in schema and decider in ("const", "enum"):
         values = [schema["const"]] if decider == "const" else schema["enum"]
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        if not all(any(_is_of(value, one) for one in types) for value in values):
+        if not all(any(_is_of(value, one) for one in _types(schema)) for value in values):
             raise _refused(f"{path}/{decider}", "has values of another type")
 
 
@@ -179,8 +181,7 @@ def _are_disjoint(schemas: list[Any]) -> bool:
             values = [one["const"]] if "const" in one else one["enum"]
             kinds = {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else set[str]()
         else:
-            types = one.get("type", [])
-            kinds = {types} if isinstance(types, str) else set(map(str, types))
+            kinds = set(map(str, _types(one)))
         if not kinds or any(kinds & other for other in seen):
             return False
         seen.append(kinds)
@@ -189,6 +190,11 @@ def _are_disjoint(schemas: list[Any]) -> bool:
     if {"integer", "number"} <= types:
         return False
     return not any(_is_of(json.loads(value), one) for value in constants for one in types)
+
+
+def _types(schema: Mapping[str, Any]) -> list[Any]:
+    types = schema.get("type", [])
+    return types if isinstance(types, list) else [types]
 
 
 def _is_of(value: Any, type_name: str) -> bool:

@@ -1,5 +1,6 @@
 """Compiles the grammars of waiting requests, so that no round waits for it."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from cluster.grammar import Grammar
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar, Grammars
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # of one grammar, those before it in the queue included
 
@@ -53,6 +56,9 @@ class PendingGrammars:
                     result = future.result()
                 except InvalidField as error:
                     result = f"its grammar cannot be compiled: {error.reason}"
+                except Exception as error:  # a defect of the compiler ends this request alone
+                    logger.exception("a grammar could not be compiled")
+                    result = f"its grammar cannot be compiled: {type(error).__name__}: {error}"
             elif now_s >= deadline_s:
                 future.cancel()
                 result = f"its grammar was not compiled within {TIMEOUT_S:g} seconds"

@@ -32,6 +32,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "a", "minLength": 2}, "#/pattern: is not supported together with minLength"),
     ({"type": "string", "pattern": "^(?=a)b$"}, "begins with"),
     ({"properties": {"a": {"items": {"type": "x"}}}}, "#/properties/a/items/type"),
+    ({"type": 5}, "#/type: must be of string"),
+    ({"type": None}, "#/type: must be of string"),
+    ({"type": []}, "#/type: must be of string"),
+    ({"type": {"string": 1}}, "#/type: must be of string"),
+    ({"type": "string", "format": {}}, "#/format: must be a string"),
+    ({"oneOf": 5}, "#/oneOf: must be a list of schemas"),
+    ({"oneOf": [{"type": 5}, {"type": "string"}]}, "type: must be of string"),
 ]
 
 

@@ -131,6 +131,20 @@ def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_request_alone(clus
     assert good.commits[-1].finish is FinishReason.STOP
 
 
+def test_a_compiler_that_fails_unexpectedly_ends_its_request_alone(
+    cluster: EmbeddedCluster, engine: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Grammars, grammar: Grammar) -> Any:
+        raise TypeError("a defect")
+
+    plain = request(1, GRAMMARS[0])
+    plain = replace(plain, sampling=replace(plain.sampling, grammar=None, max_tokens=5, ignore_eos=True))
+    monkeypatch.setattr(Grammars, "compile", failing)
+    bad, good = cluster.complete([request(0, Grammar(GrammarKind.REGEX, "fails|here")), plain])
+    assert bad.commits[-1].error == "its grammar cannot be compiled: TypeError: a defect"
+    assert len(good.token_ids) == 5
+
+
 def test_no_round_waits_for_a_compile(
     cluster: EmbeddedCluster, engine: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
