@@ -17,7 +17,9 @@ from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_MASK_S = 0.05  # of the slowest row; a round waits for the masks of all its rows
+MAX_END_S = 0.5  # to find an end; the second half of an output is searched for ends at each row
 SAMPLE_BYTES = 256
+END_EVERY_BYTES = 64  # of the sample
 MAX_MEMORY = 64 * 2**20  # of a compiled grammar
 DATA_BYTES = 2 * 2**30  # of this process beyond what it starts with
 
@@ -37,15 +39,24 @@ def refusal(grammars: Grammars, grammar: Grammar) -> str | None:
 
 def _slowness(compiled: CompiledGrammar) -> str | None:
     """Follows an arbitrary output: ambiguity that grows with its length shows there."""
-    vocabulary, matcher = compiled.vocabulary, compiled.follow(()).fork()
+    vocabulary, matcher, sample = compiled.vocabulary, compiled.follow(()).fork(), b""
     masks, choose = vocabulary.new_masks(1), random.Random(0)
     for _ in range(SAMPLE_BYTES):
+        if compiled.shortest_len is not None and len(sample) % END_EVERY_BYTES == 0:
+            state = compiled.follow(vocabulary.tokens_of(sample))
+            begin_s = time.process_time()
+            state.shortest_end()
+            if time.process_time() - begin_s > MAX_END_S:
+                return f"is too large: finding a short end of an output takes more than {MAX_END_S:g} s"
         begin_s = time.process_time()
         matcher.fill_next_token_bitmask(masks)
+        if compiled.is_json:
+            masks[0].numpy()[:] &= vocabulary.on_one_line
         allowed = vocabulary.allowed_bytes(masks[0].numpy()).tolist()
         if not allowed:
             return None
-        matcher.accept_string(bytes([choose.choice(allowed)]))
+        sample += bytes([choose.choice(allowed)])
+        matcher.accept_string(sample[-1:])
         if time.process_time() - begin_s > MAX_MASK_S:
             return f"is too ambiguous: finding the next tokens takes more than {1e3 * MAX_MASK_S:g} ms"
     return None

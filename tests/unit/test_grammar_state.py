@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.json_schemas import make_schemas
 from cluster.grammar import Grammar, GrammarKind
+from engine.grammar import checking
 from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
 from engine.grammar.state import GrammarState
 
@@ -165,6 +166,14 @@ def test_rows_behind_a_replaced_token_end_in_time_where_the_draft_guesses_it(gra
     for i, (token, end) in enumerate(zip(chosen, tokens(grammars, "1}]"), strict=True)):
         after = grammar.follow([*at, *tokens(grammars, "1}]")[:i]], len(at) + num_left)
         assert after.end_in_time((), 0, [token], num_left - i) == [end]
+
+
+def test_a_grammar_whose_ends_are_found_slowly_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target looks for them between its passes."""
+    person = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+    assert checking.refusal(grammars, person) is None
+    monkeypatch.setattr(checking, "MAX_END_S", -1.0)
+    assert "finding a short end" in str(checking.refusal(grammars, person))
 
 
 def test_an_output_that_cannot_end_in_time_is_left_alone(grammars: Grammars) -> None:
