@@ -6,10 +6,12 @@ import warnings
 
 from engine.vllm.version import require_vllm
 
-_VARIABLES = {
-    "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
+_REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 would not use `engine.vllm.worker`, and the round would get no tokens
+}
+_DEFAULTS = {
+    "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -17,7 +19,8 @@ _VARIABLES = {
 
 
 def prepare_environment() -> None:
-    """Before vLLM is imported; what the user has set is kept. A second call does nothing.
+    """Before vLLM is imported. What the user has set is kept, except where this engine depends on it. A second call does
+    nothing.
 
     Raises:
         InvalidField: vLLM is missing or of another version.
@@ -27,5 +30,6 @@ def prepare_environment() -> None:
     if "vllm" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("vLLM was imported before its environment was set")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM's own, at its import
-    for name, value in _VARIABLES.items():
+    os.environ.update(_REQUIRED)
+    for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
