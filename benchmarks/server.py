@@ -18,8 +18,8 @@ from cluster.config import Config, show
 from cluster.errors import OutriderError
 from deploy.process_tree import descendants
 
-START_S = 180.0
-STOP_S = 40.0
+START_S = 400.0
+STOP_S = 100.0
 
 
 class ServerFailed(OutriderError):

@@ -44,6 +44,8 @@ _INHERITED = {
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # A reload starts a new HAProxy; the old one serves its connections for at most this time.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
+    # By default Serve gives up on a proxy that is not ready within tries of 5 s, which a busy machine exceeds.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Unused housekeeping takes several percent of two cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
