@@ -285,8 +285,9 @@ class TargetLoop:
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
             self._drafters.publish(sequence, commit, now_s)
-            sequence.draft.force(commit.request_id)
-            if commit.finish is not None:
+            if commit.finish is None:
+                sequence.draft.force(commit.request_id)
+            else:
                 self._end(commit.request_id)
         self._gateways.publish(commits)
         return commits
