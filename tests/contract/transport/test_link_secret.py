@@ -151,7 +151,7 @@ def test_nobody_unknown_makes_a_listener_hold_a_large_frame(ends: Ends, folder: 
                 yield b"\0" + bytes(PIECE_BYTES)
 
         assert grpc_answers(address, pieces()) == []
-        assert num_asked_for < 64  # what gRPC's flow control lets be under way
+        assert num_asked_for < 256  # of 1024; gRPC's flow control lets some be under way
     assert mailbox.drain() == []
 
 
