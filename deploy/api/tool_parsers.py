@@ -63,6 +63,7 @@ class _Call:
         self._key = ""
         self._member = ""
         self._arguments = ""  # read before the name
+        self._has_arguments = False  # a second member of this meaning is ignored
         if name is not None:
             self._start()
 
@@ -115,7 +116,7 @@ class _Call:
             self.failed |= not char.isspace()
             return
         self._member += char
-        if self._key in ("arguments", "parameters") and self._member[0] == "{":
+        if self._key in ("arguments", "parameters") and self._member[0] == "{" and not self._has_arguments:
             if not self.started:
                 self._start()
             if self.started:
@@ -127,7 +128,8 @@ class _Call:
             self._name = _string(value)
             if self._arguments:
                 self._start()
-        elif self._key in ("arguments", "parameters"):
+        elif self._key in ("arguments", "parameters") and not self._has_arguments:
+            self._has_arguments = True
             arguments = _string(value) if value[:1] == '"' else value  # some models write them as a string
             arguments = "{}" if arguments in (None, "", "null") else arguments
             if not self.started:
@@ -168,6 +170,7 @@ class _Scanner:
         self._names = names
         self._held = ""
         self._opening = ""  # marker and whitespace before the call, content if it is none
+        self._skipped: list[str] = []  # since then, or since the last call
         self._state = "text"
         self._call: _Call | None = None
         self._num_calls = 0
@@ -185,7 +188,7 @@ class _Scanner:
         if call is not None:
             held = self._opening + call.raw if not call.started else ""
         elif self._state == "calls":
-            held = "" if not self._opening else self._opening + held
+            held = "" if not self._opening else self._opening + self._take_skipped() + held
         return [Text(held)] if held else []
 
     def _step(self, parts: list[Part]) -> bool:
@@ -208,14 +211,16 @@ class _Scanner:
 
     def _read_between(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip(" \t\r\n" + self.skipped)
+        self._skipped.append(self._held[: len(self._held) - len(rest)])  # not read again with each delta
+        self._held = rest
         if rest.startswith("{"):
-            self._opening += self._held[: len(self._held) - len(rest)] if self._opening else ""
-            self._held = rest
+            skipped = self._take_skipped()
+            self._opening += skipped if self._opening else ""
             self._call = _Call(self._num_calls, names=self._names or None, needs_arguments=self.needs_arguments)
             return True
         if self.end_marker and rest.startswith(self.end_marker):
             if self._opening:  # nothing was called
-                parts.append(Text(self._opening + self._held[: len(self._held) - len(rest)] + self.end_marker))
+                parts.append(Text(self._opening + self._take_skipped() + self.end_marker))
             self._to_text(rest[len(self.end_marker) :])
             return bool(self._held)
         if not rest or (self.end_marker and self.end_marker.startswith(rest)):
@@ -224,10 +229,16 @@ class _Scanner:
 
     def _read_other(self, rest: str, parts: list[Part]) -> bool:
         """Between calls: neither a call nor the end marker, so the rest is text again."""
-        if self._opening:
-            parts.append(Text(self._opening + self._held[: len(self._held) - len(rest)]))
+        before = self._opening + self._take_skipped()
+        if before:
+            parts.append(Text(before))
         self._to_text(rest)
         return True
+
+    def _take_skipped(self) -> str:
+        skipped = "".join(self._skipped)
+        self._skipped.clear()
+        return skipped
 
     def _read_call(self, call: _Call, parts: list[Part]) -> bool:
         num_read = call.feed(self._held)
@@ -246,6 +257,7 @@ class _Scanner:
 
     def _to_text(self, held: str) -> None:
         self._state, self._opening, self._held = "text", "", held
+        self._skipped.clear()
 
 
 class HermesParser(_Scanner):
@@ -297,6 +309,7 @@ class MistralParser(_Scanner):
         rest = self._held.lstrip(" \t\r\n],")
         if rest.startswith(self.begin) and not self._opening:  # the next call of version 11
             self._opening, self._held = self.begin, rest[len(self.begin) :]
+            self._skipped.clear()
             return True
         if rest and self.begin.startswith(rest):
             return False
@@ -306,16 +319,19 @@ class MistralParser(_Scanner):
         """``name{...}``, ``name[ARGS]{...}`` or ``name[CALL_ID]id[ARGS]{...}``."""
         head, brace, _ = rest.partition("{")
         name = head.partition("[")[0].strip()
-        if len(name) > _MAX_NAME_LEN or any(not (char.isalnum() or char in "_.-") for char in name) or not self._opening:
+        is_name = len(name) <= _MAX_NAME_LEN and all(char.isalnum() or char in "_.-" for char in name)
+        if not self._opening or not is_name or len(head) > _MAX_HEAD_LEN:
             return super()._read_other(rest, parts)
         if not brace:
             return False
         self._held = rest[len(head) :]
+        self._skipped.clear()
         self._call = _Call(self._num_calls, name)
         return True
 
 
 _MAX_NAME_LEN = 64
+_MAX_HEAD_LEN = 256  # of Mistral: name, call ID and markers
 
 TOOL_PARSERS: Mapping[str, type[_Scanner]] = {
     "hermes": HermesParser,

@@ -46,6 +46,14 @@ HERMES = {
         call("add", '{"a": 1}'),
     ),
     "text after it": ('<tool_call>{"name": "add"}</tool_call> done', [*call("add", "{}"), Text(" done")]),
+    "text instead of its end": (
+        '<tool_call>{"name": "add"} [see note], ok',
+        [*call("add", "{}"), Text(" [see note], ok")],
+    ),
+    "arguments twice": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {"b": 2}, "arguments": "{}"}</tool_call>',
+        call("add", '{"a": 1}'),
+    ),
     "never closed": ('<tool_call>{"name": "add", "arguments": {"a": 1}}', call("add", '{"a": 1}')),
     "cut in the arguments": ('<tool_call>{"name": "add", "arguments": {"a": ', call("add", '{"a": ')),
     "cut before the name": ('<tool_call>{"nam', [Text('<tool_call>{"nam')]),
@@ -155,3 +163,16 @@ def test_nothing_is_lost_of_random_text() -> None:
                 assert parse(form, list(text), reasoning, is_open) == whole, (form, text)
                 if not reasoning and not any(isinstance(part, CallStart) for part in whole):
                     assert "".join(part.text for part in whole if isinstance(part, Text)) == text, (form, text)
+
+
+def test_whitespace_before_text_that_is_no_call_is_kept() -> None:
+    parser = TOOL_PARSERS["hermes"]([])
+    parts = [part for piece in ["<tool_call>", *["    "] * 100, "text"] for part in parser.feed(piece)]
+    assert merged([*parts, *parser.end()]) == [Text("<tool_call>" + " " * 400 + "text")]
+
+
+def test_a_name_that_never_begins_its_arguments_is_text() -> None:
+    parser = TOOL_PARSERS["mistral"]([])
+    parts = [part for piece in ["[TOOL_CALLS]name[", *["1234567890"] * 30] for part in parser.feed(piece)]
+    assert parts, "nothing was released before the end"
+    assert merged([*parts, *parser.end()]) == [Text("[TOOL_CALLS]name[" + "1234567890" * 30)]
