@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
 MAX_STREAMS = 32
 NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
+VLLM_BLOCK_LEN = 32  # what vLLM takes on a CPU
 MODEL_DRAFT_LEN = 4  # of a draft model
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -133,7 +134,8 @@ def outrider_config(arm: Arm, model: str) -> Config:
     config = local_config(model)
     if arm.family == OUTRIDER:
         return config
-    return replace(config, target=replace(config.target, engine="vllm", dtype=DTYPES[arm.precision]))
+    changed = {"engine": "vllm", "dtype": DTYPES[arm.precision], "block_len": VLLM_BLOCK_LEN}
+    return config.model_copy(update={"target": config.target.model_copy(update=changed)})
 
 
 def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:

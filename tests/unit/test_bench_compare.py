@@ -12,7 +12,7 @@ from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, P
 from benchmarks.compare.bursts import TRACE, bursty_arrivals, read_records, trace_arrivals
 from benchmarks.compare.comparison import Comparison
 from benchmarks.compare.peer_server import PeerFailed
-from benchmarks.compare.systems import RunningArm
+from benchmarks.compare.systems import RunningArm, outrider_config
 from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
 from benchmarks.load import LoadRequest, TimedAnswer
 
@@ -114,3 +114,9 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
     assert figures["vllm_target_speedup.batch_1"] == pytest.approx(50 / 30)
     assert figures["tpot_p99_over_vllm"] == pytest.approx(0.5)
     assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))
+
+
+def test_outrider_on_vllm_is_configured_in_the_precision_of_its_arm() -> None:
+    target = outrider_config(Arm(OUTRIDER_VLLM, "fp32", POOL), "smollm2-135m").target
+    assert (target.engine, target.dtype, target.block_len) == ("vllm", "float32", 32)
+    assert outrider_config(Arm(OUTRIDER, "bf16", POOL), "smollm2-135m").target.engine == "native"
