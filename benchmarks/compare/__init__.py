@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, TRANSFORMERS, VLLM, Arm, chosen_arms
+from benchmarks.compare.arms import LLAMA_CPP, NUM_SETS, OUTRIDER, OUTRIDER_VLLM, TRANSFORMERS, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, aiperf_program, aiperf_turn, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
 from benchmarks.compare.systems import ModelFiles, RunningArm, missing_families, running
@@ -71,19 +71,19 @@ class _Bench:
         self._num_rounds, self._num_tokens, self._num_trace = (2, 48, 32) if quick else (4, 128, 96)
         self._per_stream = {1: 3, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
         per_round = sum(batch * number for batch, number in self._per_stream.items()) + self._num_trace
-        num_asks = per_round * self._num_rounds + max(BATCHES)
+        num_asks = NUM_SETS * (per_round * self._num_rounds + max(BATCHES))
         self._prompts = iter(asyncio.run(tokenize(files.folder, options.prompts or options.data_prompts, num_asks)))
 
     def throughput(self) -> None:
         warm = self._asks("warm", max(BATCHES), 8)
         for arm in self._servers:
-            closed_loop(arm, warm[: arm.arm.max_streams], arm.arm.max_streams)
+            closed_loop(arm, warm[0][: arm.arm.max_streams], arm.arm.max_streams)
         for number in range(self._num_rounds):
             for batch in BATCHES:
                 asked = self._asks(f"{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)
                 for arm in _in_turn(self._servers, number):
                     if batch <= arm.arm.max_streams:
-                        turn = closed_loop(arm, asked, batch)
+                        turn = closed_loop(arm, asked[arm.arm.prompt_set], batch)
                         self.comparison.add(arm.arm, batch, turn)
                         self._say(f"{arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s")
 
@@ -101,19 +101,22 @@ class _Bench:
                 arrivals_s = bursty_arrivals(self._num_trace, rate, _SEED + number)
             for arm in _in_turn(servers, number):
                 if program is None:
-                    turn = open_loop(arm, asked, arrivals_s)
+                    turn = open_loop(arm, asked[arm.arm.prompt_set], arrivals_s)
                 else:
                     folder = self._files.scratch / f"aiperf-{number}-{arm.arm.name}"
-                    turn = aiperf_turn(program, arm, asked, arrivals_s, self._files.folder, folder)
+                    turn = aiperf_turn(program, arm, asked[arm.arm.prompt_set], arrivals_s, self._files.folder, folder)
                 self.comparison.add_burst(arm.arm, turn)
                 self._say(f"{arm.arm.name}, bursts: TPOT {1e3 * turn.mean_tpot_s:.1f} ms")
         arrivals = f"arrivals of {TRACE.name}" if recorded else "made-up bursts"
         client = "our client (aiperf is not there: run benchmarks/compare/setup.sh aiperf)" if program is None else "aiperf"
         return f"trace: {self._num_trace} requests, {arrivals} at {rate:.2f} a second, sent by {client}"
 
-    def _asks(self, name: str, number: int, max_tokens: int) -> list[LoadRequest]:
-        """Prompts that nobody was asked before: every system has a prefix cache."""
-        return [LoadRequest(f"{name}-{i}", next(self._prompts), max_tokens) for i in range(number)]
+    def _asks(self, name: str, number: int, max_tokens: int) -> list[list[LoadRequest]]:
+        """NUM_SETS sets of prompts that nobody was asked before: every system has a prefix cache, where a second arm of a
+        server would find the prompts of the first one."""
+        return [
+            [LoadRequest(f"{name}-{i}-{j}", next(self._prompts), max_tokens) for j in range(number)] for i in range(NUM_SETS)
+        ]
 
     def _say(self, text: str) -> None:
         self._console.print(f"compare: {text}", highlight=False)

@@ -9,6 +9,8 @@ from engine.cpu_level import AMX, AVX512_BF16, cpu_level
 OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS = "outrider", "outrider on vLLM", "vLLM", "llama.cpp", "transformers"
 ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", VLLM: "vllm", LLAMA_CPP: "llamacpp"}  # beside our own: `.venv-NAME`
 
+NUM_SETS = 2  # of prompts; arms with one server answer different ones
+
 PLAIN, NGRAM, DRAFT_MODEL, POOL = "no drafting", "n-gram", "draft model", "pool"
 
 
@@ -20,10 +22,12 @@ class PeerMissing(OutriderError):
 class Arm:
     """One way to serve the model.
 
-    Args:
-        precision: of the weights: bf16, fp32, q8_0 ...
-        drafting: PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
-        max_streams: more are not measured.
+        Args:
+            precision: of the weights: bf16, fp32, q8_0 ...
+            drafting: NUM_SETS = 2  # of prompts; arms with one server answer different ones
+
+    PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
+            max_streams: more are not measured.
     """
 
     family: str
@@ -41,6 +45,11 @@ class Arm:
         return self.family if self.family in (OUTRIDER, OUTRIDER_VLLM) else self.name
 
     @property
+    def prompt_set(self) -> int:
+        """The prompts that it answers."""
+        return int(self.server != self.name and self.drafting == PLAIN)
+
+    @property
     def request_drafting(self) -> str:
         """As of Outrider's API; other servers ignore it."""
         return "off" if self.drafting == PLAIN else "auto"
@@ -52,8 +61,7 @@ def best_precision() -> str:
 
 
 def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
-    """In the order of their turns. Of one server the arm with drafts comes first: Outrider learns from answers, so it must
-    know none of the prompts. The plain arm then finds them in its prefix cache, as it does in vLLM's only for vLLM."""
+    """In the order of their turns."""
     best = best_precision()
     arms = []
     for family in families:

@@ -83,13 +83,15 @@ class Comparison:
         return figures
 
     def _identity(self) -> dict[str, float]:
-        """Of each arm with drafts, against the plain arm of its family and precision."""
+        """Of each arm with drafts, against the plain arm of its family and precision, if both answer the same prompts."""
         plain = {(arm.family, arm.precision): arm for arm in self._arms if arm.drafting == PLAIN}
         figures = {}
         for arm in self._arms:
             if arm.drafting == PLAIN:
                 continue
             other = plain[arm.family, arm.precision]
+            if arm.prompt_set != other.prompt_set:
+                continue
             same = [
                 a == b
                 for batch in self._batches

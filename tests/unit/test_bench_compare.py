@@ -47,12 +47,14 @@ def test_a_request_without_an_answer_ends_the_comparison() -> None:
         closed_loop(RunningArm(ARM, Server(error="500"), None), ASKS, 2)  # type: ignore[arg-type]
 
 
-def test_drafting_comes_before_plain_decoding_of_the_same_server() -> None:
-    """Its server learns from answers."""
+def test_arms_of_one_server_answer_different_prompts() -> None:
+    """The second one would find the prompts of the first in the prefix cache, and drafts would be known answers."""
     for family in (OUTRIDER, OUTRIDER_VLLM):
         own = chosen_arms(True, [family])
         assert [arm.drafting for arm in own] == [POOL, PLAIN]
         assert own[0].server == own[1].server
+        assert own[0].prompt_set != own[1].prompt_set
+    assert {arm.prompt_set for arm in chosen_arms(True, [VLLM, LLAMA_CPP])} == {0}
 
 
 def test_bursts_have_the_mean_rate_that_was_asked_for() -> None:
