@@ -5,11 +5,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.message_checks import proposal_fault
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Proposal, Request
 from engine.sequences import Sequences
+from router import verify_length
 from router.cost_model import TableCost
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
@@ -59,6 +62,20 @@ def test_no_other_lengths_give_more_tokens_per_second(seed: int) -> None:
     every = itertools.product(*(range(len(s.survival) + 1) for s in batch))
     allowed = [lengths for lengths in every if len(batch) + sum(lengths) <= capacity.max_pass_tokens]
     assert goodput(tuple(chosen[s.request_id] for s in batch)) == pytest.approx(max(map(goodput, allowed)))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.5001, 0.9, 0.97]), max_size=6), min_size=1, max_size=6),
+    st.integers(0, 30),
+)
+def test_a_few_drafts_are_put_in_order_as_many_are(drawn: list[list[float]], room: int) -> None:
+    batch = [view(str(i), tuple(sorted(one, reverse=True))) for i, one in enumerate(drawn)]
+    cost = random_cost(random.Random(len(drawn) + room))
+    capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room)
+    few = verify_goodput(batch, DRAFTERS, capacity, cost)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verify_length, "FEW", -1)
+        assert verify_goodput(batch, DRAFTERS, capacity, cost) == few
 
 
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
