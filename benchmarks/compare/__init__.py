@@ -1,7 +1,7 @@
 """Outrider beside vLLM, llama.cpp and transformers, on this machine, in one run.
 
 Every arm serves the same weights over HTTP and answers the same requests in turn (A B A B), the others suspended meanwhile:
-tokens a second by number of streams, then TTFT and TPOT of a bursty trace. About 15 minutes with ``--quick``.
+tokens a second by number of streams, then TTFT and TPOT of a bursty trace.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """JSON of chat and completion choices."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,12 @@ from deploy.api.tokenizer import Tokenizer
 _LOWEST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-class _Format:
+class _Format(ABC):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]: ...
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
         """vLLM's ``prompt_logprobs``: null for the first token, then by token id, the prompt's own first."""
