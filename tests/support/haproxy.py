@@ -31,8 +31,6 @@ def generated(url: str, folder: Path, port: int) -> Path:
         socket_path=str(folder / "admin.sock"),
         server_state_base=str(folder),
         server_state_file=str(folder / "server-state"),
-        metrics_port=free_port(),
-        stats_port=free_port(),
         maxconn=haproxy.maxconn_for(100),
         nbthread=1,
         metrics_enabled=False,
@@ -55,7 +53,7 @@ def behind_haproxy(url: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="front-", dir="/tmp") as name:
         port = free_port()
         file = generated(url, Path(name), port)
-        command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary(), "1", "-db", "-f", str(file)]
+        command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary(), "-db", "-f", str(file)]
         front = f"http://127.0.0.1:{port}"
         with (Path(name) / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
             try:

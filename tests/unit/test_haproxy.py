@@ -32,9 +32,10 @@ frontend other
 """
 
 
-def test_only_the_statistics_move_to_loopback() -> None:
-    moved = haproxy.bind_to_loopback(CONFIG, [9101, 8404])
-    assert moved == CONFIG.replace("bind :9101", "bind 127.0.0.1:9101").replace("bind *:8404", "bind 127.0.0.1:8404")
+def test_only_the_statistics_move_to_unix_sockets(tmp_path: Path) -> None:
+    moved = haproxy.move_statistics(CONFIG, tmp_path)
+    expected = CONFIG.replace("bind :9101", f"bind unix@{tmp_path}/prometheus.sock mode 600")
+    assert moved == expected.replace("bind *:8404", f"bind unix@{tmp_path}/stats.sock mode 600")
 
 
 @pytest.mark.parametrize(("system", "num_calls"), [("linux", 1), ("darwin", 0)])
@@ -52,7 +53,7 @@ def test_only_linux_is_asked_to_end_it_with_its_starter(
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(haproxy.ctypes, "CDLL", lambda _: Library())
     monkeypatch.setattr(haproxy.os, "execv", lambda binary, argv: started.append(argv))
-    haproxy.main("/bin/haproxy", "1,2", ["-v"])
+    haproxy.main("/bin/haproxy", ["-v"])
     assert (started, len(calls)) == ([["/bin/haproxy", "-v"]], num_calls)
 
 
@@ -73,11 +74,11 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
 
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(haproxy.UnknownTemplate, match=r"needs Ray Serve 2\.60"):
-        haproxy.rewrite(CONFIG.replace("frontend http_frontend", "frontend http"), [9101], tmp_path)
+        haproxy.rewrite(CONFIG.replace("frontend http_frontend", "frontend http"), tmp_path)
 
 
 def test_clients_meet_the_filter_and_nothing_is_spliced(tmp_path: Path) -> None:
-    config = haproxy.rewrite(CONFIG, [9101, 8404], tmp_path)
+    config = haproxy.rewrite(CONFIG, tmp_path)
     assert "splice" not in config
     assert "errorfile" not in config
     assert "text/plain" not in config
@@ -102,7 +103,6 @@ def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:
         "-S",
         haproxy.__file__,
         "/bin/sh",
-        "9101",
         "-c",
         "echo $$; exec sleep 60",
         "-f",
@@ -120,4 +120,4 @@ def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:
     ready, _, _ = select.select([descriptor], [], [], 30)
     os.close(descriptor)
     assert ready, "it outlived its starter"
-    assert "bind 127.0.0.1:9101" in file.read_text()
+    assert f"bind unix@{tmp_path}/prometheus.sock" in file.read_text()
