@@ -40,6 +40,8 @@ Part = Text | Reasoning | CallStart | Arguments
 
 
 class PartParser(Protocol):
+    is_cut: bool  # after the end: amid the arguments of a call
+
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self) -> list[Part]:
@@ -48,6 +50,8 @@ class PartParser(Protocol):
 
 class PlainText:
     """A parser for answers without tool calls."""
+
+    is_cut = False
 
     def feed(self, text: str) -> list[Part]:
         return [Text(text)] if text else []
@@ -75,6 +79,11 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         return self._state == "reasoning"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended amid the arguments of a call."""
+        return self._tools.is_cut
 
     def feed(self, text: str) -> list[Part]:
         self._held += text

@@ -95,6 +95,7 @@ class Choice:
         self.num_tokens = 0  # tokens of the answer, including the one that ended it
         self.num_reasoning_tokens = 0  # of them
         self.num_calls = 0  # of tools
+        self.ends_in_call = False  # the last of them is not complete
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.finish: FinishReason | None = None
         self.first_token_s: float | None = None  # time of the first and the newest token
@@ -162,6 +163,7 @@ class Choice:
             return None
         if self._parser is not None and self.finish is not None:
             self._parse(self._parser.end())
+            self.ends_in_call = self._parser.is_cut
         text = "".join(self._released)
         self._released.clear()
         tokens, segments = self._take_tokens(text) if self.options.details else ((), ())

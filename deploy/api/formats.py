@@ -39,9 +39,10 @@ class _Format(ABC):
     def _ending(self, choice: Choice, delta: Delta) -> dict[str, object]:
         """The fields after the text of a choice or chunk."""
         asked = choice.request.sampling.top_logprobs is not None
+        calls = choice.num_calls and not choice.ends_in_call and delta.finish is FinishReason.STOP
         return {
             "logprobs": self._logprobs_of(choice, delta.tokens) if asked else None,
-            "finish_reason": "tool_calls" if choice.num_calls and delta.finish is FinishReason.STOP else delta.finish,
+            "finish_reason": "tool_calls" if calls else delta.finish,
             **({"token_ids": delta.token_ids} if choice.options.token_ids else {}),
         }
 

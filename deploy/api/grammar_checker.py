@@ -1,12 +1,14 @@
 """Checks the grammars of calls in a process of its own, so that no grammar harms the API or a target."""
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
 import threading
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cluster.errors import Overloaded
@@ -35,30 +37,36 @@ class GrammarChecker:
         self._retry_after_s = retry_after_s
         self._check_s = check_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        # A thread of its own: waiting checks must not take those that tokenize.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
         self._num_waiting = 0
-        self._known: OrderedDict[Grammar, str | None] = OrderedDict()  # why it is refused
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest, why it is refused; "": it is not
 
     async def check(self, field: str, grammar: Grammar) -> None:
-        """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check."""
-        if grammar not in self._known:
+        """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check.
+        Cancelled, a check that waits is not made."""
+        digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
+        refusal = self._known.get(digest)
+        if refusal is None:
             if self._num_waiting >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} calls wait for the check of their grammars", self._retry_after_s)
             self._num_waiting += 1
             try:
-                await asyncio.to_thread(self._learn, grammar)
+                refusal = await asyncio.get_running_loop().run_in_executor(self._thread, self._learn, digest, grammar)
             finally:
                 self._num_waiting -= 1
-        refusal = self._known[grammar]
-        if refusal is not None:
+        if refusal:
             raise bad_request(field, refusal)
 
-    def _learn(self, grammar: Grammar) -> None:
-        with self._lock:
-            if grammar not in self._known:
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.popitem(last=False)
-                self._known[grammar] = self._refusal(grammar)
+    def _learn(self, digest: bytes, grammar: Grammar) -> str:
+        """Runs in the one thread, so that no grammar is checked twice."""
+        known = self._known.get(digest)
+        if known is not None:
+            return known
+        refusal = self._known[digest] = self._refusal(grammar) or ""
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return refusal
 
     def _refusal(self, grammar: Grammar) -> str | None:
         process = self._running()

@@ -10,7 +10,8 @@ from deploy.api.fields import Strict, only, text_or
 
 MAX_TOOLS = 128
 
-_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class ContentPart(Strict):
@@ -30,14 +31,14 @@ def text_of(content: str | list[ContentPart] | None) -> str:
 
 
 class CalledFunction(Strict):
-    name: _FunctionName
+    name: FunctionName
     arguments: str
 
 
 class ToolCall(Strict):
     """A call that the model made in an earlier answer."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # of a streamed answer, which some callers send back
@@ -45,8 +46,8 @@ class ToolCall(Strict):
     def for_template(self) -> dict[str, Any]:
         """With the arguments as an object, which templates expect; arguments that are none stay text."""
         try:
-            arguments = json.loads(self.function.arguments)
-        except ValueError:
+            arguments = json.loads(self.function.arguments.strip() or "{}")
+        except (ValueError, RecursionError):
             arguments = self.function.arguments
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -93,10 +94,19 @@ class Message(Strict):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("form", "must be the schema of an object")
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_object)]
+
+
 class FunctionDefinition(Strict):
-    name: _FunctionName
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: no arguments
+    parameters: Parameters | None = None  # a JSON schema; None: no arguments
     strict: bool | None = None  # calls match the schema also where the model chooses to call
 
     @property

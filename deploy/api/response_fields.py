@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from deploy.api.errors import ApiError, bad_request
 from deploy.api.fields import Strict, only, text_or
-from deploy.api.messages import MAX_TOOLS
+from deploy.api.messages import MAX_TOOLS, CallId, FunctionName, Parameters
 
 _NOT_STORED = "is not supported: responses are not stored; send the whole conversation as input"
 
@@ -37,14 +38,14 @@ class MessageItem(_Item):
 
 class CallItem(_Item):
     type: Literal["function_call"]
-    call_id: str
-    name: str
+    call_id: CallId
+    name: FunctionName
     arguments: str
 
 
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: CallId
     output: _Content
 
 
@@ -78,9 +79,9 @@ Item = Annotated[
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    name: str
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -205,6 +206,26 @@ class ResponsesRequest(Strict):
                 case ReasoningItem():
                     answer["reasoning_content"] = _text(item.content or item.summary or [])
         return messages
+
+
+# Fields of the chat call, and where this API has them.
+_OWN_NAMES = (
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("tool_choice.function", "tool_choice"),
+    ("messages", "input"),
+)
+
+
+def as_own(error: ApiError) -> ApiError:
+    """An error of the chat call, with this API's name of the field. Several items may be one message, which is ``input``."""
+    param = error.param or ""
+    for name, own in _OWN_NAMES:
+        if param == name or param.startswith(f"{name}."):
+            own = own if name == "messages" else own + param.removeprefix(name)
+            return bad_request(own, str(error).removeprefix(f"{param}: "), error.code)
+    return error
 
 
 def _text(content: str | list[TextPart]) -> str:

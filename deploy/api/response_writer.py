@@ -65,7 +65,12 @@ class ResponseWriter:
         return self._event({"type": f"response.{status}", "response": self._response(status)})
 
     def error(self, error: ApiError) -> bytes:
-        return self._event({"type": "error", "code": error.code, "message": str(error), "param": error.param})
+        """OpenAI sends the one or the other, and clients wait for the one or the other."""
+        told = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+        if self._items and self._items[-1]["status"] == "in_progress":
+            self._items[-1]["status"] = "incomplete"
+        failed = {**self._response("failed"), "error": {"code": "server_error", "message": str(error)}}
+        return self._event(told) + self._event({"type": "response.failed", "response": failed})
 
     def _event(self, event: Event) -> bytes:
         numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
@@ -91,7 +96,7 @@ class ResponseWriter:
         usage: dict[str, Any] = usage_of([self._choice])
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
@@ -107,7 +112,8 @@ class ResponseWriter:
         for part in parts:
             yield from self._add(part)
         if delta.finish is not None:
-            yield from self._end_item()
+            is_cut = delta.finish is FinishReason.LENGTH or self._choice.ends_in_call
+            yield from self._end_item("incomplete" if is_cut else "completed")
 
     def _add(self, part: Part) -> Iterator[Event]:
         index = len(self._items) - 1
@@ -155,11 +161,12 @@ class ResponseWriter:
         item["content"].append(part)
         yield self._at("response.content_part.added", content_index=0, part=dict(part))
 
-    def _end_item(self) -> Iterator[Event]:
+    def _end_item(self, status: str = "completed") -> Iterator[Event]:
+        """``status``: of the item, which is complete where another follows."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
-        item["status"] = "incomplete" if self._choice.finish is FinishReason.LENGTH else "completed"
+        item["status"] = status
         match item["type"]:
             case "function_call":
                 arguments = item["arguments"]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from cluster.client import ClusterStatus, EngineClient
-from cluster.errors import LinkClosed
+from cluster.errors import InvalidField, LinkClosed
 from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
@@ -25,7 +25,7 @@ from deploy.api.cached import Cached
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChoiceWriter
-from deploy.api.errors import ApiError, bad_request, timed_out
+from deploy.api.errors import ApiError, as_api_error, bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
@@ -42,7 +42,7 @@ from deploy.api.params import (
     prompt_too_long,
     wants_prompt_only,
 )
-from deploy.api.response_fields import ResponsesRequest
+from deploy.api.response_fields import ResponsesRequest, as_own
 from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
@@ -97,9 +97,13 @@ class Service:
         fields = await self._bodies.read(request, ResponsesRequest)
         try:
             chat = ChatRequest.model_validate(fields.chat_fields())
-        except ValidationError as error:  # of what only the chat fields check, such as a function's name
-            raise field_error(error.errors(include_url=False)[0], ChatRequest) from error
-        return await self._chat(request, chat, fields)
+        except ValidationError as error:  # of what only the chat fields check, such as tools of one name
+            raise as_own(field_error(error.errors(include_url=False)[0], ChatRequest)) from error
+        try:
+            return await self._chat(request, chat, fields)
+        except (ApiError, InvalidField) as error:
+            known = as_api_error(error, self._settings.retry_after_s)
+            raise error if known is None else as_own(known) from error
 
     async def embeddings(self, request: Request) -> Response:
         """Not supported: the served model generates text."""
@@ -155,14 +159,14 @@ class Service:
         fields = await self._bodies.read(request, DetokenizeRequest)
         return await self._in_time(request, detokenize(fields, self._tokenizer, await self.info()))
 
-    async def _in_time(self, request: Request, work: Awaitable[T]) -> T:
+    async def _in_time(self, request: Request, work: Awaitable[T], advice: str = "send a shorter text") -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""
         timeout_s = self._settings.request_timeout_s
         try:
             async with asyncio.timeout(request.state.arrival_s + timeout_s - time.monotonic()):
                 return await unless_disconnected(request.receive, work)
         except TimeoutError as error:
-            raise timed_out(timeout_s, "send a shorter text") from error
+            raise timed_out(timeout_s, advice) from error
 
     async def _encoded(self, encoding: Awaitable[tuple[int, ...]], field: str, info: ModelInfo) -> Prompt:
         try:
@@ -220,7 +224,9 @@ class Service:
     ) -> Response:
         """``asked``: the grammar, and the field that asks for it. ``responds``: the call is one of the Responses API."""
         info = await self.info()
-        grammar = None if asked is None else await self._checked(*asked, info)
+        grammar = (
+            None if asked is None else await self._in_time(request, self._checked(*asked, info), "use simpler grammars")
+        )
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}" if responds is None else f"resp_{secrets.token_hex(16)}"
         requests = make_requests(
             fields,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from deploy.api.errors import bad_request
 from deploy.api.schema import GenerationFields, ResponseFormat, StructuredOutputs
@@ -17,7 +18,6 @@ def grammar_of(fields: GenerationFields) -> tuple[str, Grammar] | None:
 
     Raises:
         ApiError: 400 for two grammars at once, or one that is too long.
-        InvalidField: as ``Grammar``.
     """
     found = list(_asked(fields))
     if len(found) > 1:
@@ -27,7 +27,15 @@ def grammar_of(fields: GenerationFields) -> tuple[str, Grammar] | None:
     field, kind, source = found[0]
     if fields.allowed_token_ids is not None:
         raise bad_request("allowed_token_ids", f"is not possible together with {field}")
-    return field, Grammar(kind, source)
+    return field, grammar_named(field, kind, source)
+
+
+def grammar_named(field: str, kind: GrammarKind, source: str) -> Grammar:
+    """Raises ApiError: 400 naming ``field``, for a source that is too long."""
+    try:
+        return Grammar(kind, source)
+    except InvalidField as error:
+        raise bad_request(field, f"{error.reason}, got {error.value}") from error
 
 
 def _asked(fields: GenerationFields) -> Iterator[tuple[str, GrammarKind, str]]:
@@ -60,7 +68,7 @@ def _of_response_format(asked: ResponseFormat) -> Iterator[tuple[str, GrammarKin
     if asked.type == "structural_tag":
         if asked.format is None:
             raise bad_request("response_format.format", "is missing")
-        tag = json.dumps({"type": "structural_tag", "format": asked.format})
+        tag = json.dumps({"type": "structural_tag", "format": asked.format}, ensure_ascii=False)
         yield "response_format.format", GrammarKind.STRUCTURAL_TAG, tag
 
 

@@ -67,6 +67,13 @@ class _Call:
         if name is not None:
             self._start()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its arguments are not complete."""
+        in_arguments = self._role == "value" and self._key in ("arguments", "parameters") and self._member[:1] == "{"
+        has_object = in_arguments and self._json.depth == 1 and not self._json.in_string
+        return self.started and not (self.done or self._has_arguments or has_object)
+
     def feed(self, text: str) -> int:
         """How many characters belong to the call; all, unless it is done or has failed."""
         for i, char in enumerate(text):
@@ -174,6 +181,7 @@ class _Scanner:
         self._state = "text"
         self._call: _Call | None = None
         self._num_calls = 0
+        self.is_cut = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -186,6 +194,7 @@ class _Scanner:
         held, self._held = self._held, ""
         call, self._call = self._call, None
         if call is not None:
+            self.is_cut = call.is_cut
             held = self._opening + call.raw if not call.started else ""
         elif self._state == "calls":
             held = "" if not self._opening else self._opening + self._take_skipped() + held

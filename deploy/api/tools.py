@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from cluster.grammar import Grammar, GrammarKind
 from deploy.api.answer_parts import AnswerParser, PlainText
@@ -12,10 +12,10 @@ from deploy.api.errors import bad_request
 from deploy.api.messages import NamedTool, Tool
 from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.structured import grammar_named
 from deploy.api.tokenizer import Tokenizer
+from deploy.api.tool_grammar import Format, ToolGrammar, format_of, marker_of
 from deploy.api.tool_parsers import TOOL_PARSERS
-
-Format = dict[str, Any]  # of xgrammar's structural tags
 
 REASONING = ("<think>", "</think>")
 _MARKERS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *REASONING, "<tool_call>", "</tool_call>")
@@ -114,75 +114,49 @@ class AnswerForm:
 
         Args:
             asked: of the content. Reasoning before it is free, and tools may be called instead.
+
+        Raises:
+            ApiError: 400 naming the field, for a grammar that is too long or malformed.
         """
-        field = "tools"
-        if use.forced:
-            content = self._calls_only(use)
+        field, tools = "tools", self._tool_grammar(use)
+        if tools is not None and use.forced:
+            content = tools.calls()
         elif asked is not None:
             field = asked[0]
-            if not use.tools and (not self.thinks or opening == "answer"):
+            if tools is None and (not self.thinks or opening == "answer"):
                 return asked
-            content = _format_of(asked[1])
-            if use.tools:
-                content = {"type": "or", "elements": [self._calls_only(use), content]}
-        elif use.is_constrained and (trigger := self._trigger()) is not None:
-            tags = [self._call_tag(tool, forced=False) for tool in use.tools]
-            content = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not use.parallel}
+            content = format_of(*asked)
+            if tools is not None:
+                content = {"type": "or", "elements": [tools.calls(), content]}
+        elif tools is not None and use.is_constrained:
+            content = tools.text_or_calls()
         else:
             return None
         parts = [*self._reasoning_format(opening), content]
         tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts} if len(parts) > 1 else content}
-        return field, Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+        return field, grammar_named(field, GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+
+    def _tool_grammar(self, use: ToolUse) -> ToolGrammar | None:
+        if self.calls is None or not use.tools:
+            return None
+        return ToolGrammar(self.calls, self.with_args, self.marker_ids, use.tools, use.parallel)
 
     def _reasoning_format(self, opening: "Opening") -> list[Format]:
         if not self.thinks or opening == "answer":
             return []
-        begin = "" if opening == "reasoning" else REASONING[0]
+        begin, end = (marker_of(marker, self.marker_ids) for marker in REASONING)
         thought = {
             "type": "tag",
-            "begin": begin,
+            "begin": "" if opening == "reasoning" else begin,
             "content": {"type": "any_text"},
-            "end": [f"{REASONING[1]}\n\n", REASONING[1]],
+            "end": [f"{end}\n\n", end] if isinstance(end, str) else end,
         }
-        return [thought if begin == "" else {"type": "optional", "content": thought}]
+        return [thought if opening == "reasoning" else {"type": "optional", "content": thought}, *_after(end)]
 
-    def _calls_only(self, use: ToolUse) -> Format:
-        """One call or more that match the tools' schemas, and no other text."""
-        separator = {"llama3_json": "; ", "mistral": "" if self.with_args else ", "}.get(self.calls or "", "\n")
-        calls: Format = {
-            "type": "tags_with_separator",
-            "tags": [self._call_tag(tool, forced=True) for tool in use.tools],
-            "separator": separator,
-            "at_least_one": True,
-            "stop_after_first": not use.parallel,
-        }
-        if self.calls != "mistral" or self.with_args:
-            return calls
-        return {"type": "sequence", "elements": [*self._marker("[TOOL_CALLS]"), _const(" ["), calls, _const("]")]}
 
-    def _trigger(self) -> str | None:
-        """What begins a call in free text; None: text does not, where it is a special token or an opening brace."""
-        trigger = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(self.calls or "")
-        return None if trigger in self.marker_ids or self.with_args else trigger
-
-    def _call_tag(self, tool: Tool, *, forced: bool) -> Format:
-        function, key = tool.function, "parameters" if self.calls == "llama3_json" else "arguments"
-        schema = function.arguments if forced or function.strict else {"type": "object"}
-        content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-        head = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        match self.calls:
-            case "mistral" if self.with_args:
-                elements = [*self._marker("[TOOL_CALLS]"), _const(function.name), *self._marker("[ARGS]"), content]
-                return {"type": "tag", "begin": "", "content": {"type": "sequence", "elements": elements}, "end": ""}
-            case "mistral" if not forced:
-                return {"type": "tag", "begin": f"[TOOL_CALLS] [{head}", "content": content, "end": "}]"}
-            case "hermes":
-                return {"type": "tag", "begin": f"<tool_call>\n{head}", "content": content, "end": "}\n</tool_call>"}
-        return {"type": "tag", "begin": head, "content": content, "end": "}"}
-
-    def _marker(self, marker: str) -> list[Format]:
-        token_id = self.marker_ids.get(marker)
-        return [_const(marker) if token_id is None else {"type": "token", "token": token_id}]
+def _after(end: str | Format) -> list[Format]:
+    """The blank line after reasoning that a token ends."""
+    return [] if isinstance(end, str) else [{"type": "regex", "pattern": r"(\n\n)?"}]
 
 
 Opening = Literal["answer", "reasoning", "either"]
@@ -202,22 +176,3 @@ def _form_in(template: ChatTemplate | None) -> str | None:
     if "<|python_tag|>" in source or '"parameters": ' in source:
         return "llama3_json"
     return None
-
-
-def _const(text: str) -> Format:
-    return {"type": "const_string", "value": text}
-
-
-def _format_of(grammar: Grammar) -> Format:
-    match grammar.kind:
-        case GrammarKind.JSON_OBJECT:
-            return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 1}
-        case GrammarKind.JSON_SCHEMA:
-            return {"type": "json_schema", "json_schema": json.loads(grammar.source), "max_whitespace_cnt": 1}
-        case GrammarKind.REGEX:
-            return {"type": "regex", "pattern": grammar.source}
-        case GrammarKind.EBNF:
-            return {"type": "grammar", "grammar": grammar.source}
-        case GrammarKind.STRUCTURAL_TAG:
-            found: Format = json.loads(grammar.source)["format"]
-            return found

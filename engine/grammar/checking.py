@@ -14,6 +14,9 @@ from pathlib import Path
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.compiling import CompiledGrammar, Grammars
+from engine.grammar.json_text import spells_json
+from engine.grammar.schema_rules import patterns_of
+from engine.grammar.tag_rules import schemas_of
 from engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_MASK_S = 0.05  # of the slowest row; a round waits for the masks of all its rows
@@ -32,9 +35,26 @@ def refusal(grammars: Grammars, grammar: Grammar) -> str | None:
         return error.reason
     if compiled.compiled.memory_size_bytes > MAX_MEMORY:
         return f"takes {compiled.compiled.memory_size_bytes >> 20} MiB compiled, at most {MAX_MEMORY >> 20} are possible"
-    if compiled.shortest_len is None and compiled.is_json:
-        return "no output was found that matches it and ends"
-    return _slowness(compiled)
+    return _fault(grammars, compiled) or _slowness(compiled)
+
+
+def _fault(grammars: Grammars, compiled: CompiledGrammar, *, in_tag: bool = False) -> str | None:
+    """Why outputs of a JSON schema, or of one in a structural tag, may be invalid or endless."""
+    source = compiled.grammar.source
+    match compiled.grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            leaky = next(
+                (one for one in patterns_of(source) if not spells_json(grammars, one, on_one_line=not in_tag)), None
+            )
+            if leaky is not None:
+                return f"the pattern {leaky[:80]!r} is not enforceable: it would write invalid JSON"
+            return None if compiled.shortest_len is not None else "no output was found that matches it and ends"
+        case GrammarKind.STRUCTURAL_TAG:
+            for place, schema in schemas_of(source):
+                fault = _fault(grammars, grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, schema)), in_tag=True)
+                if fault is not None:
+                    return place + fault
+    return None
 
 
 def _slowness(compiled: CompiledGrammar) -> str | None:

@@ -130,7 +130,7 @@ class Closing:
                 allowed, _ = self._next(state)
                 if is_goal(self._mask):
                     return out
-                for byte in _samples(allowed):
+                for byte in samples(allowed):
                     num_nodes += 1
                     child = state.fork()
                     if child.accept_string(bytes([byte])):
@@ -152,7 +152,7 @@ class Closing:
             self._mask &= self._vocabulary.on_one_line
 
 
-def _samples(allowed: NDArray[np.int64]) -> list[int]:
+def samples(allowed: NDArray[np.int64]) -> list[int]:
     """Bytes to try for all allowed ones: of letters and digits a few, since patterns seldom tell them apart."""
     every: list[int] = allowed.tolist()
     plain = [byte for byte in every if byte < 128 and byte != 0x5C]

@@ -16,6 +16,7 @@ from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
+from engine.grammar.tag_rules import checked_tag
 from engine.grammar.vocabulary import GrammarVocabulary
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,13 @@ class Grammars:
         if found is not None:
             return found
         source, names = grammar.source, frozenset[str]()
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            source, names = checked(source)
-        fault = pattern_fault(source) if grammar.kind is GrammarKind.REGEX else None
-        if fault is not None:
-            raise InvalidField(grammar.kind, source[:80], fault)
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                source, names = checked(source)
+            case GrammarKind.STRUCTURAL_TAG:
+                source = checked_tag(source)
+            case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
+                raise InvalidField(grammar.kind, source[:80], fault)
         try:
             compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names)
             end = compiled.follow(()).shortest_end()

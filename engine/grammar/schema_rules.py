@@ -50,11 +50,31 @@ def checked(source: str) -> tuple[str, frozenset[str]]:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidField("json_schema", source[:80], f"is not JSON: {error}") from error
+    required = check_schema(schema)
+    return json.dumps(schema, ensure_ascii=False), required
+
+
+def check_schema(schema: Any) -> frozenset[str]:
+    """Completes a schema to the one to compile. The names that any of its objects require. Raises as ``checked``."""
     required: set[str] = set()
     for path, one in _walk(schema, "#", 0):
         _check(path, one, schema)
         required.update(one.get("required", ()))
-    return json.dumps(schema, ensure_ascii=False), frozenset(required)
+    return frozenset(required)
+
+
+def patterns_of(source: str) -> list[str]:
+    """The patterns of the strings of a schema that ``checked`` lets pass."""
+    return [one["pattern"] for _, one in _walk(json.loads(source), "#", 0) if "pattern" in one]
+
+
+def bound_strings_by_patterns(schema: Any) -> None:
+    """Writes ``minLength`` and ``maxLength`` of a completed schema as patterns. xgrammar lets strings of bounded length hold
+    control characters; where the output is not JSON alone, no mask of its own can forbid them."""
+    for _, one in _walk(schema, "#", 0):
+        if one.keys() & {"minLength", "maxLength"}:
+            shortest, longest = one.pop("minLength", 0), one.pop("maxLength", "")
+            one["pattern"] = f"^[ !#-\\[\\]-\U0010ffff]{{{shortest},{longest}}}$"
 
 
 def _walk(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -159,9 +159,10 @@ class GrammarState:
         """How many were accepted. The matcher has followed them."""
         matcher, vocabulary = self._matcher, self.grammar.vocabulary
         for i, token_id in enumerate(token_ids):
-            # xgrammar logs a warning for each token that it is asked for after the end, and for each special one.
+            # xgrammar logs a warning for each token that it is asked for after the end, and for each without bytes.
             spelled = vocabulary.token_bytes[token_id]
-            is_possible = not matcher.is_terminated() and (spelled or vocabulary.ends(token_id))
+            is_named = vocabulary.ends(token_id) or token_id in vocabulary.special_ids
+            is_possible = not matcher.is_terminated() and (spelled or is_named)
             if self.grammar.is_json and spelled and min(spelled) < 0x20:
                 return i
             if not is_possible or not matcher.accept_token(token_id):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.models.token_bytes import read_token_bytes
+from engine.models.tokenizer import read_vocabulary
 
 
 class GrammarVocabulary:
@@ -29,8 +30,13 @@ class GrammarVocabulary:
         self.size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.token_bytes = read_token_bytes(folder, vocab_size)
+        special = read_vocabulary(folder).special.keys() - set(eos_token_ids)
+        self.special_ids = frozenset(i for i in special if i < vocab_size)
+        # xgrammar accepts no token without bytes. Special tokens get bytes that are no UTF-8, so that a grammar allows one
+        # where it names its id, and never as text.
+        named = (b"\xff%d" % i if i in self.special_ids else spelled for i, spelled in enumerate(self.token_bytes))
         self.info = xgrammar.TokenizerInfo(
-            list(self.token_bytes), xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
+            list(named), xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
         )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._ids = {spelled: i for i, spelled in reversed(list(enumerate(self.token_bytes))) if spelled}

@@ -1,5 +1,6 @@
 """The Responses API over a scripted cluster, read by the official client."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
+from pydantic import TypeAdapter
 
+from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import CHAT_TEMPLATE, MODEL, fast_tokenizer, listening, model_info, saying
+from tests.support.asgi import Caller, answering
 from tests.support.scripted import ScriptedClient
 
 TOOL: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -68,6 +72,22 @@ def test_an_answer_and_its_stream_are_the_same() -> None:
         assert (streamed.name, streamed.arguments, streamed.status) == (call.name, call.arguments, "completed")
 
 
+@pytest.mark.parametrize("max_tokens", [200, 60, 2])
+async def test_each_event_has_the_fields_that_the_client_s_types_ask_for(max_tokens: int) -> None:
+    text = f"<think>why</think>{CALLED}"
+    cluster = ScriptedClient(replace(model_info(), max_model_len=4096), saying(text))
+    app = create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE + "{# </think> #}", {})), ApiSettings())
+    event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+        body = {"model": MODEL, "input": "a", "tools": [TOOL], "max_output_tokens": max_tokens}
+        Response.model_validate((await http.post("/v1/responses", json=body)).json())
+        stream = (await http.post("/v1/responses", json={**body, "stream": True})).text
+    for block in filter(None, stream.split("\n\n")):
+        name, _, data = block.removeprefix("event: ").partition("\ndata: ")
+        event = event_type.validate_python(json.loads(data))
+        assert event.type == name
+
+
 def test_reasoning_is_an_item() -> None:
     with serving("<think>why</think>the answer", CHAT_TEMPLATE + "{# </think> #}") as (client, _):
         response = client.responses.create(model=MODEL, input="what is it?", max_output_tokens=100)
@@ -95,6 +115,38 @@ def test_an_answer_that_is_cut_off_is_incomplete() -> None:
         assert last.type == "response.incomplete"
 
 
+def test_what_is_complete_before_a_cut_is_complete() -> None:
+    with serving(CALLED) as (client, _):
+        asked: Any = {"model": MODEL, "input": "a", "tools": [TOOL], "max_output_tokens": 60}
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            *_, last = stream
+        assert last.type == "response.incomplete"
+        for response in (whole, last.response):
+            statuses = [(item.type, getattr(item, "status", None)) for item in response.output]
+            assert statuses == [("message", "completed"), ("function_call", "incomplete")]
+
+
+async def test_a_failure_amid_a_stream_is_told_by_both_events() -> None:
+    text_is_out = asyncio.Event()
+    caller = Caller(answering(text_is_out, LinkClosed("the target went")))
+    call = caller.start({"model": MODEL, "input": "a", "stream": True}, "/v1/responses")
+    await caller.got_body.wait()
+    text_is_out.set()
+    await call
+    events = [json.loads(block.partition("data: ")[2]) for block in caller.body.split("\n\n") if block]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    *before, error, failed = events
+    assert before[0]["type"] == "response.created"
+    assert (error["type"], error["code"]) == ("error", "no_target")
+    assert failed["type"] == "response.failed"
+    response = Response.model_validate(failed["response"])
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "the target went" in response.error.message
+    assert [item["status"] for item in failed["response"]["output"]] == ["incomplete"]
+
+
 def test_a_conversation_goes_on_with_the_items_of_its_answers() -> None:
     with serving(CALLED) as (client, cluster):
         first = client.responses.create(model=MODEL, input="what is it?", tools=[TOOL], max_output_tokens=200)
@@ -120,8 +172,18 @@ def test_a_conversation_goes_on_with_the_items_of_its_answers() -> None:
         ({"input": [{"type": "image"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.function.name"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"input": "word " * 5000}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": ""}]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "a b", "arguments": ""}]}, "input.0.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"enum": ["a" * 70_000]}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),  # of a tokenizer without a folder
         ({"temperature": 5.0}, "temperature"),
     ],
 )
@@ -131,6 +193,7 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
         response = httpx.post(f"{client.base_url}responses", json=body)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
+        assert response.json()["error"]["message"].startswith(f"{param}: ")
 
 
 def test_formats_of_text_become_response_formats() -> None:

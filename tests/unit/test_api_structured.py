@@ -1,6 +1,8 @@
 """Structured output in the API: which field asks for which grammar, and which grammars are refused."""
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -11,7 +13,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from cluster.errors import InvalidField, Overloaded
+from cluster.errors import Overloaded
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
 from deploy.api import grammar_checker
@@ -108,16 +110,17 @@ def test_malformed_fields_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_grammar_that_is_too_long_is_refused() -> None:
-    with pytest.raises(InvalidField, match=f"at most {MAX_GRAMMAR_CHARS} characters"):
+    with pytest.raises(ApiError, match=f"at most {MAX_GRAMMAR_CHARS} characters, got") as refused:
         grammar_of(ChatRequest(**chat_body(guided_regex="a" * (MAX_GRAMMAR_CHARS + 1))))
+    assert refused.value.param == "guided_regex"
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
     tokenizer = Tokenizer.from_folder(folder)
     info = ModelInfo(MODEL, tokenizer.vocab_size, 256, (tokenizer.vocab_size - 1,), "tiny")
     cluster = ScriptedClient(info, saying(""))
-    app = create_app(cluster, tokenizer, ApiSettings())
+    app = create_app(cluster, tokenizer, ApiSettings(**settings))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
         yield http, cluster
 
@@ -173,6 +176,41 @@ async def test_a_check_whose_process_dies_refuses_the_grammar(tiny_model_folder:
     checker._running = lambda: process  # type: ignore[method-assign]
     with pytest.raises(ApiError, match="takes the compiler down"):
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+
+
+@pytest.mark.slow
+async def test_a_cancelled_check_is_not_made(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    begun, go_on, made = asyncio.Event(), threading.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def refusal(grammar: Grammar) -> str | None:
+        made.append(grammar.source)
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(60)
+        return None
+
+    monkeypatch.setattr(checker, "_refusal", refusal)
+    checks = [asyncio.create_task(checker.check("guided_regex", Grammar(GrammarKind.REGEX, one))) for one in "abc"]
+    await begun.wait()
+    assert await asyncio.to_thread(lambda: "the threads of others are free") != ""
+    checks[1].cancel()
+    await asyncio.wait(checks[1:2])
+    go_on.set()
+    await asyncio.gather(checks[0], checks[2])
+    assert made == ["a", "c"]
+    assert checker._num_waiting == 0
+
+
+@pytest.mark.slow
+async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(GrammarChecker, "_refusal", lambda *_: None if go_on.wait(60) else "waited too long")
+    async with serving(tiny_model_folder, request_timeout_s=0.2) as (http, cluster):
+        response = await http.post("/v1/completions", json=completion_body(guided_regex="a"))
+        go_on.set()
+        assert response.status_code == HTTPStatus.GATEWAY_TIMEOUT, response.text
+        assert cluster.requests == []
 
 
 async def test_too_many_waiting_checks_are_refused(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

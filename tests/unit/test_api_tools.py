@@ -8,10 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-import xgrammar
 
-from cluster.grammar import Grammar, GrammarKind
-from deploy.api.answer_parts import CallStart
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate, TemplateOptions
 from deploy.api.errors import ApiError
@@ -160,108 +157,6 @@ def test_tools_of_an_unknown_form_are_refused() -> None:
     assert not form.use_of(fields.model_copy(update={"tool_choice": "none"})).tools
 
 
-def accepts(asked: tuple[str, Grammar] | None, text: str) -> bool:
-    """Whether the grammar takes all of the text, and an end after it."""
-    assert asked is not None
-    _, grammar = asked
-    assert grammar.kind is GrammarKind.STRUCTURAL_TAG
-    vocabulary = [bytes([i]) for i in range(256)] + [b""]
-    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
-    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_structural_tag(grammar.source)
-    matcher = xgrammar.GrammarMatcher(compiled)
-    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(256)
-
-
-PARIS, NOW = {"city": "Paris"}, {}
-FORMS = {
-    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
-    "llama3_json": '{"name": "%s", "parameters": %s}',
-    "mistral": '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]',
-}
-
-
-@pytest.mark.parametrize("calls", FORMS)
-def test_forced_calls_match_the_tools_schemas_and_are_parsed(calls: str) -> None:
-    form = form_of(tool_call_parser=calls)
-
-    def grammar(**fields: Any) -> tuple[str, Grammar] | None:
-        asked = ChatRequest.model_validate(chat_body(tools=TOOLS, **fields))
-        return form.grammar(form.use_of(asked), "answer", None)
-
-    weather = FORMS[calls] % ("get_weather", json.dumps(PARIS))
-    now = FORMS[calls] % ("now", "{}")
-    named = {"type": "function", "function": {"name": "now"}}
-    assert accepts(grammar(tool_choice="required"), weather)
-    assert accepts(grammar(tool_choice="required"), now)
-    assert not accepts(grammar(tool_choice="required"), "")
-    assert not accepts(grammar(tool_choice="required"), f"Well. {weather}")
-    assert not accepts(grammar(tool_choice="required"), FORMS[calls] % ("get_weather", "{}"))
-    assert not accepts(grammar(tool_choice="required"), FORMS[calls] % ("other", "{}"))
-    assert accepts(grammar(tool_choice=named), now)
-    assert not accepts(grammar(tool_choice=named), weather)
-    two = {"hermes": f"{weather}\n{now}", "llama3_json": f"{weather}; {now}", "mistral": f"{weather[:-1]}, {now[14:]}"}[
-        calls
-    ]
-    assert accepts(grammar(tool_choice="required", parallel_tool_calls=True), two)
-    assert not accepts(grammar(tool_choice="required", parallel_tool_calls=False), two)
-    assert not accepts(grammar(tool_choice="required"), two)
-    assert grammar() is None
-    assert grammar(tool_choice="none") is None
-    new_parser = form.new_parser(form.use_of(ChatRequest.model_validate(chat_body(tools=TOOLS))), "answer")
-    assert new_parser is not None
-    parser = new_parser()
-    names = [part.name for part in [*parser.feed(two), *parser.end()] if isinstance(part, CallStart)]
-    assert names == ["get_weather", "now"]
-
-
-def test_a_strict_function_s_arguments_match_where_the_model_chooses() -> None:
-    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
-    form = form_of()
-    use = form.use_of(ChatRequest.model_validate(chat_body(tools=tools)))
-    grammar = form.grammar(use, "answer", None)
-    weather, wrong = (FORMS["hermes"] % ("get_weather", json.dumps(arguments)) for arguments in (PARIS, {"town": "x"}))
-    assert accepts(grammar, "Just text.")
-    assert accepts(grammar, f"Let me see.\n{weather}\n{weather}")
-    assert accepts(grammar, FORMS["hermes"] % ("now", '{"any": 1}'))
-    assert not accepts(grammar, f"Let me see.\n{wrong}")
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PARAMETERS)),
-        Grammar(GrammarKind.JSON_OBJECT),
-        Grammar(GrammarKind.REGEX, r'\{"city": "[A-Z][a-z]+"\}'),
-        Grammar(GrammarKind.EBNF, 'root ::= "{" [^}]+ "}"'),
-    ],
-    ids=lambda grammar: str(grammar.kind),
-)
-def test_a_grammar_begins_after_the_reasoning(asked: Grammar) -> None:
-    form = form_of(THINKING)
-    use = form.use_of(ChatRequest.model_validate(chat_body()))
-    answer = json.dumps(PARIS)
-    field_and_grammar = ("response_format", asked)
-    assert form.grammar(use, "answer", field_and_grammar) is field_and_grammar
-    opened = form.grammar(use, "reasoning", field_and_grammar)
-    assert accepts(opened, f'It is "Paris", is it?</think>{answer}')
-    assert accepts(opened, f"Well.\n</think>\n\n{answer}")
-    assert not accepts(opened, answer)
-    assert not accepts(opened, f"Well.</think>Well. {answer}")
-    either = form.grammar(use, "either", field_and_grammar)
-    assert accepts(either, answer)
-    assert accepts(either, f"<think>Well.</think>{answer}")
-    assert not accepts(either, f"Well.</think>{answer}")
-
-
-def test_tools_may_be_called_instead_of_an_answer_of_a_grammar() -> None:
-    form = form_of()
-    use = form.use_of(ChatRequest.model_validate(chat_body(tools=TOOLS)))
-    found = form.grammar(use, "answer", ("response_format", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PARAMETERS))))
-    assert accepts(found, json.dumps(PARIS))
-    assert accepts(found, FORMS["hermes"] % ("now", "{}"))
-    assert not accepts(found, "Just text.")
-
-
 async def test_earlier_calls_and_results_in_the_prompt() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "<|end|>"}'}}]
     messages = [
@@ -280,6 +175,94 @@ async def test_earlier_calls_and_results_in_the_prompt() -> None:
     assert ids.count(end) == 3, "the arguments' text is no control token"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [("", "{}"), ("  ", "{}"), ("{", '"{"'), ("[" * 100_000, '"[[['), ("[1]", "[1]")]
+)
+async def test_whatever_arguments_earlier_calls_have_the_prompt_is_made(arguments: str, shown: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    async with serving() as (http, _):
+        text = (await http.post("/tokenize", json=chat_body(messages=messages, return_token_strs=True))).json()["token_strs"]
+        assert f'"arguments":Ġ{shown}' in "".join(text)
+
+
+async def test_content_of_tools_may_be_parts() -> None:
+    parts = [{"type": "text", "text": "noon"}, {"type": "text", "text": "in Paris"}]
+    messages = [{"role": "tool", "tool_call_id": "1", "content": parts}]
+    async with serving() as (http, cluster):
+        assert (await http.post(CHAT, json=chat_body(messages=messages))).status_code == 200
+        prompt = fast_tokenizer().decode(list(cluster.requests[0].prompt_token_ids))
+    assert "<tool_response>\nnoon\nin Paris\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "finish"),
+    [
+        (CALLED, "東", "stop"),
+        (CALLED, '"city"', "stop"),
+        (CALLED, "}</tool_call>", "tool_calls"),  # behind the arguments
+        (CALLED.removesuffix("}</tool_call>"), [], "tool_calls"),
+        (CALLED.removesuffix('"}}</tool_call>'), [], "stop"),
+        (CALLED.removesuffix('"東京"}}</tool_call>'), [], "stop"),
+        ('<tool_call>{"name": "now"}</tool_call>', [], "tool_calls"),
+    ],
+)
+async def test_the_reason_is_tool_calls_where_the_arguments_are_complete(text: str, stop: Any, finish: str) -> None:
+    async with answering(text) as (http, _):
+        fields = {"tools": TOOLS, "max_tokens": 150, "stop": stop}
+        (choice,) = (await http.post(CHAT, json=chat_body(**fields))).json()["choices"]
+        message, streamed_finish = await streamed(http, **fields)
+        assert choice["finish_reason"] == streamed_finish == finish
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["arguments"] == message["calls"][0]["arguments"]
+
+
+async def test_choices_have_calls_of_their_own() -> None:
+    async with answering(CALLED) as (http, _):
+        body = (await http.post(CHAT, json=chat_body(tools=TOOLS, max_tokens=150, n=3))).json()
+        ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
+        assert len(set(ids)) == 3
+        response = await http.post(
+            CHAT,
+            json=chat_body(tools=TOOLS, max_tokens=150, n=3, stream=True, stream_options={"include_usage": True}),
+        )
+        chunks = [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+        assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+        assert chunks[-1]["choices"] == []
+        for index in range(3):
+            deltas = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+            assert [delta["delta"].get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+            calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", ())]
+            first, *others = calls
+            assert (first["index"], first["type"], first["function"]["name"]) == (0, "function", "get_weather")
+            assert all(set(other) == {"index", "function"} and set(other["function"]) == {"arguments"} for other in others)
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "東京"}'
+            assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + ["tool_calls"]
+
+
+async def test_parameters_must_be_those_of_an_object() -> None:
+    async with serving() as (http, _):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+        response = await http.post(CHAT, json=chat_body(tools=[tool]))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools.0.function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": '{"items":'}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "5"}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a" * 65_530}, "guided_regex"),
+    ],
+)
+async def test_a_malformed_grammar_beside_tools_is_a_400(fields: dict[str, Any], param: str) -> None:
+    async with answering("the answer") as (http, _):
+        response = await http.post(CHAT, json=chat_body(tools=TOOLS, **fields))
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+
+
 async def test_tools_are_tokenized_as_for_a_chat() -> None:
     async with answering("the answer") as (http, cluster):
         await http.post(CHAT, json=chat_body(tools=TOOLS))
@@ -296,7 +279,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
     )
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [call]}).for_template()
-    options = TemplateOptions(tools=[{"type": "function", "function": {"name": "now", "parameters": PARIS}}])
+    options = TemplateOptions(tools=[{"type": "function", "function": {"name": "now", "parameters": {"city": "Paris"}}}])
     assert ChatTemplate(source, {}).render([message], options) == 'now({"city": "Paris"}) now:{"a": 1}'
 
 
