@@ -12,7 +12,7 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.draft_wait import due_s, held_until, split_s
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.verify_length import VERIFICATION_POLICIES
+from router.verify_length import VERIFICATION_POLICIES, VerifyContext
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
 MIN_CHUNK_LEN = 16  # prompt tokens that are computed all the same, so that each prompt ends
@@ -44,7 +44,7 @@ class StepPlanner:
 
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
-        self._verification = VERIFICATION_POLICIES[self._settings.verification]
+        self._verification = VERIFICATION_POLICIES[self._settings.verification]()
 
     @classmethod
     def of(cls, config: Config) -> "StepPlanner":
@@ -74,18 +74,23 @@ class StepPlanner:
                 return StepPlan(spans=(), held=held, wake_s=replies_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
-        num_verify = self._verification(survivors, drafters, capacity, cost)
-        decode = _decode_spans(survivors, num_verify, blocks)
-        num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
-        if decode or held:  # streams are live
-            num_free_tokens = min(num_free_tokens, self._settings.max_chunk_len)
+        num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
+        if survivors or held:  # streams are live
+            num_prompt_tokens = min(num_prompt_tokens, self._settings.max_chunk_len)
         if prefilling or waiting:
             num_context = sum(s.computed_len for s in running)
-            num_free_tokens = min(num_free_tokens, max_chunk_len(num_free_tokens, num_context, cost))
+            admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
+            num_prompt_tokens = min(num_prompt_tokens, sum(map(_remaining, (*prefilling, *admissible))))
+            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost)
+        else:
+            num_prompt_tokens = 0
+        rows = self._verification.rows(survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens))
+        decode = _decode_spans(survivors, rows.verify_lens, blocks)
+        num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
         prefill, admitted = _prefill_spans(
             [s for s in prefilling if s.request_id not in preempted],
             [] if preempted else waiting,
-            num_free_tokens,
+            min(num_free_tokens, rows.num_prompt_tokens),
             capacity.max_num_sequences - len(running) + len(preempted),
             blocks,
         )

@@ -11,7 +11,7 @@ from router.cost_model import TableCost, monotone
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
-from router.verify_length import verify_all, verify_goodput
+from router.verify_length import VERIFICATION_POLICIES, VerifyContext
 
 FLAT = TableCost((1, 64), (0.02, 0.03))
 STEEP = TableCost((1, 64), (0.02, 0.02 * 64))
@@ -45,6 +45,10 @@ def plan(
 ) -> StepPlan:
     planner = StepPlanner(PlannerSettings(**settings_))
     return planner.plan(sequences, {"d": drafter}, capacity, FLAT, now_s)
+
+
+def lengths_by(policy: str, batch: list[SequenceView], drafters: dict[str, DrafterView], cost: TableCost) -> dict[str, int]:
+    return VERIFICATION_POLICIES[policy]().rows(batch, VerifyContext(drafters, CAPACITY, cost, now_s=1.0)).verify_lens
 
 
 def spans_of(step: StepPlan) -> dict[str, tuple[int, int]]:
@@ -147,16 +151,16 @@ def test_half_computed_prompts_that_hold_all_blocks_do_not_deadlock() -> None:
 def test_goodput_verifies_all_where_rows_are_cheap_and_nothing_where_they_are_dear() -> None:
     batch = [view(str(i), num_drafted=7) for i in range(4)]
     drafters = {"d": QUICK}
-    assert set(verify_goodput(batch, drafters, CAPACITY, FLAT).values()) == {7}
-    assert set(verify_goodput(batch, drafters, CAPACITY, STEEP).values()) == {0}
-    assert set(verify_all(batch, drafters, CAPACITY, STEEP).values()) == {7}
+    assert set(lengths_by("goodput", batch, drafters, FLAT).values()) == {7}
+    assert set(lengths_by("goodput", batch, drafters, STEEP).values()) == {0}
+    assert set(lengths_by("all", batch, drafters, STEEP).values()) == {7}
 
 
 def test_goodput_spends_rows_on_the_drafter_that_is_right() -> None:
     knee = TableCost((1, 8, 16), (0.02, 0.02, 0.08))
     batch = [view("good", num_drafted=7, drafter="good"), view("bad", num_drafted=7, drafter="bad")]
     drafters = {"good": replace(QUICK, acceptance=0.95), "bad": replace(QUICK, acceptance=0.3)}
-    lengths = verify_goodput(batch, drafters, CAPACITY, knee)
+    lengths = lengths_by("goodput", batch, drafters, knee)
     assert lengths["good"] > lengths["bad"]
 
 
@@ -226,7 +230,7 @@ def test_a_drafter_that_had_bad_luck_is_found_again() -> None:
 
     def length() -> int:
         batch = [view(num_drafted=4)]
-        return verify_goodput(batch, {"d": stats.view}, CAPACITY, dear_rows)["a"]
+        return lengths_by("goodput", batch, {"d": stats.view}, dear_rows)["a"]
 
     for _ in range(200):
         stats.judged(Judgement("d", (0.9,), 0), num_verified=length())

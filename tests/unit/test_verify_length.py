@@ -12,11 +12,11 @@ from cluster.message_checks import proposal_fault
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Proposal, Request
 from engine.sequences import Sequences
-from router import verify_length
 from router.cost_model import TableCost
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
-from router.verify_length import verify_goodput
+from router.verify_length import VerifyContext, goodput
+from router.verify_length.goodput import Goodput
 
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
@@ -38,6 +38,10 @@ def view(name: str, survival: tuple[float, ...], num_drafted: int | None = None)
     )
 
 
+def verify_goodput(batch: list[SequenceView], capacity: Capacity, cost: TableCost) -> dict[str, int]:
+    return Goodput().rows(batch, VerifyContext(DRAFTERS, capacity, cost, now_s=0.0)).verify_lens
+
+
 def random_survival(rng: random.Random, length: int) -> tuple[float, ...]:
     return tuple(itertools.accumulate((rng.random() for _ in range(length)), lambda a, b: a * b))
 
@@ -54,14 +58,14 @@ def test_no_other_lengths_give_more_tokens_per_second(seed: int) -> None:
     batch = [view(str(i), random_survival(rng, rng.randint(0, 4))) for i in range(3)]
     cost, capacity = random_cost(rng), replace(CAPACITY, max_pass_tokens=rng.choice((4, 7, 64)))
 
-    def goodput(lengths: tuple[int, ...]) -> float:
+    def tokens_per_s(lengths: tuple[int, ...]) -> float:
         expected = len(batch) + sum(sum(s.survival[:length]) for s, length in zip(batch, lengths, strict=True))
         return expected / cost.step_s(len(batch) + sum(lengths), 60)
 
-    chosen = verify_goodput(batch, DRAFTERS, capacity, cost)
+    chosen = verify_goodput(batch, capacity, cost)
     every = itertools.product(*(range(len(s.survival) + 1) for s in batch))
     allowed = [lengths for lengths in every if len(batch) + sum(lengths) <= capacity.max_pass_tokens]
-    assert goodput(tuple(chosen[s.request_id] for s in batch)) == pytest.approx(max(map(goodput, allowed)))
+    assert tokens_per_s(tuple(chosen[s.request_id] for s in batch)) == pytest.approx(max(map(tokens_per_s, allowed)))
 
 
 @given(
@@ -72,23 +76,23 @@ def test_a_few_drafts_are_put_in_order_as_many_are(drawn: list[list[float]], roo
     batch = [view(str(i), tuple(sorted(one, reverse=True))) for i, one in enumerate(drawn)]
     cost = random_cost(random.Random(len(drawn) + room))
     capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room)
-    few = verify_goodput(batch, DRAFTERS, capacity, cost)
+    few = verify_goodput(batch, capacity, cost)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verify_length, "FEW", -1)
-        assert verify_goodput(batch, DRAFTERS, capacity, cost) == few
+        patched.setattr(goodput, "FEW", -1)
+        assert verify_goodput(batch, capacity, cost) == few
 
 
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
     knee = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
     batch = [view("sure", (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)), view("vague", (0.3, 0.1, 0.05, 0.02, 0.01, 0.005))]
-    assert verify_goodput(batch, DRAFTERS, CAPACITY, knee) == {"sure": 6, "vague": 0}
+    assert verify_goodput(batch, CAPACITY, knee) == {"sure": 6, "vague": 0}
 
 
 def test_without_calibration_the_drafters_mean_counts() -> None:
     knee = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
     batch = [view("known", (0.1, 0.01, 0.001)), view("unknown", (), num_drafted=8)]
-    assert verify_goodput(batch, DRAFTERS, CAPACITY, knee) == {"known": 1, "unknown": 5}
-    assert verify_goodput([], DRAFTERS, CAPACITY, knee) == {}
+    assert verify_goodput(batch, CAPACITY, knee) == {"known": 1, "unknown": 5}
+    assert verify_goodput([], CAPACITY, knee) == {}
 
 
 def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:

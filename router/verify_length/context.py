@@ -1,0 +1,67 @@
+"""What a verification policy knows of a pass, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Protocol
+
+from cluster.fast_dataclass import record
+from router.cost_model import CostModel
+from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView
+
+
+@record
+class VerifyContext:
+    """The pass that is planned."""
+
+    drafters: Mapping[str, DrafterView]
+    capacity: Capacity
+    cost: CostModel
+    now_s: float
+    num_prompt_tokens: int = 0  # that the pass may compute beside the drafts, of prompts that have begun or wait
+    limit_s: float | None = None  # the longest that the pass may take by the SLOs of live requests; None: no limit
+    weights: Mapping[str, float] = field(default_factory=dict)  # of a request's tokens; 1 unless it falls behind its SLO
+
+
+@record
+class PassRows:
+    """The rows of a pass beside one for each decoding sequence."""
+
+    verify_lens: dict[str, int]  # request -> draft tokens that are verified
+    num_prompt_tokens: int  # at most
+
+
+class VerificationPolicy(Protocol):
+    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+        """``ready``: the sequences that decode, in order of arrival. Called once for each planned pass.
+
+        The output does not depend on the choice (DESIGN idea 1).
+        """
+
+
+def useful_len(sequence: SequenceView, capacity: Capacity) -> int:
+    """Draft tokens that can be committed before max_tokens or the context's end; the bonus token comes after them."""
+    room = capacity.max_model_len - sequence.committed_len
+    return max(0, min(sequence.num_drafted, sequence.max_new_tokens - 1, room - 1))
+
+
+def survivals(ready: Sequence[SequenceView], context: VerifyContext) -> list[Sequence[float]]:
+    """Of each sequence: the probability that each prefix of its useful draft tokens is accepted, never rising.
+
+    Calibrated or, until that is known, a^(i+1) for token i, where a is the drafter's conditional acceptance.
+    """
+    capacity, max_model_len = context.capacity, context.capacity.max_model_len
+    found: list[Sequence[float]] = []
+    for sequence in ready:
+        num_useful, survival = sequence.num_drafted, sequence.survival
+        if num_useful >= sequence.max_new_tokens or num_useful + sequence.committed_len >= max_model_len:
+            num_useful = useful_len(sequence, capacity)
+        found.append(survival if len(survival) == num_useful else _survival(sequence, num_useful, context.drafters))
+    return found
+
+
+def _survival(sequence: SequenceView, num_tokens: int, drafters: Mapping[str, DrafterView]) -> Sequence[float]:
+    if len(sequence.survival) >= num_tokens:
+        return sequence.survival[:num_tokens]
+    known = drafters.get(sequence.drafter, UNKNOWN_DRAFTER) if sequence.drafter else UNKNOWN_DRAFTER
+    rate = min(max(known.acceptance, 0.01), 0.99)
+    return [rate ** (i + 1) for i in range(num_tokens)]
