@@ -3,6 +3,7 @@ distinguished."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,8 @@ class CausalModel:
         dtype: of weights, products and KV cache.
         ranks: computes sums over the ranks; they make the same passes in step.
     """
+
+    padded_rows: ClassVar[tuple[int, ...]] = ()  # a smaller pass is padded to the next of these; ascending
 
     def __init__(
         self,

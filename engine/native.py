@@ -137,7 +137,7 @@ class NativeTarget:
     def capacity(self) -> Capacity:
         limits, num_free = self._limits, self._ledger.num_free_blocks
         most = limits.max_num_sequences, limits.max_pass_tokens, limits.max_model_len
-        return Capacity(limits.block_len, limits.num_blocks, num_free, *most)
+        return Capacity(limits.block_len, limits.num_blocks, num_free, *most, self._model.padded_rows)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

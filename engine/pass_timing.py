@@ -22,7 +22,7 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
     points: list[tuple[int, float]] = []
-    for rows in ROWS:
+    for rows in _measured_rows(capacity.prepared_rows):
         if rows > min(capacity.max_pass_tokens, capacity.max_model_len):
             break
         spent_s = clock() - start_s
@@ -37,6 +37,11 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
         return cost
     with_context_s = _least_s(probe, num_contexts, 1, context_len)
     return monotone(points, max(0.0, with_context_s - cost.step_s(num_contexts, 0)) / (num_contexts * context_len))
+
+
+def _measured_rows(prepared: tuple[int, ...]) -> list[int]:
+    """Time steps up after each prepared shape: within one by padding, which the planner adds, and after the last."""
+    return sorted({*ROWS, *prepared, *[rows + 1 for rows in prepared[-1:]]})
 
 
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:

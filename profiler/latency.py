@@ -60,6 +60,11 @@ class Linear:
             return y * (self.delta + x * (self.gamma + self.alpha * (y - 1) / 2))
         return self.delta + self.gamma * x + self.alpha * y
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """First counts between which, and beyond which, it is linear."""
+        return (1, 2)
+
 
 @dataclass(frozen=True)
 class Piecewise:
@@ -79,6 +84,11 @@ class Piecewise:
     def at(self, x: int, y: int) -> float:
         bent = self.before * min(x, self.knee) + self.beyond * max(0.0, x - self.knee)
         return self.constant + bent + self.slope_y * y
+
+    @property
+    def knots(self) -> tuple[int, ...]:
+        knee = max(1, int(self.knee))
+        return tuple(sorted({1, knee, knee + 1, knee + 2}))
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,10 @@ class MonotoneTable:
         low = self._across(i, y)
         high = low if along == 0.0 else self._across(i + 1, y)
         return extra + low + along * (high - low)
+
+    @property
+    def knots(self) -> tuple[int, ...]:
+        return (*self.xs, self.xs[-1] + 1)
 
     def _across(self, i: int, y: int) -> float:
         j, along = _place(self.ys, y)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import exp, log
 
+import numpy as np
+
 from router.cost_model import CostModel, TableCost
 
 WEIGHT = 0.02  # of the newest pass: about the last fifty of a range count
@@ -78,6 +80,7 @@ class OnlineCost:
         self._freshness = [0.0] * len(knots)  # of the ratios
         self._tests = [PageHinkley() for _ in knots]
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
+        self._mean_ratio: float | None = None
         self.num_drifts = 0
 
     @property
@@ -85,13 +88,19 @@ class OnlineCost:
         return self._base
 
     def step_s(self, num_rows: int, num_context: int) -> float:
+        return self.table(num_context).at(num_rows)
+
+    def table(self, num_context: int) -> TableCost:
         known = self._slice  # one read, since another thread may replace it
         if known is None or abs(num_context - known[0]) > ALIKE * known[0]:
             known = self._slice = (num_context, self._corrected(num_context))
-        return known[1].step_s(num_rows, 0)
+        return known[1]
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
-        return self._base.prefill_s(num_rows, num_context) * exp(self._mean())
+        ratio = self._mean_ratio  # one read, as in ``table``
+        if ratio is None:
+            ratio = self._mean_ratio = exp(self._mean())
+        return self._base.prefill_s(num_rows, num_context) * ratio
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
         return self._base.draft_s(drafter, batch, draft_len)
@@ -115,12 +124,12 @@ class OnlineCost:
         self._num[at] += 1
         step = _clipped(residual, LARGEST_EVIDENCE)
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
-        self._slice = None
+        self._slice = self._mean_ratio = None
         moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
         if moved is None:
             return None
         self._log_ratio[at] += moved
-        self._slice = None
+        self._slice = self._mean_ratio = None
         self._num[at] = int(0.5 / WEIGHT)  # learns fast for a while before it tests again
         self.num_drifts += 1
         return Drift(self._knots[at], exp(self._log_ratio[at]))
@@ -149,7 +158,10 @@ class OnlineCost:
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
     def _corrected(self, num_context: int) -> TableCost:
-        """The table over rows at a context, since it is read for many numbers of rows."""
-        mean, base = self._mean(), self._base
-        seconds = [base.step_s(knot, num_context) * exp(self._known(at, mean)) for at, knot in enumerate(self._knots)]
-        return TableCost(self._knots, tuple(accumulate(seconds, max)))
+        """The steps of the base stay: corrections, not times, are interpolated between the knots."""
+        mean, base = self._mean(), self._base.table(num_context)
+        ratios = [self._known(at, mean) for at in range(len(self._knots))]
+        rows = sorted({*self._knots, *base.rows})
+        factors = np.exp(np.interp(rows, self._knots, ratios)).tolist()
+        seconds = [base.at(num_rows) * factor for num_rows, factor in zip(rows, factors, strict=True)]
+        return TableCost(tuple(rows), tuple(accumulate(seconds, max)))

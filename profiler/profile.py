@@ -15,7 +15,7 @@ from cluster.errors import OutriderError
 from profiler.interleaved import Timing
 from profiler.latency import FORMS, Form, Kind, LatencyPoint, Seconds, compare
 from router.assignment import drafter_of
-from router.cost_model import CostModel, relative_draft_cost
+from router.cost_model import CostModel, TableCost, relative_draft_cost
 
 FORMAT = 1  # of a Profile as JSON
 PREFIX = "profile"
@@ -206,6 +206,10 @@ class ProfiledCost:
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self._prefill.at(num_rows, num_context)
+
+    def table(self, num_context: int) -> TableCost:
+        knots = self._step.knots
+        return TableCost(knots, tuple([self._step.at(knot, num_context) for knot in knots]))
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
         parts = self._drafters.get(drafter_of(drafter))

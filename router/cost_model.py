@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that are measured and reported; extrapolated beyond
 
 
@@ -18,6 +21,9 @@ class CostModel(Protocol):
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         """As ``step_s``, of one prompt's chunk, of which nothing is sampled."""
+
+    def table(self, num_context: int) -> "TableCost":
+        """``step_s`` of every number of rows at about this context. Exact at its steps: linear between its points."""
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
         """One batch of drafts of ``draft_len`` tokens by a configured drafter that is in step with its requests."""
@@ -41,6 +47,10 @@ class TableCost:
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self.step_s(num_rows, num_context)
 
+    def table(self, num_context: int) -> "TableCost":
+        context_s = self.per_context_s * num_context
+        return TableCost(self.rows, tuple([seconds + context_s for seconds in self.step_s_at])) if context_s else self
+
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> None:
         return None
 
@@ -55,6 +65,15 @@ class TableCost:
         low, high = self.rows[i - 1], self.rows[i]
         slope = (self.step_s_at[i] - self.step_s_at[i - 1]) / (high - low)
         return self.step_s_at[i - 1] + slope * (num_rows - low)
+
+    def at_each(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """As ``at``, of several numbers of rows that ascend."""
+        seconds = np.interp(num_rows, self.rows, self.step_s_at)
+        last = self.rows[-1]
+        if num_rows[-1] > last and len(self.rows) > 1:
+            slope = (self.step_s_at[-1] - self.step_s_at[-2]) / (last - self.rows[-2])
+            seconds += slope * np.maximum(0, num_rows - last)
+        return seconds
 
     def scaled(self, factor: float) -> Self:
         return replace(self, step_s_at=tuple([factor * seconds for seconds in self.step_s_at]))

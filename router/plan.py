@@ -62,6 +62,7 @@ class Capacity:
     max_num_sequences: int
     max_pass_tokens: int
     max_model_len: int
+    prepared_rows: tuple[int, ...] = ()  # shapes that are captured, ascending: a smaller pass is padded to the next
 
 
 @record

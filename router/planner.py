@@ -12,17 +12,16 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.draft_wait import due_s, held_until, split_s
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.verify_length import VERIFICATION_POLICIES, VerifyContext
+from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
-MIN_CHUNK_LEN = 16  # prompt tokens that are computed all the same, so that each prompt ends
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
     """``max_chunk_len``: prompt tokens of a pass that also decodes; a long prompt must not stall streams."""
 
-    verification: str = "goodput"
+    verification: str = "outrider"
     max_hold_s: float = 0.05
     max_chunk_len: int = 256
 

@@ -19,6 +19,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.config import Count, Fraction, Section
+from router.cost_model import TableCost
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -140,6 +141,12 @@ class RooflineCost:
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self.passes.seconds(num_rows, num_context, 0)
+
+    def table(self, num_context: int) -> TableCost:
+        passes = self.passes
+        knee = int((passes.layers_s + passes.head_s) / (passes.layers_row_s + passes.head_row_s))
+        knots = tuple(sorted({1, 2, max(1, knee), knee + 1, knee + 2}))
+        return TableCost(knots, tuple([self.step_s(knot, num_context) for knot in knots]))
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
         passes = self.drafters.get(drafter)

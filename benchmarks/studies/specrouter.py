@@ -1,7 +1,7 @@
 """SpecRouter's table 2: chains selected by the live chain policy, against static drafting with two and three levels.
 
-Static chains verify every draft whole; with selected chains the planner verifies by goodput. Each model has its own
-device. Sets of requests follow each other to the end of the run. ``prediction_error``: the most used final chain is
+Static chains verify every draft whole; with selected chains the planner verifies by the default policy. Each model has its
+own device. Sets of requests follow each other to the end of the run. ``prediction_error``: the most used final chain is
 served alone, with every draft verified, and its time per token compared with the prediction of `router.chains.predict`
 from the levels' agreement.
 """
@@ -76,7 +76,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 
     plain = serve(FixedPolicy(chain=()))
-    chosen = serve(scenario.chain, "goodput")
+    chosen = serve(scenario.chain, "outrider")
     counts = Counter(chain for outcome in chosen for chain in outcome.open_chains)
     chain = counts.most_common(1)[0][0]
     alone = serve(FixedPolicy(chain=chain)) if chain else plain

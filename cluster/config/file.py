@@ -75,7 +75,7 @@ class MemoryConfig(Section):
 class PlannerConfig(Section):
     """Verification in a pass of the target."""
 
-    verify: Literal["goodput", "all"] = "goodput"  # goodput: the lengths that maximise tokens per second
+    verify: Literal["outrider", "all", "goodput", "adaspec", "dspark", "dspark-async"] = "outrider"
     max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # maximum wait for a proposal; 0: no wait
 
 

@@ -39,6 +39,8 @@ class GraphedModel(CausalModel):
     """A ``CausalModel`` whose passes of at most 32 rows are replayed from graphs, captured when first needed. What
     ``forward`` returns is overwritten by its next call."""
 
+    padded_rows = PADDED_ROWS
+
     def __init__(
         self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:

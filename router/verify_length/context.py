@@ -8,6 +8,8 @@ from cluster.fast_dataclass import record
 from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView
 
+MIN_CHUNK_LEN = 16  # prompt tokens that a pass computes at any price, so that each prompt ends
+
 
 @record
 class VerifyContext:

@@ -18,6 +18,7 @@ from router.cost_model import TableCost
 from router.draft_length import DraftLengths
 from router.plan import DraftBudget, SequenceView
 from router.planner import PlannerSettings, StepPlanner
+from router.verify_length import VERIFICATION_POLICIES
 from tests.support.simulated_network import Faults, MemoryNetwork
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, ToyTarget
 
@@ -103,7 +104,7 @@ class SimulatedCluster:
             GATEWAY, self.gateway_mailbox, Hello(Role.GATEWAY, "api", VOCAB_SIZE, MODEL.tokenizer_fingerprint)
         )
         settings = PlannerSettings(
-            verification=rng.choice(("all", "goodput")),
+            verification=rng.choice(sorted(VERIFICATION_POLICIES)),
             max_hold_s=rng.choice((0.0, 0.02, 0.2, 0.2)),
             max_chunk_len=rng.choice((4, 16)),
         )

@@ -148,19 +148,19 @@ def test_half_computed_prompts_that_hold_all_blocks_do_not_deadlock() -> None:
     assert plan(batch, capacity=full).preempted == ("b",)
 
 
-def test_goodput_verifies_all_where_rows_are_cheap_and_nothing_where_they_are_dear() -> None:
+def test_outrider_verifies_all_where_rows_are_cheap_and_nothing_where_they_are_dear() -> None:
     batch = [view(str(i), num_drafted=7) for i in range(4)]
     drafters = {"d": QUICK}
-    assert set(lengths_by("goodput", batch, drafters, FLAT).values()) == {7}
-    assert set(lengths_by("goodput", batch, drafters, STEEP).values()) == {0}
+    assert set(lengths_by("outrider", batch, drafters, FLAT).values()) == {7}
+    assert set(lengths_by("outrider", batch, drafters, STEEP).values()) == {0}
     assert set(lengths_by("all", batch, drafters, STEEP).values()) == {7}
 
 
-def test_goodput_spends_rows_on_the_drafter_that_is_right() -> None:
+def test_outrider_spends_rows_on_the_drafter_that_is_right() -> None:
     knee = TableCost((1, 8, 16), (0.02, 0.02, 0.08))
     batch = [view("good", num_drafted=7, drafter="good"), view("bad", num_drafted=7, drafter="bad")]
     drafters = {"good": replace(QUICK, acceptance=0.95), "bad": replace(QUICK, acceptance=0.3)}
-    lengths = lengths_by("goodput", batch, drafters, knee)
+    lengths = lengths_by("outrider", batch, drafters, knee)
     assert lengths["good"] > lengths["bad"]
 
 
@@ -193,7 +193,7 @@ sequences = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(sequences, st.integers(0, 60), st.integers(12, 64), st.sampled_from(["all", "goodput"]))
+@given(sequences, st.integers(0, 60), st.integers(12, 64), st.sampled_from(sorted(VERIFICATION_POLICIES)))
 def test_no_plan_asks_for_more_than_there_is(
     batch: list[SequenceView], num_free: int, max_pass_tokens: int, verification: str
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_drafter_that_had_bad_luck_is_found_again() -> None:
 
     def length() -> int:
         batch = [view(num_drafted=4)]
-        return lengths_by("goodput", batch, {"d": stats.view}, dear_rows)["a"]
+        return lengths_by("outrider", batch, {"d": stats.view}, dear_rows)["a"]
 
     for _ in range(200):
         stats.judged(Judgement("d", (0.9,), 0), num_verified=length())

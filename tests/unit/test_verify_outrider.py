@@ -1,0 +1,143 @@
+"""The default verification policy: no other rows of a pass are better, whatever the cost, and thresholds do not flap."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from router.cost_model import TableCost
+from router.verify_length import ranking
+from router.verify_length.outrider import OutriderVerification
+from tests.support.verification import COMMITTED_LEN, Drawn, a_pass, decide, decoding, passes
+
+KNEE = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
+FLAT_THEN_STEEP = TableCost((1, 32, 64), (0.02, 0.02, 0.52))
+
+
+@settings(max_examples=100)
+@given(passes())
+def test_no_other_lengths_give_more_tokens_per_second(drawn: Drawn) -> None:
+    lens = drawn.lens_of(decide("outrider", drawn.batch, drawn.context))
+    assert drawn.is_allowed(sum(lens))
+    assert drawn.expected(lens) / drawn.seconds(sum(lens)) == pytest.approx(drawn.best_rate())
+
+
+@settings(max_examples=60)
+@given(passes(prompts=True))
+def test_no_other_split_between_drafts_and_prompts_is_better(drawn: Drawn) -> None:
+    most = drawn.context.num_prompt_tokens
+    value = drawn.best_rate()
+    prompt_s = drawn.context.cost.prefill_s(most, 0) / most
+
+    def score(lens: tuple[int, ...], num_prompts: int) -> float:
+        return drawn.expected(lens) + value * (prompt_s * num_prompts - drawn.seconds(sum(lens), num_prompts))
+
+    rows = decide("outrider", drawn.batch, drawn.context)
+    lens = drawn.lens_of(rows)
+    assert drawn.least_prompts <= rows.num_prompt_tokens <= most
+    assert drawn.is_allowed(sum(lens), rows.num_prompt_tokens)
+    everything = [
+        score(one, num)
+        for one in drawn.choices()
+        for num in range(drawn.least_prompts, most + 1)
+        if drawn.is_allowed(sum(one), num) and (drawn.context.limit_s is None or fits(drawn, sum(one), num))
+    ]
+    assert score(lens, rows.num_prompt_tokens) == pytest.approx(max(everything), rel=1e-9, abs=1e-9)
+
+
+def fits(drawn: Drawn, num_drafts: int, num_prompts: int) -> bool:
+    """Within the limit, or the least that goes on in any case."""
+    assert drawn.context.limit_s is not None
+    least = num_drafts == 0 and num_prompts == drawn.least_prompts
+    return least or drawn.seconds(num_drafts, num_prompts) <= drawn.context.limit_s
+
+
+@given(passes())
+def test_a_few_drafts_are_decided_as_many_are(drawn: Drawn) -> None:
+    few = decide("outrider", drawn.batch, drawn.context)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranking, "FEW", -1)
+        many = decide("outrider", drawn.batch, drawn.context)
+    rates = [drawn.expected(lens) / drawn.seconds(sum(lens)) for lens in map(drawn.lens_of, (few, many))]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
+    batch = [decoding("sure", (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)), decoding("vague", (0.3, 0.1, 0.05, 0.02, 0.01, 0.005))]
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"sure": 6, "vague": 0}
+
+
+def test_without_calibration_the_drafters_mean_counts() -> None:
+    batch = [decoding("known", (0.1, 0.01, 0.001)), decoding("unknown", (), num_drafted=8)]
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"known": 1, "unknown": 5}
+    assert decide("outrider", [], a_pass(KNEE)).verify_lens == {}
+
+
+def test_a_request_that_falls_behind_gets_the_rows() -> None:
+    batch = [decoding("ahead", (0.6,) * 6), decoding("behind", (0.5,) * 6)]
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"ahead": 6, "behind": 0}
+    weighted = replace(a_pass(KNEE), weights={"behind": 2.0})
+    assert decide("outrider", batch, weighted).verify_lens == {"ahead": 0, "behind": 6}
+
+
+def test_the_pass_stays_within_its_limit() -> None:
+    batch = [decoding("a", (0.99,) * 20)]
+    unlimited = a_pass(TableCost((1, 2, 30), (0.02, 0.021, 0.049)))
+    assert decide("outrider", batch, unlimited).verify_lens == {"a": 20}
+    assert decide("outrider", batch, replace(unlimited, limit_s=0.025)).verify_lens == {"a": 5}
+    assert decide("outrider", batch, replace(unlimited, limit_s=0.001)).verify_lens == {"a": 0}, "decoding goes on"
+
+
+def test_prompts_take_the_cheap_rows_from_unlikely_drafts() -> None:
+    """32 rows take as long as one. Alone, even unlikely drafts are worth them; prompts that wait are worth more."""
+    batch = [decoding("a", (0.9, 0.05, 0.045, 0.04, 0.035, 0.03, 0.025))]
+    assert decide("outrider", batch, a_pass(FLAT_THEN_STEEP)).verify_lens == {"a": 7}
+    rows = decide("outrider", batch, a_pass(FLAT_THEN_STEEP, num_prompt_tokens=60))
+    assert rows.verify_lens == {"a": 1}
+    assert rows.num_prompt_tokens == 30, "up to the cliff, not beyond"
+
+
+def test_a_few_prompt_tokens_are_computed_at_any_price() -> None:
+    cliff = TableCost((1, 2, 3), (0.02, 10.0, 20.0))
+    rows = decide("outrider", [decoding("a", (0.9,))], replace(a_pass(cliff, num_prompt_tokens=40), limit_s=0.05))
+    assert rows.num_prompt_tokens == 16
+    assert rows.verify_lens == {"a": 0}
+
+
+def test_prompts_alone_stay_within_the_limit() -> None:
+    linear = TableCost((1, 64), (0.01, 0.64))
+    assert decide("outrider", [], replace(a_pass(linear, num_prompt_tokens=60), limit_s=0.3)).num_prompt_tokens == 30
+    assert decide("outrider", [], a_pass(linear, num_prompt_tokens=60)).num_prompt_tokens == 60
+
+
+def test_rows_fill_the_prepared_shape_that_is_paid_for() -> None:
+    linear = TableCost((1, 64), (0.02, 0.146))
+    batch = [decoding("a", (0.6, 0.4, 0.1, 0.01, 0.005))]
+    assert decide("outrider", batch, a_pass(linear)).verify_lens == {"a": 2}
+    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 2, 4, 8))).verify_lens == {"a": 3}
+    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 6))).verify_lens == {"a": 5}
+
+
+def cost_of_one_draft(gain: float, survival: float = 0.5) -> TableCost:
+    """So that verifying one draft token of one request gains so much."""
+    row_s = 0.02 * ((1 + survival) / (1 + gain) - 1)
+    return TableCost((1, 2, 3), (0.02, 0.02 + row_s, 10.0))
+
+
+def test_a_threshold_does_not_flap() -> None:
+    policy, batch = OutriderVerification(), [decoding("a", (0.5,))]
+
+    def length(gain: float) -> int:
+        return policy.rows(batch, a_pass(cost_of_one_draft(gain))).verify_lens["a"]
+
+    assert [length(g) for g in (0.004, -0.004, 0.004, -0.004, 0.004)] == [1, 0, 0, 0, 0]
+    assert [length(g) for g in (0.02, 0.004, 0.02)] == [1, 1, 1]
+
+
+def test_thresholds_of_other_batches_and_contexts_are_their_own() -> None:
+    policy = OutriderVerification()
+    short, slight = decoding("a", (0.5,)), a_pass(cost_of_one_draft(0.004))
+    long = replace(short, committed_len=8 * COMMITTED_LEN, computed_len=8 * COMMITTED_LEN - 1)
+    assert policy.rows([short], a_pass(cost_of_one_draft(-0.004))).verify_lens == {"a": 0}
+    assert policy.rows([long], slight).verify_lens == {"a": 1}
+    assert policy.rows([short], slight).verify_lens == {"a": 0}

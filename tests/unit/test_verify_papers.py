@@ -1,0 +1,107 @@
+"""Verification policies of papers against cases worked by hand, and where the default does better."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from router.cost_model import TableCost
+from router.plan import SequenceView
+from router.verify_length import VERIFICATION_POLICIES
+from tests.support.verification import Drawn, a_pass, decide, decoding, passes
+
+# Throughput with the n likeliest of these tokens: 2/1, 2.9/1.1 = 2.64, 3.53/1.25 = 2.82, 4.03/1.6 = 2.52, 4.13/2 = 2.07
+BATCH = [decoding("x", (0.9, 0.63)), decoding("y", (0.5, 0.1))]
+SMOOTH = TableCost((2, 3, 4, 5, 6), (1.0, 1.1, 1.25, 1.6, 2.0))
+# DSpark, appendix A: steps per second of 1, 0.5 and 0.45
+CLIFF = TableCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))
+
+
+def lens(policy: str, batch: list[SequenceView], cost: TableCost, limit_s: float | None = None) -> tuple[int, ...]:
+    rows = decide(policy, batch, replace(a_pass(cost, num_prompt_tokens=7), limit_s=limit_s) if limit_s else a_pass(cost))
+    return tuple(rows.verify_lens[sequence.request_id] for sequence in batch)
+
+
+def test_all_verifies_every_draft_that_has_room() -> None:
+    assert lens("all", BATCH, SMOOTH) == (2, 2)
+    rows = decide("all", BATCH, a_pass(SMOOTH, max_pass_tokens=5))
+    assert rows.verify_lens == {"x": 2, "y": 1}
+
+
+def test_goodput_has_one_length_for_the_batch() -> None:
+    """Lengths 0, 1 and 2: 2/1, 3.4/1.25 = 2.72, 4.13/2 = 2.07."""
+    assert lens("goodput", BATCH, SMOOTH) == (1, 1)
+    assert lens("goodput", BATCH, SMOOTH, limit_s=1.2) == (0, 0)
+    assert decide("goodput", BATCH, a_pass(SMOOTH, max_pass_tokens=3)).verify_lens == {"x": 0, "y": 0}
+
+
+def test_adaspec_eliminates_until_the_throughput_falls() -> None:
+    assert lens("adaspec", BATCH, SMOOTH) == (2, 0)
+
+
+@pytest.mark.parametrize(("tpot_s", "expected"), [(1.7, (2, 0)), (1.2, (1, 0)), (1.05, (0, 0)), (0.5, (0, 0))])
+def test_adaspec_eliminates_what_exceeds_the_slo(tpot_s: float, expected: tuple[int, int]) -> None:
+    assert lens("adaspec", BATCH, SMOOTH, limit_s=tpot_s) == expected
+
+
+def test_dspark_admits_until_the_throughput_falls() -> None:
+    assert lens("dspark", BATCH, SMOOTH) == (2, 0)
+    assert lens("dspark", BATCH, SMOOTH, limit_s=1.2) == (1, 0)
+
+
+def test_where_cost_is_smooth_they_agree() -> None:
+    assert {lens(policy, BATCH, SMOOTH) for policy in ("adaspec", "dspark", "outrider")} == {(2, 0)}
+
+
+def test_early_stopping_loses_behind_a_cliff() -> None:
+    """Throughput 1, 0.9 and 1.134: the figures of DSpark's appendix A, case 1."""
+    assert lens("dspark", [decoding("x", (0.8, 0.72))], CLIFF) == (0,)
+    assert lens("outrider", [decoding("x", (0.8, 0.72))], CLIFF) == (2,)
+    assert lens("outrider", [decoding("x", (0.8, 0.0))], CLIFF) == (0,)
+
+
+def test_elimination_stops_at_a_cliff_too() -> None:
+    """Throughput 1, 0.68 and 0.81: the first elimination loses, both together would win."""
+    cliff = TableCost((1, 2, 3), (1.0, 1.9, 1.95))
+    assert lens("adaspec", [decoding("x", (0.3, 0.28))], cliff) == (2,)
+    assert lens("outrider", [decoding("x", (0.3, 0.28))], cliff) == (0,)
+
+
+def test_asynchronous_dspark_takes_the_capacity_of_two_passes_ago() -> None:
+    policy = VERIFICATION_POLICIES["dspark-async"]()
+    good, bad = [decoding("x", (0.8, 0.72))], [decoding("x", (0.8, 0.0))]
+
+    def length(batch: list[SequenceView], limit_s: float | None = None) -> int:
+        return policy.rows(batch, replace(a_pass(CLIFF), limit_s=limit_s)).verify_lens["x"]
+
+    assert [length(good), length(bad)] == [0, 0], "algorithm 1, until two passes are known"
+    assert [length(bad), length(good)] == [2, 0]
+    assert [length(good), length(good)] == [0, 2]
+    assert length(good, limit_s=1.5) == 0, "the limit is of this pass"
+
+
+def test_asynchronous_dspark_gives_the_capacity_to_the_likeliest() -> None:
+    policy = VERIFICATION_POLICIES["dspark-async"]()
+    for _ in range(2):
+        policy.rows(BATCH, a_pass(SMOOTH))
+    other = [decoding("x", (0.2, 0.1)), decoding("y", (0.9, 0.8))]
+    assert policy.rows(other, a_pass(SMOOTH)).verify_lens == {"x": 0, "y": 2}
+
+
+@pytest.mark.parametrize("policy", sorted(VERIFICATION_POLICIES))
+def test_nothing_to_decode_is_nothing_to_verify(policy: str) -> None:
+    rows = decide(policy, [], a_pass(SMOOTH, num_prompt_tokens=9))
+    assert (rows.verify_lens, rows.num_prompt_tokens) == ({}, 9)
+
+
+@settings(max_examples=100)
+@given(passes())
+def test_no_policy_of_a_paper_beats_the_default(drawn: Drawn) -> None:
+    def rate(policy: str) -> float:
+        chosen = drawn.lens_of(decide(policy, drawn.batch, drawn.context))
+        assert policy == "all" or drawn.is_allowed(sum(chosen))
+        return drawn.expected(chosen) / drawn.seconds(sum(chosen))
+
+    best = rate("outrider")
+    for policy in ("goodput", "adaspec", "dspark", "dspark-async"):
+        assert rate(policy) <= best * (1 + 1e-9)
