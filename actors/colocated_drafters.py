@@ -58,6 +58,7 @@ def link_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello
 
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:
     name, mailbox = member_name(config.name, 0), Mailbox()
-    limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=0)
-    loop = DrafterLoop(name, make_drafter(config, model, host), mailbox, limits, ahead_len=config.ahead_len)
+    limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=config.capacity)
+    drafter = make_drafter(config, model, host)
+    loop = DrafterLoop(name, drafter, mailbox, limits, ahead_len=config.ahead_len, spare_share=0.0)
     return ColocatedDrafter(name, loop, mailbox)

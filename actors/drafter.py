@@ -48,7 +48,8 @@ class DrafterActor(LoopActor):
         from drafters.registry import make_drafter
         from engine.threads import in_own_thread
 
-        limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity if config.spare_share else 0)
+        num_shadows = (4 if config.spare_share else 1) * config.capacity
+        limits = SessionLimits(config.capacity, config.max_draft_len, num_shadows)
         drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share

@@ -92,7 +92,7 @@ class TargetActor(LoopActor):
         from engine.round import TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
-        from router.draft_length import DraftLengths
+        from router.draft_length import draft_lengths_of
         from router.planner import StepPlanner
         from router.policies import member_costs
 
@@ -110,7 +110,7 @@ class TargetActor(LoopActor):
             time.monotonic,
             StepPlanner.of(config),
             first_table(config),
-            draft_lengths=DraftLengths.of(config),
+            draft_lengths=draft_lengths_of(config),
             colocated=[drafter.loop for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
             grammars=self._engine.grammars,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config
+from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig, OutriderLength
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
@@ -30,7 +30,7 @@ from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
-from router.draft_length import DraftLengths
+from router.draft_length import build_draft_lengths
 from router.planner import Planner, StepPlanner
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class EmbeddedCluster:
         table: RoutingTable | None = None,
         clock: StoppableClock | None = None,
         grammars: "Grammars | None" = None,
+        draft_length: DraftLengthConfig | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
@@ -143,7 +144,9 @@ class EmbeddedCluster:
             self.clock,
             planner,
             table,
-            draft_lengths=DraftLengths({name: entry.max_draft_len for name, entry in pool.items()}),
+            draft_lengths=build_draft_lengths(
+                draft_length or OutriderLength(), {name: entry.max_draft_len for name, entry in pool.items()}
+            ),
             colocated=[loop for loop, _ in self._companions.values()],
             proposers=proposers,
             grammars=grammars,
@@ -203,6 +206,7 @@ class EmbeddedCluster:
             StepPlanner.of(config),
             RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),)),
             grammars=engine.grammars,
+            draft_length=config.planner.draft_length,
         )
 
     def pause(self) -> None:

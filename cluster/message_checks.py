@@ -6,7 +6,7 @@ The codec checks types and sampling parameters; the owner of a request's state c
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from typing import Any, TypeVar
 
 from cluster.messages import (
@@ -125,6 +125,10 @@ def open_fault(opening: Open, vocab_size: int) -> str | None:
 def budget_fault(budget: Budget) -> str | None:
     if not 0 <= budget.num_tokens <= MAX_DRAFT_LEN or not 0.0 <= budget.row_price <= 1.0:
         return f"a budget of {budget.num_tokens} tokens (at most {MAX_DRAFT_LEN}) at a row price of {budget.row_price}"
+    stop = budget.stop
+    expected = 0.0 if stop.expected_confidence is None else stop.expected_confidence
+    if not (0.0 <= stop.second_price < inf and 0.0 <= stop.min_confidence <= 1.0 and 0.0 <= expected <= 1.0):
+        return f"a budget with {stop}: confidences are from 0 to 1, prices at least 0"
     return id_fault(budget.request_id)
 
 

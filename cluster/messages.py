@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, Proposal, Request
+from cluster.types import NO_STOP, Commit, Proposal, Request, StopRule
 
 PROTOCOL_VERSION = 3
 
@@ -55,6 +55,7 @@ class Budget:
     request_id: str
     num_tokens: int
     row_price: float = 0.0  # draft tokens with a lower survival probability will not be verified
+    stop: StopRule = NO_STOP
 
 
 @record

@@ -14,6 +14,23 @@ from cluster.sampling_params import SamplingParams
 MAX_DRAFT_LEN = 64  # tokens of one proposal
 
 
+@record
+class StopRule:
+    """When a draft ends before its budget beside where a row does not pay; decided after each draft token."""
+
+    second_price: float = 0.0  # tokens that the request could be decoded in a second of drafting; 0: nobody waits for drafts
+    min_confidence: float = 0.0  # a draft ends with the first token of less confidence
+    expected_confidence: float | None = None  # of the next token of any request: a batch ends as AdaSpec ends one
+
+    @property
+    def ends_drafts(self) -> bool:
+        """Whether it ends drafts that take no time."""
+        return self.min_confidence > 0.0 or self.expected_confidence is not None
+
+
+NO_STOP = StopRule()
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Service-level objectives of a request. None: no objective."""

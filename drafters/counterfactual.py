@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cluster.messages import DraftScore
 from drafters.protocol import Demand, Drafter, TokenByToken
+from router.draft_length.stopping import PRICE_SHARE
 
 MAX_ROWS = 32  # per pass in spare time, for which a draft may have to wait
 
@@ -126,7 +127,8 @@ def _score_choices(
         for chosen, confidence in zip(answer.token_ids, answer.confidences, strict=True):
             if shadow.begins:
                 shadow.begin()
-            if (score := shadow.advance(chosen, confidence, token_by_token.min_survival)) is not None:
+            least = max(token_by_token.min_survival, PRICE_SHARE * shadow.row_price)
+            if (score := shadow.advance(chosen, confidence, least)) is not None:
                 found.append((shadow.key, score))
         drafter.extend(shadow.key, demand.ahead)
     return found

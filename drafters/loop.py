@@ -10,7 +10,8 @@ from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import score_shadows
-from drafters.protocol import Demand, Drafter
+from drafters.draft_stops import DraftStops, cut_lens
+from drafters.protocol import Drafter
 from drafters.session import Session, TargetPeer
 from drafters.sessions import SessionLimits, TargetSessions
 from router.assignment import drafter_of
@@ -61,6 +62,7 @@ class DrafterLoop:
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: messages wait for it, and a chain verifies it in one pass
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
+        self._stops = DraftStops()  # for drafters that do not end drafts themselves
 
     def step(self, now_s: float) -> bool:
         """Drafts at most one batch and sends at most one message per link. Returns whether there was anything to do beside
@@ -161,11 +163,15 @@ class DrafterLoop:
                     yield session, num_tokens
 
     def _draft(self, batch: Sequence[tuple[Session, int]]) -> None:
-        demands = [Demand(session.key, num_tokens, tuple(session.ahead), session.row_price) for session, num_tokens in batch]
-        for (session, num_tokens), draft in zip(batch, self._drafter.propose(demands), strict=True):
-            session.ahead.extend(draft.token_ids)
-            session.confidences.extend(draft.confidences)
-            session.exhausted = len(draft.token_ids) < num_tokens
+        demands = [session.demand(num_tokens) for session, num_tokens in batch]
+        drafts = self._drafter.propose(demands)
+        lens = [len(draft.token_ids) for draft in drafts]
+        if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
+            lens = cut_lens(demands, [draft.confidences for draft in drafts], self._stops)
+        for (session, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):
+            session.ahead.extend(draft.token_ids[:length])
+            session.confidences.extend(draft.confidences[:length])
+            session.exhausted = length < num_tokens
 
     def _send_proposals(
         self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
 from cluster.sampling_params import SamplingParams
+from drafters.draft_stops import DraftStops
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len
@@ -39,7 +40,7 @@ class ModelDrafter:
         proposers: by pool name; a proposer with proposers may be verified in turn.
         min_survival: of uncalibrated confidences; a draft ends after the token that takes its survival below this.
         scaling: calibrates the returned confidences, by position behind the last commit.
-        clock: times the passes of a chain; None: they are not timed.
+        clock: times the passes; None: they are not timed, and drafting costs nothing.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ModelDrafter:
         self.min_survival = min_survival
         self._scaling = scaling
         self._clock = clock
+        self._stops = DraftStops()
         self._proposers_of: dict[str, tuple[str, ...]] = {}  # by request, smallest first
         self._positions: dict[str, Positions] = {}  # of the drafts of each proposer, since the last report
         self._num_proposed: dict[str, tuple[int, int]] = {}  # tokens demanded of each proposer and proposed, since then
@@ -67,10 +69,11 @@ class ModelDrafter:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(token_by_token=self, chain=self if self._proposers else None)
+        return Capabilities(token_by_token=self, chain=self if self._proposers else None, stops=True)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._leave(request_id)
+        self._stops.forget(request_id)
         self._model.open(request_id, token_ids, prompt_len, sampling)
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
@@ -95,6 +98,7 @@ class ModelDrafter:
         proposer = self._proposer_of(request_id)
         if proposer is not None:
             proposer.extend(request_id, token_ids)
+        self._stops.extend(request_id, token_ids)
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
@@ -106,9 +110,9 @@ class ModelDrafter:
         for indices in self._model.parts([(q, draft.num_missing) for q, draft in zip(questions, wanted, strict=True)]):
             ready = self._model.catch_up([questions[i] for i in indices])
             part = [wanted[i] for i, is_ready in zip(indices, ready, strict=True) if is_ready]
-            while part:
-                self._draft_round(part)
-                part = [draft for draft in part if draft.num_missing]
+            self._draft_part(part)
+        for draft in drafts:
+            self._stops.note_draft(draft.demand, draft.token_ids, draft.confidences)
         return [self._finished(draft) for draft in drafts]
 
     def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
@@ -120,6 +124,7 @@ class ModelDrafter:
 
     def release(self, request_id: str) -> None:
         self._leave(request_id)
+        self._stops.forget(request_id)
         self._model.release(request_id)
 
     def take_levels(self, name: str) -> list[LevelReport]:
@@ -167,6 +172,20 @@ class ModelDrafter:
             confidences = self._scaling.conditional(confidences, first=len(draft.demand.ahead))
         return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences)
 
+    def _draft_part(self, part: Sequence[_PartialDraft]) -> None:
+        """Step by step, while a step pays."""
+        going, num_steps = list(part), 0
+        while going:
+            self._draft_round(going)
+            num_steps += 1
+            begun = [draft for draft in part if draft.token_ids]
+            is_open = [draft.num_missing > 0 for draft in begun]
+            if not any(is_open):
+                return
+            demands, confidences = [draft.demand for draft in begun], [draft.confidences for draft in begun]
+            goes_on = self._stops.continuing(demands, confidences, is_open, num_steps)
+            going = [draft for draft, one in zip(begun, goes_on, strict=True) if one]
+
     def _draft_round(self, part: Sequence[_PartialDraft]) -> None:
         """One batch per proposer, then one pass of the model."""
         proposed = self._proposals(part) if self._proposers_of else {}
@@ -198,9 +217,14 @@ class ModelDrafter:
         num_rows = self._model.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
         answers = self._model.choose(questions)
-        self._busy_s += self._clock() - start_s if self._clock is not None else 0.0
+        num_rows = self._model.num_rows - num_rows
+        if self._clock is not None:
+            seconds = self._clock() - start_s
+            self._busy_s += seconds
+            if num_rows == sum(1 + len(question.drafts) for question in questions):  # nothing was caught up with
+                self._stops.note_step(len(questions), seconds)
         self._num_passes += 1
-        self._num_rows += self._model.num_rows - num_rows
+        self._num_rows += num_rows
         return answers
 
     def _record(self, proposer: str, num_demanded: int, num_proposed: int, num_right: int) -> None:
@@ -220,5 +244,6 @@ class ModelDrafter:
             draft.confidences.append(confidence)
             draft.num_missing -= 1
             draft.survival *= confidence
-            if draft.survival < self.min_survival or self._model.ends(draft.demand.request_id, token_id):
+            is_doubtful = draft.survival < self.min_survival or confidence < draft.demand.stop.min_confidence
+            if is_doubtful or self._model.ends(draft.demand.request_id, token_id):
                 draft.num_missing = 0

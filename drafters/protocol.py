@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
+from cluster.types import NO_STOP, StopRule
+from router.draft_length.stopping import PRICE_SHARE
 
 if TYPE_CHECKING:
     from drafters.native.lookup import NativeLookup
-
-PRICE_SHARE = 0.5  # share of a price, since prices and confidences are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Demand:
     num_tokens: int
     ahead: tuple[int, ...] = ()  # unverified: proposed before (drafting ahead), or chosen by the chain's verifier
     row_price: float = 0.0  # cost of verifying one more token, in tokens: less likely ones need not be drafted
+    stop: StopRule = NO_STOP  # see ``Capabilities.stops``
+    survival: float = 1.0  # of ``ahead``, as far as it is not proposed yet
 
     @property
     def least_survival(self) -> float:
@@ -44,6 +46,7 @@ class Capabilities:
     token_by_token: "TokenByToken | None" = None
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
+    stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
 class Drafter(Protocol):

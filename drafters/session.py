@@ -1,12 +1,15 @@
 """A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from math import prod
 
 from cluster.messages import DraftScore
 from cluster.transport.base import Link
+from cluster.types import NO_STOP, StopRule
 from drafters.counterfactual import Shadow
+from drafters.protocol import Demand
 
 
 def key_of(link_number: int, request_id: str) -> str:
@@ -33,6 +36,7 @@ class Session:
     budget: int  # draft tokens per proposal
     row_price: float  # cost of verifying one of them, in tokens
     last_message_s: float
+    stop: StopRule = NO_STOP
     ahead: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
@@ -62,6 +66,12 @@ class Session:
         self.num_sent = 0
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
+
+    def demand(self, num_tokens: int) -> Demand:
+        """For tokens beyond ``ahead``. Nobody waits for those that are drafted while a proposal is verified."""
+        stop = replace(self.stop, second_price=0.0) if self.answered and self.stop.second_price else self.stop
+        survival = prod(self.confidences[self.num_sent :])
+        return Demand(self.key, num_tokens, tuple(self.ahead), self.row_price, stop, survival)
 
     def make_shadow(self, max_draft_len: int) -> None:
         """Scores it from now on, with drafts of up to ``max_draft_len`` tokens."""

@@ -274,7 +274,8 @@ class TargetSessions:
     def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
         """A budget of 0 makes a session a shadow."""
         request_id = budget.request_id
-        peer.row_price = budget.row_price
+        if budget.num_tokens:
+            peer.row_price = budget.row_price
         session = peer.sessions.get(request_id)
         num_tokens = min(budget.num_tokens, self._limits.max_draft_len)
         if session is None:
@@ -297,7 +298,7 @@ class TargetSessions:
                 self._ignore(peer, request_id)
                 return
             self._make_shadow(session)
-        session.budget, session.row_price = num_tokens, budget.row_price
+        session.budget, session.row_price, session.stop = num_tokens, budget.row_price, budget.stop
 
     def _make_shadow(self, session: Session) -> None:
         """Another drafter drives the request from now on."""

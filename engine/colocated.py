@@ -34,6 +34,9 @@ class ColocatedDrafters:
     def __bool__(self) -> bool:
         return bool(self._loops)
 
+    def is_colocated(self, drafter: str) -> bool:
+        return drafter in self._gates
+
     def is_queried(self, drafter: str) -> bool:
         """True for a drafter in another process."""
         gate = self._gates.get(drafter)

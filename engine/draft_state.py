@@ -63,7 +63,14 @@ class DraftState:
         if budget is self.budget or budget == self.budget:
             return False
         self.budget = budget
+        if self.is_plain:
+            self.expect_nothing()
         return True
+
+    @property
+    def is_plain(self) -> bool:
+        """Decoded plainly by the last plan: nothing is drafted or awaited, and the drafter keeps in step."""
+        return not self.budget.num_tokens
 
     # ---- waiting
 

@@ -135,6 +135,7 @@ class DrafterSessions:
             if sent_s is not None:
                 at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - sent_s)
                 stats.replied(now_s - sent_s, at_least_s)
+                stats.awaited(unread_since_s is None or self._colocated.is_colocated(proposal.drafter))
         if sequence.draft.offer(proposal):
             return sequence
         stats.num_stale += 1
@@ -199,7 +200,10 @@ class DrafterSessions:
                 self._telemetry.drafter(judgement.drafter).judged(judgement, commit.num_proposed)
             if outbox is not None and draft.drafter is not None:
                 missed = judgement is None and draft.expects_draft
-                self._telemetry.observe(commit, draft.drafter, now_s, judgement, draft.budget.num_tokens, missed)
+                if draft.is_plain and judgement is None:
+                    self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
+                else:
+                    self._telemetry.observe(commit, draft.drafter, now_s, judgement, draft.budget.num_tokens, missed)
         is_last = commit.finish is not None or sequence.max_new_tokens <= 1
         if not is_last and self.table.scorers:
             for one in self._outboxes.values():
@@ -209,7 +213,10 @@ class DrafterSessions:
             draft.expect_nothing()
             return
         outbox.extend(commit.request_id, commit.base_len, commit.token_ids)
-        draft.expect(now_s, self._colocated.is_queried(outbox.link.peer.name))
+        if draft.is_plain:
+            draft.expect_nothing()
+        else:
+            draft.expect(now_s, self._colocated.is_queried(outbox.link.peer.name))
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

@@ -89,7 +89,11 @@ class DrafterOutbox:
                 tuple(opens.values()),
                 tuple(self._extends.values()),
                 tuple(
-                    [Budget(key, one.num_tokens, one.row_price) for key, one in self._budgets.items() if key not in later]
+                    [
+                        Budget(key, one.num_tokens, one.row_price, one.stop)
+                        for key, one in self._budgets.items()
+                        if key not in later
+                    ]
                 ),
                 tuple(self._releases),
             )

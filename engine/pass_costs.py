@@ -9,7 +9,7 @@ from cluster.types import Commit
 from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
-from router.draft_length import DecodeRate, row_price
+from router.draft_length.prices import DecodeRate, row_price
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ class PassCosts:
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
         self.row_price = 0.0  # in tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decoded over the last rounds; None: not known yet."""
+        return self._decode_rate.tokens_per_s
 
     def interrupt(self) -> None:
         """A round computed nothing: the time until the next one says nothing of decoding."""

@@ -23,7 +23,8 @@ from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
-from router.draft_length import DraftLengths
+from router.draft_length import BatchState, DraftLengths, PassFeedback
+from router.estimates.drafter_stats import Judgement
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
 
@@ -98,6 +99,8 @@ class TargetLoop:
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._pass_s = 0.0  # of the last pass
+        self._last_end_s: float | None = None  # of it; None: no request has been live since
+        self._judgements: dict[str, Judgement] = {}  # of proposals, in the last pass
         self._status = LoopStatus()
 
     # ---- called from any thread
@@ -215,6 +218,10 @@ class TargetLoop:
         if self._colocated and counts.num_sampled:
             self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)
         self._pass_costs.note(begun.began_s, self._pass_s, counts, commits)
+        if commits:
+            since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
+            self._draft_lengths.learn(PassFeedback(commits, self._judgements, self._pass_s, end_s - since_s))
+        self._last_end_s = end_s if self._sequences else None
         self.telemetry.record(counts.num_rows, commits, end_s - begun.began_s, end_s)
         self._flush()
         if not self._sequences:
@@ -261,8 +268,10 @@ class TargetLoop:
 
     def _plan(self, now_s: float) -> StepPlan:
         views = self._sequences.views()
-        plan = self._planner.plan(views, self._drafters.views(), self._engine.capacity(), self._cost, now_s)
-        budgets = self._draft_lengths.budgets(views, self._pass_costs.row_price)
+        drafters, costs = self._drafters.views(), self._pass_costs
+        plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
+        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s)
+        budgets = self._draft_lengths.budgets(views, batch)
         return StepPlan(plan.spans, plan.admitted, plan.preempted, plan.held, plan.wake_s, budgets)
 
     def _preempt(self, sequence: LiveSequence) -> None:
@@ -273,7 +282,7 @@ class TargetLoop:
         self.telemetry.num_preempted += 1
 
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
-        commits = []
+        commits, judgements = [], {}
         for span, outcome in zip(spans, outcomes, strict=True):
             if outcome.prompt_logprobs:
                 self._gateways.publish(self._sequences.prompt_commits(outcome))
@@ -284,12 +293,15 @@ class TargetLoop:
             if commit.base_len == sequence.prompt_len and commit.token_ids:
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
+            if sequence.draft.judgement is not None and sequence.teaches:
+                judgements[commit.request_id] = sequence.draft.judgement
             self._drafters.publish(sequence, commit, now_s)
             if commit.finish is None:
                 sequence.draft.force(commit.request_id)
             else:
                 self._end(commit.request_id)
         self._gateways.publish(commits)
+        self._judgements = judgements
         return commits
 
     def _end(self, request_id: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.fast_dataclass import record
+from cluster.types import NO_STOP, StopRule
 
 
 @record
@@ -34,6 +35,7 @@ class DraftBudget:
 
     num_tokens: int  # of the proposal, at most
     row_price: float = 0.0  # in tokens: a draft token that is less likely to survive is not worth its row of the pass
+    stop: StopRule = NO_STOP
 
 
 NO_DRAFTS = DraftBudget(0)
@@ -46,6 +48,7 @@ class DrafterView:
     reply_s: float  # from a commit to the proposal that answers it
     accepted_per_round: float  # draft tokens accepted of a proposal, without the bonus token
     acceptance: float  # of a draft token, given that those before it were accepted
+    exposure: float = 1.0  # share of its proposals that the target waited for
 
 
 # Assumed of a drafter before its first proposal: worth a short wait.

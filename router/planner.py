@@ -35,7 +35,7 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """``sequences`` in order of arrival. Pure: the same input gives the same plan, without budgets (`DraftLengths`)."""
+        """``sequences`` in order of arrival. Pure: the same input gives the same plan, without budgets."""
 
 
 class StepPlanner:

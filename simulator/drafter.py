@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
+from cluster.types import NO_STOP
+from drafters.draft_stops import DraftStops, cut_lens
 from drafters.loop import DrafterLoop, StepWork
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.session import request_id_of
@@ -30,6 +32,18 @@ class _Followed:
     proposers: Chain = ()
 
 
+@dataclass(slots=True)
+class _Found:
+    """A draft as long as demanded, until it is cut."""
+
+    followed: _Followed
+    start: int
+    is_right: bool  # what lies before it
+    num: int
+    num_right: int
+    confidences: tuple[float, ...]
+
+
 class AgreementDrafter:
     """A `Drafter` that answers at once. ``seconds`` is what the last batch would have taken.
 
@@ -46,16 +60,18 @@ class AgreementDrafter:
         self._timer = timer
         self._scripts = scripts
         self._followed: dict[str, _Followed] = {}
+        self._stops = DraftStops()
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(chain=self)
+        return Capabilities(chain=self, stops=True)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         script = self._scripts[request_id_of(request_id)]
         self._followed[request_id] = _Followed(script, script.request.answer.of(self.name), len(token_ids))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._stops.extend(request_id, token_ids)
         one, num_new = self._followed[request_id], len(token_ids)
         # Of a draft all but the last token were computed on the way.
         num_drafted = min(num_new, one.num_right, max(0, one.ahead - 1))
@@ -69,24 +85,41 @@ class AgreementDrafter:
         self.num_extended += num_new
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        drafts, works = [], []
+        found, works = [], []
         for demand in demands:
             one, num_ahead = self._followed[demand.request_id], len(demand.ahead)
             script, start = one.script, one.length + num_ahead
             position = start - script.request.prompt_len
             is_right = not num_ahead or demand.ahead == script.tokens(one.length, num_ahead)
             num, num_right, confidences = one.agreement.draft(position, demand.num_tokens, is_right)
-            drafts.append(Draft(demand.request_id, script.draft(start, num, num_right), confidences))
+            found.append(_Found(one, start, is_right, num, num_right, confidences))
             num_behind = max(0, one.length - 1 - one.num_computed)
             works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.proposers))
-            one.num_computed = max(one.num_computed, one.length)
-            one.ahead = num_ahead + num
-            one.num_right = (num_ahead if is_right else one.num_right) + num_right
+        if any(demand.row_price or demand.stop is not NO_STOP for demand in demands):
+            lens = cut_lens(demands, [draft.confidences for draft in found], self._stops)
+            for draft, work, length in zip(found, works, lens, strict=True):
+                if length < draft.num:  # it ended by choice: the step in which it would have gone on was not made
+                    draft.num, draft.num_right = length, min(draft.num_right, length)
+                    work.asked = work.num_tokens = length
+        drafts = [self._finished(*one) for one in zip(demands, found, strict=True)]
         self.seconds = self._timer.seconds(self.name, works)
+        if works and not any(work.num_behind for work in works):
+            self._stops.note_step(len(works), self.seconds / max(1, *[work.num_tokens for work in works]))
         return drafts
+
+    def _finished(self, demand: Demand, draft: "_Found") -> Draft:
+        one, num_ahead = draft.followed, len(demand.ahead)
+        one.num_computed = max(one.num_computed, one.length)
+        one.ahead = num_ahead + draft.num
+        one.num_right = (num_ahead if draft.is_right else one.num_right) + draft.num_right
+        token_ids = one.script.draft(draft.start, draft.num, draft.num_right)
+        confidences = draft.confidences[: draft.num]
+        self._stops.note_draft(demand, token_ids, confidences)
+        return Draft(demand.request_id, token_ids, confidences)
 
     def release(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
+        self._stops.forget(request_id)
 
     def check_integrity(self) -> None: ...
 

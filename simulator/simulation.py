@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from cluster.config import CollapseConfig
+from cluster.config import CollapseConfig, DraftLengthConfig, OutriderLength
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
@@ -18,7 +18,7 @@ from engine.round import TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
 from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
-from router.draft_length import DraftLengths
+from router.draft_length import build_draft_lengths
 from router.estimates.drift import DriftDetector
 from router.planner import Planner
 from router.router import Router
@@ -49,7 +49,7 @@ class DrafterSpec:
     verifies: bool = False
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
-        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=4 * self.capacity if spare_share else 0)
+        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=(4 if spare_share else 1) * self.capacity)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class ClusterSpec:
     spare_share: float = 0.1
     jitter: float = 0.0
     collapse: CollapseConfig | None = None
+    draft_length: DraftLengthConfig = field(default_factory=OutriderLength)
 
     def pool(self) -> list[PoolMember]:
         """As policies see it, with what a profile would say."""
@@ -230,7 +231,9 @@ class Simulation:
                 model = ColocatedAgreementDrafter(one.name, spec.draft_timer, self._gateway.scripts, clock.spend)
                 inbox = VirtualMailbox(lambda: None)
                 self._companions.append(model)
-                colocated.append((DrafterLoop(one.name, model, inbox, one.limits(), ahead_len=one.ahead_len), inbox))
+                colocated.append(
+                    (DrafterLoop(one.name, model, inbox, one.limits(), ahead_len=one.ahead_len, spare_share=0.0), inbox)
+                )
         draft_lens = {one.name: one.max_draft_len for one in spec.drafters}
 
         def make_loop(mailbox: Mailbox) -> TargetLoop:
@@ -243,7 +246,7 @@ class Simulation:
                 spec.planner(),
                 self._router.first_table,
                 spec.limits.max_waiting,
-                DraftLengths(draft_lens),
+                build_draft_lengths(spec.draft_length, draft_lens),
                 [loop for loop, _ in colocated],
                 dict.fromkeys(draft_lens, frozenset(draft_lens)),
             )

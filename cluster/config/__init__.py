@@ -4,6 +4,15 @@
 Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
+from cluster.config.draft_length import (
+    AdaSpecLength,
+    DraftLengthConfig,
+    FaserLength,
+    FixedLength,
+    OutriderLength,
+    ThresholdLength,
+    TurboSpecLength,
+)
 from cluster.config.drafters import (
     DEFAULT_CAPACITY,
     DEFAULT_DRAFT_LEN,

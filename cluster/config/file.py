@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster import strict_yaml
+from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section
@@ -73,8 +74,9 @@ class MemoryConfig(Section):
 
 
 class PlannerConfig(Section):
-    """Verification in a pass of the target."""
+    """Drafting, and verification in a pass of the target."""
 
+    draft_length: DraftLengthConfig = OutriderLength()
     verify: Literal["outrider", "all", "goodput", "adaspec", "dspark", "dspark-async"] = "outrider"
     max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # maximum wait for a proposal; 0: no wait
 

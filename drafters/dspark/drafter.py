@@ -125,7 +125,14 @@ class DSparkDrafter:
             return []
         sessions = [self._sessions[job.demand.request_id] for job in part]
         blocks = [
-            Block(session.token_ids[job.anchor], session.state, job.demand.ahead, job.num_tokens, session.stop_ids)
+            Block(
+                session.token_ids[job.anchor],
+                session.state,
+                job.demand.ahead,
+                job.num_tokens,
+                session.stop_ids,
+                least_survival=job.demand.least_survival,
+            )
             for job, session in zip(part, sessions, strict=True)
         ]
         self._sequential.draft(self._run(part, last_features), blocks)

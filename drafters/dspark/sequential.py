@@ -40,6 +40,7 @@ class Block:
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0  # of all tokens so far
     done: bool = False
+    least_survival: float = 0.0  # below it no token is added to the first
 
     @property
     def end(self) -> int:
@@ -125,7 +126,7 @@ class SequentialStage:
             if self._confidence is not None and of_hidden is not None:
                 confidences = self._confidence.of_step(of_hidden[k], rows, *self._scaling.at(k))
             for block, confidence in zip(blocks, confidences, strict=True):
-                block.done |= confidence is not None and block.wants(k) and block.survival * confidence < self._min_survival
+                block.done |= confidence is not None and block.wants(k) and self._ends(block, confidence)
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
             if not active:
                 if all(block.done or block.end <= k for block in blocks):
@@ -138,6 +139,11 @@ class SequentialStage:
                     blocks[i].add(token_id, confidences[i] or _MIN_CONFIDENCE)
             else:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
+
+    def _ends(self, block: Block, confidence: float) -> bool:
+        """Whether the draft ends before a token of so much confidence."""
+        least = max(self._min_survival, block.least_survival) if block.token_ids else self._min_survival
+        return block.survival * confidence < least
 
     def _logits(self, base: Tensor, latents: Tensor | None, active: Sequence[int]) -> Tensor:
         """Of the active blocks, fp32, contiguous. ``base``: theirs; ``latents``: of all blocks."""
@@ -157,7 +163,7 @@ class SequentialStage:
                 block.done = True
                 continue
             known = chosen.confidences[0] if confidence is None else confidence
-            if block.survival * known < self._min_survival:
+            if self._ends(block, known):
                 block.done = True
             else:
                 block.add(chosen.token_ids[0], max(known, _MIN_CONFIDENCE))

@@ -46,12 +46,13 @@ class DrafterStats:
     reply_s: float | None = None  # None: not known yet
     accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
     acceptance: float = UNKNOWN_DRAFTER.acceptance
+    exposure: float = UNKNOWN_DRAFTER.exposure
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
 
     @property
     def view(self) -> DrafterView:
         reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
-        return DrafterView(reply_s, self.accepted_per_round, self.acceptance)
+        return DrafterView(reply_s, self.accepted_per_round, self.acceptance, self.exposure)
 
     def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
@@ -65,6 +66,10 @@ class DrafterStats:
         if at_least_s is not None and self.reply_s is not None:
             reply_s = min(max(self.reply_s, at_least_s), reply_s)
         self.reply_s = ema(self.reply_s, reply_s)
+
+    def awaited(self, was_awaited: bool) -> None:
+        """Whether the target had nothing to compute when a proposal came."""
+        self.exposure = ema(self.exposure, float(was_awaited))
 
     def restarted(self) -> None:
         """A new process has the name: its reply time is unknown."""

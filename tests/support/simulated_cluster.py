@@ -15,7 +15,7 @@ from cluster.types import Commit, FinishReason, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.draft_length import DraftLengths
+from router.draft_length import BatchState, DraftLengths
 from router.plan import DraftBudget, SequenceView
 from router.planner import PlannerSettings, StepPlanner
 from router.verify_length import VERIFICATION_POLICIES
@@ -67,7 +67,7 @@ class RandomBudgets(DraftLengths):
         self._rng = rng
         self._last: dict[str, DraftBudget] = {}
 
-    def budgets(self, sequences: Iterable[SequenceView], row_price: float) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         rng, last = self._rng, self._last
         self._last = {
             s.request_id: last[s.request_id]

@@ -161,6 +161,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     bias = ((5, 1.0 if says_something else 100.0),)
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
     drafters.assign(sequence)
+    drafters.set_budgets({"r": DraftBudget(4)})
     drafters.publish(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
     drafters.flush()
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same

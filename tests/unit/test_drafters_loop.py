@@ -175,7 +175,7 @@ class TestAhead:
         bench.settle()
         assert [p.token_ids for p in bench.link.take()] == [(10, 11, 12, 13)]
         assert [len(batch) for batch in bench.drafter.batches] == [1, 1, 1, 1, 1]
-        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 20)))]
+        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 20)), survival=0.5**6)]
         bench.extend("a", 10, 10, 11, 12, 13, 14)
         assert bench.step()
         assert len(bench.drafter.batches) == 5, "nothing was drafted for this answer"

@@ -1,47 +1,28 @@
-"""How far to draft: for each request, how many tokens its drafter may propose and what verifying one more token costs."""
+"""What a row of a pass costs, in tokens, and how fast the target decodes."""
 
-from collections.abc import Iterable, Mapping
-from typing import Self
-
-from cluster.config import DEFAULT_DRAFT_LEN, Config
-from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.estimates.decayed import DecayedMean
-from router.plan import DraftBudget, SequenceView
 
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
 _MEMORY = 64.0  # rounds that the decode rate averages
 
 
-class DraftLengths:
-    """The default rule: the drafter's longest proposal; the row price ends drafts that do not pay. ``max_lens``: the longest
-    proposal of each configured drafter."""
+class QuotedPrice:
+    """A price that is told to drafters. It stays while the true one is within ``share`` of it, or within ``least``: a price
+    that moves about a threshold would make lengths flap, and each change is a message."""
 
-    def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
-        self._max_lens = dict(max_lens or {})
-        self._made: dict[tuple[int, float], DraftBudget] = {}  # equal budgets are one object: comparing them is quick
+    def __init__(self, share: float, least: float) -> None:
+        self._share, self._least = share, least
+        self.value = 0.0
 
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        return cls({drafter.name: drafter.max_draft_len for drafter in config.drafters})
-
-    def budgets(self, sequences: Iterable[SequenceView], row_price: float) -> dict[str, DraftBudget]:
-        """Of each request that has a drafter, for the proposal after the next pass."""
-        row_price = round(row_price * PRICE_STEPS) / PRICE_STEPS
-        of_drafter: dict[str, DraftBudget] = {}
-        budgets = {}
-        for sequence in sequences:
-            drafter = sequence.drafter
-            if drafter is not None:
-                budget = of_drafter.get(drafter)
-                if budget is None:
-                    budget = of_drafter[drafter] = self._budget(drafter, row_price)
-                budgets[sequence.request_id] = budget
-        return budgets
-
-    def _budget(self, drafter: str, row_price: float) -> DraftBudget:
-        num_tokens = self._max_lens.get(drafter_of(drafter), DEFAULT_DRAFT_LEN)
-        return self._made.setdefault((num_tokens, row_price), DraftBudget(num_tokens, row_price))
+    def follow(self, price: float) -> bool:
+        """Takes note of the true price. Returns whether the quoted one changed."""
+        margin = max(self._least, self._share * self.value)
+        if abs(price - self.value) <= margin and (price or not self.value):
+            return False
+        changed = price != self.value
+        self.value = price
+        return changed
 
 
 class DecodeRate:
