@@ -1,0 +1,247 @@
+"""Each draft-length policy against cases worked by hand, with a control for each."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+
+import pytest
+
+from cluster.config import (
+    AdaSpecLength,
+    DraftLengthConfig,
+    FaserLength,
+    FixedLength,
+    OutriderLength,
+    ThresholdLength,
+    TurboSpecLength,
+)
+from cluster.types import Commit, FinishReason, StopRule
+from router.cost_model import TableCost
+from router.draft_length import BatchState, DraftLengths, PassFeedback, QuotedPrice, build_draft_lengths
+from router.draft_length.faser import MAX_UPDATES
+from router.draft_length.outrider import break_even_acceptance
+from router.estimates.drafter_stats import Judgement
+from router.estimates.exploration import FIRST_PAUSE
+from router.plan import DraftBudget, DrafterView, SequenceView
+
+FLAT = TableCost((1, 1024), (0.01, 0.01))
+MAX_LEN = 8
+GOOD = {"d": DrafterView(0.0, 3.0, 0.8)}
+
+
+def view(name: str, drafter: str | None = "d") -> SequenceView:
+    return SequenceView(name, 20, 19, 0, True, drafter, None, 50)
+
+
+def policy(config: DraftLengthConfig) -> DraftLengths:
+    return build_draft_lengths(config, {"d": MAX_LEN, "short": 2})
+
+
+def passed(num_right: Mapping[str, int], drafted: int = 4, round_s: float = 0.02, drafter: str = "d") -> PassFeedback:
+    """Verdicts on proposals of ``drafted`` tokens, of which so many were right."""
+    judgements = {
+        name: Judgement(drafter, (0.5,) * min(drafted, right + 1), right) for name, right in num_right.items() if drafted
+    }
+    commits = [Commit(name, 20, tuple(range(right + 1)), drafted, right, drafter) for name, right in num_right.items()]
+    return PassFeedback(commits, judgements, 0.01, round_s)
+
+
+def lens(budgets: Mapping[str, DraftBudget]) -> dict[str, int]:
+    return {name: budget.num_tokens for name, budget in budgets.items()}
+
+
+def test_a_fixed_length_is_at_most_that_of_the_drafter_and_rows_are_free() -> None:
+    budgets = policy(FixedLength(num_tokens=3)).budgets(
+        [view("a"), view("b", "short"), view("c", None)], BatchState(FLAT, GOOD, row_price=0.9)
+    )
+    assert lens(budgets) == {"a": 3, "b": 2}
+    assert budgets["a"].row_price == 0.0
+
+
+def test_a_threshold_is_told_to_the_drafter() -> None:
+    budgets = policy(ThresholdLength(min_confidence=0.3)).budgets([view("a")], BatchState(FLAT, GOOD, row_price=0.9))
+    assert budgets == {"a": DraftBudget(MAX_LEN, stop=StopRule(min_confidence=0.3))}
+
+
+def test_a_quoted_price_stays_while_the_true_one_is_near_and_falls_to_nothing_at_once() -> None:
+    price = QuotedPrice(0.1, 0.02)
+    assert [price.follow(one) for one in (0.5, 0.54, 0.46, 0.56, 0.5, 0.01, 0.0, 0.0)] == [
+        True, False, False, True, True, True, True, False
+    ]  # fmt: skip
+    assert price.value == 0.0
+
+
+def test_the_row_price_of_a_batch_that_wavers_about_a_threshold_is_sent_once() -> None:
+    lengths = policy(OutriderLength())
+    prices = [0.3, 0.31, 0.29, 0.31, 0.29, 0.4, 0.39]
+    quoted = [lengths.budgets([view("a")], BatchState(FLAT, GOOD, price))["a"].row_price for price in prices]
+    assert len(set(quoted)) == 2
+    control = [round(price * 64) / 64 for price in prices]
+    assert len(set(control)) > 2
+
+
+class TestOutrider:
+    def test_what_breaks_even(self) -> None:
+        assert break_even_acceptance(0.0, 0.0, 8) == 0.0, "free rows and free drafts"
+        assert break_even_acceptance(0.4, 0.0, 8) == pytest.approx(0.4, abs=1e-4), "the first token must be worth its row"
+        # One token: a - 0.2 > 0.3.
+        assert break_even_acceptance(0.2, 0.3, 1) == pytest.approx(0.5, abs=1e-4)
+        # Two tokens: a + a^2 > 0.75.
+        assert break_even_acceptance(0.0, 0.75, 2) == pytest.approx(0.5, abs=1e-4)
+        assert break_even_acceptance(0.5, 4.0, 8) == inf, "8 certain tokens gain 4"
+
+    @staticmethod
+    def after(num_right: Mapping[str, int], num_rounds: int, row_price: float) -> tuple[DraftLengths, dict[str, int]]:
+        lengths, sequences = policy(OutriderLength()), [view(name) for name in num_right]
+        budgets: Mapping[str, DraftBudget] = {}
+        for _ in range(num_rounds):
+            budgets = lengths.budgets(sequences, BatchState(FLAT, GOOD, row_price, 100.0))
+            lengths.learn(passed({name: right for name, right in num_right.items() if budgets[name].num_tokens}))
+        return lengths, lens(budgets)
+
+    def test_a_request_without_gain_is_decoded_plainly_and_the_others_go_on(self) -> None:
+        assert self.after({"good": 3, "bad": 0}, 30, 0.3)[1] == {"good": MAX_LEN, "bad": 0}
+        assert self.after({"good": 3, "bad": 0}, 30, 0.0)[1] == {"good": MAX_LEN, "bad": MAX_LEN}, "rows are free"
+
+    def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
+        lengths, _ = self.after({"a": 0}, 30, 0.3)
+        batch, seen = BatchState(FLAT, GOOD, 0.3, 100.0), []
+        for _ in range(FIRST_PAUSE + 20):
+            num_tokens = lengths.budgets([view("a")], batch)["a"].num_tokens
+            seen.append(num_tokens)
+            if num_tokens:
+                lengths.learn(passed({"a": 3}))
+        assert seen[0] == 0
+        assert seen[-1] == MAX_LEN
+        assert 20 < seen.count(0) <= FIRST_PAUSE
+
+    def test_a_trial_in_vain_doubles_the_pause(self) -> None:
+        lengths, _ = self.after({"a": 0}, 30, 0.3)
+        batch, drafted = BatchState(FLAT, GOOD, 0.3, 100.0), []
+        for number in range(4 * FIRST_PAUSE):
+            if lengths.budgets([view("a")], batch)["a"].num_tokens:
+                drafted.append(number)
+                lengths.learn(passed({"a": 0}))
+        assert len(drafted) <= 2 * 4, "two trials of four drafts"
+        assert drafted
+
+    def test_a_lower_price_resumes_at_once(self) -> None:
+        lengths, before = self.after({"a": 1}, 60, 0.8)
+        assert before == {"a": 0}
+        assert lens(lengths.budgets([view("a")], BatchState(FLAT, GOOD, 0.78, 100.0))) == {"a": 0}, "as good as the same"
+        assert lens(lengths.budgets([view("a")], BatchState(FLAT, GOOD, 0.1, 100.0))) == {"a": MAX_LEN}
+
+    def test_where_certain_drafts_would_not_pay_nobody_is_drafted_for(self) -> None:
+        sequences = [view(f"r{i}") for i in range(4)]
+        slow = {"d": DrafterView(1.0, 3.0, 0.9, exposure=1.0)}  # 100 tokens a second are lost in each of its replies
+        lengths = policy(OutriderLength())
+        assert set(lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0))).values()) == {0}
+        overlapped = {"d": DrafterView(1.0, 3.0, 0.9, exposure=0.0)}
+        assert set(lens(lengths.budgets(sequences, BatchState(FLAT, overlapped, 0.0, 400.0))).values()) == {MAX_LEN}
+
+    def test_the_price_of_a_second_is_what_the_request_itself_could_decode(self) -> None:
+        sequences = [view(f"r{i}") for i in range(4)]
+        half = {"d": DrafterView(0.0, 3.0, 0.9, exposure=0.5)}
+        budgets = policy(OutriderLength()).budgets(sequences, BatchState(FLAT, half, 0.0, 400.0))
+        assert budgets["r0"].stop.second_price == pytest.approx(50.0)
+
+    def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
+        lengths, before = self.after({"a": 0}, 30, 0.3)
+        assert before == {"a": 0}
+        batch = BatchState(FLAT, {**GOOD, "short": GOOD["d"]}, 0.3, 100.0)
+        assert lens(lengths.budgets([view("a", "short")], batch)) == {"a": 2}
+        lengths, _ = self.after({"a": 0}, 30, 0.3)
+        lengths.learn(PassFeedback([Commit("a", 20, (1,), finish=FinishReason.STOP)], {}, 0.01, 0.02))
+        assert lens(lengths.budgets([view("a")], batch)) == {"a": MAX_LEN}
+
+
+class TestTurboSpec:
+    """Worked by hand: with a = 0.5 the expected tokens of 0, 1, 2, 3 draft tokens are 1, 1.5, 1.75, 1.875."""
+
+    VIEW: Mapping[str, DrafterView] = {"d": DrafterView(0.0, 1.0, 0.5)}
+
+    @pytest.mark.parametrize(
+        ("row_s", "expected"),
+        [
+            (0.0, MAX_LEN),
+            (0.001, 2),  # of 10 ms: 1/10, 1.5/11 = 0.136, 1.75/12 = 0.1458, 1.875/13 = 0.1442
+            (0.003, 1),  # 1/10, 1.5/13 = 0.115, 1.75/16 = 0.109
+            (0.006, 0),  # 1/10, 1.5/16 = 0.094
+        ],
+    )
+    def test_the_length_with_the_most_goodput(self, row_s: float, expected: int) -> None:
+        cost = TableCost((1, 100), (0.01, 0.01 + 99 * row_s))
+        assert lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(cost, self.VIEW))) == {"a": expected}
+
+    def test_one_length_for_the_batch_and_more_rows_cost_more(self) -> None:
+        cost = TableCost((1, 8, 100), (0.01, 0.01, 0.102))  # free up to 8 rows
+        alone = lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(cost, self.VIEW)))
+        many = lens(policy(TurboSpecLength()).budgets([view(f"r{i}") for i in range(8)], BatchState(cost, self.VIEW)))
+        assert alone["a"] >= 7
+        assert set(many.values()) == {0}
+
+    def test_the_time_of_drafts_counts(self) -> None:
+        slow = {"d": DrafterView(0.16, 1.0, 0.5)}  # 20 ms for each of 8 tokens
+        assert lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(FLAT, slow))) == {"a": 0}
+
+
+def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_mean_confidence() -> None:
+    cost = TableCost((1, 2, 4, 100), (0.01, 0.02, 0.03, 0.51))
+    lengths = policy(AdaSpecLength())
+    sequences = [view("a"), view("b")]
+    for _ in range(20):
+        lengths.learn(passed({"a": 3}))  # with confidences of 0.5
+    budget = lengths.budgets(sequences, BatchState(cost, GOOD))["a"]
+    # Two requests take 20 ms, a row of each more 10 ms: a row is 5 ms of 100 tokens a second.
+    assert budget.row_price == pytest.approx(0.5)
+    assert budget.stop.second_price == pytest.approx(50.0)
+    assert budget.stop.expected_confidence == pytest.approx(0.5, abs=0.02)
+
+
+class TestFaser:
+    @staticmethod
+    def run(num_right: Sequence[int], time_of: float, num_rounds: int = 60) -> int:
+        """The commonest length at last, where a round takes 10 ms and ``time_of`` for each draft token; the drafter is right
+        as far as ``num_right`` says, in turn."""
+        lengths, batch, drafted, seen = policy(FaserLength()), BatchState(FLAT, GOOD), 0, []
+        for number in range(num_rounds):
+            asked = lengths.budgets([view("a")], batch)["a"].num_tokens
+            if drafted:
+                right = min(drafted, num_right[number % len(num_right)])
+                lengths.learn(passed({"a": right}, drafted, 0.01 + time_of * drafted))
+            drafted = asked
+            seen.append(asked)
+        return max(set(seen[-20:]), key=seen[-20:].count)
+
+    def test_it_finds_the_length_of_the_least_time_per_token(self) -> None:
+        # Always 3 right: a round of s tokens commits min(s, 3) + 1 in 10 + 3 s ms; 19 / 4 is the least at s = 3.
+        assert self.run([3], 0.003) == 3
+        # All right: (10 + s) / (s + 1) falls with s.
+        assert self.run([8], 0.001) >= 7
+        # None right: each token is lost time.
+        assert self.run([0], 0.003) == 1
+
+    def test_an_old_load_is_forgotten(self) -> None:
+        lengths, batch, drafted = policy(FaserLength(window=16)), BatchState(FLAT, GOOD), 0
+        seen = []
+        for number in range(160):
+            asked = lengths.budgets([view("a")], batch)["a"].num_tokens
+            right = 8 if number < 80 else 0
+            if drafted:
+                lengths.learn(passed({"a": min(drafted, right)}, drafted, 0.01 + 0.003 * drafted))
+            drafted = asked
+            seen.append(asked)
+        assert sum(seen[60:80]) / 20 > 5
+        assert sum(seen[-20:]) / 20 < 3
+
+    def test_at_most_so_many_posteriors_are_updated_in_a_round_and_each_in_its_turn(self) -> None:
+        names = [f"r{i}" for i in range(3 * MAX_UPDATES)]
+        lengths, sequences = policy(FaserLength()), [view(name) for name in names]
+        batch = BatchState(FLAT, GOOD)
+        first = lens(lengths.budgets(sequences, batch))
+        for _ in range(3):
+            lengths.learn(passed(dict.fromkeys(names, 0), 4))
+        changes = []
+        for _ in range(3):
+            now = lens(lengths.budgets(sequences, batch))
+            changes.append(sum(now[name] != first[name] for name in names))
+        assert changes == [MAX_UPDATES, 2 * MAX_UPDATES, 3 * MAX_UPDATES]
