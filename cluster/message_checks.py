@@ -81,9 +81,10 @@ def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
     token_ids, confidences = proposal.token_ids, proposal.confidences
     if len(token_ids) > MAX_DRAFT_LEN or len(confidences) != len(token_ids):
         return f"a proposal of {len(token_ids)} tokens (at most {MAX_DRAFT_LEN}) with {len(confidences)} confidences"
-    if not _known(token_ids, vocab_size):
-        return f"a proposal of tokens outside the vocabulary of {vocab_size}: {max(token_ids)}"
-    if confidences and not (min(confidences) >= 0.0 and max(confidences) <= 1.0 and not isnan(sum(confidences))):
+    unknown = [token for token in token_ids if not 0 <= token < vocab_size]
+    if unknown:
+        return f"a proposal of tokens outside the vocabulary of {vocab_size}: {unknown[0]}"
+    if [one for one in confidences if not 0.0 <= one <= 1.0]:  # NaN, too
         return f"a proposal of confidences that are not between 0 and 1: {confidences}"
     return id_fault(proposal.request_id) or (f"a base length of {proposal.base_len}" if proposal.base_len < 0 else None)
 

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    num = min(len(a), len(b))
-    if a[:num] == b[:num]:  # the usual case, fast
-        return num
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num)
+    num_same = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        num_same += 1
+    return num_same
 
 
 def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOutcome:

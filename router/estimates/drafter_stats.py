@@ -86,10 +86,11 @@ class DrafterStats:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
         recover."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** judgement.num_right
-        if judgement.num_right < judgement.num_judged:
+        num_right, num_judged = judgement.num_right, judgement.num_judged
+        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** num_right
+        if num_right < num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
-        if num_verified or not judgement.num_judged:  # else it is unknown how many would be accepted
-            num_accepted = float(min(judgement.num_right, num_verified))
+        if num_verified or not num_judged:  # else it is unknown how many would be accepted
+            num_accepted = float(min(num_right, num_verified))
             self.accepted_per_round = ema(self.accepted_per_round, num_accepted)
-        self.calibration.record(judgement.confidences, judgement.num_right)
+        self.calibration.record(judgement.confidences, num_right)

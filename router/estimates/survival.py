@@ -1,6 +1,7 @@
 """Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import exp
 
 import numpy as np
@@ -17,6 +18,7 @@ _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _EARLY = 200.0  # records that raise the prior log odds of the correction by 1
 _LEAST = 1e-3  # least probability of an outcome
 _FIRST_AT_ONCE = 16  # records
+_FEW = 8  # drafts up to which plain Python is faster than numpy
 
 
 class OnlineSurvival:
@@ -55,10 +57,15 @@ class OnlineSurvival:
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Probability that each prefix of each draft survives; never rises along a draft."""
-        return [self._survival(row) for row in confidences]
+        if len(confidences) <= _FEW:
+            return [self._survival(row) for row in confidences]
+        by_position = np.array(list(zip_longest(*confidences, fillvalue=0.0))).reshape(-1, len(confidences))
+        positions = np.minimum(np.arange(len(by_position)), len(self.table) - 1)[:, None]
+        rates = self.table[positions, (by_position * _STEPS).round().astype(np.intp)]
+        survival = rates.cumprod(axis=0).T.tolist()
+        return [tuple(found[: len(row)]) for found, row in zip(survival, confidences, strict=True)]
 
     def _survival(self, confidences: Sequence[float]) -> tuple[float, ...]:
-        """In plain Python: a draft is too short for numpy to pay."""
         maps = self._maps = self._maps or self.table.tolist()
         survival, found = 1.0, []
         for confidence, at_position in zip(confidences, maps, strict=False):

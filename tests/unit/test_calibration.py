@@ -222,6 +222,16 @@ def test_online_order_is_kept_whatever_was_seen() -> None:
     assert np.all(np.diff(survival, axis=1) <= 0.0)
 
 
+def test_online_many_drafts_at_once_are_calibrated_as_each_alone() -> None:
+    rng = np.random.default_rng(6)
+    online = OnlineSurvival(num_positions=3)
+    for _ in range(200):
+        online.record(tuple(rng.random(5)), int(rng.integers(0, 6)))
+    many = [tuple(rng.random(length).tolist()) for length in (3, 0, 5, 1, 2, 4, 5, 3, 0, 2, 1, 5)]
+    assert online.survival(many) == [found for one in many for found in online.survival([one])]
+    assert online.survival([()] * 12) == [()] * 12
+
+
 def shifted(records: Records, offset: float) -> Records:
     """The same told with ``offset`` added on the logit scale."""
     odds = np.exp(offset) * records.confidences / (1 - records.confidences)
