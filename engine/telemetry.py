@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cluster import messages
@@ -60,13 +60,14 @@ class Telemetry:
             stats = self.drafters[name] = DrafterStats()
         return stats
 
-    def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
+    def record(self, num_rows: int, commits: Sequence[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
         self.num_rows += num_rows
         self.step_s = ema(self.step_s, step_s)
+        num_tokens = sum([len(commit.token_ids) for commit in commits])
+        self.num_committed += num_tokens
+        self._window_tokens += num_tokens
         for commit in commits:
-            self.num_committed += len(commit.token_ids)
-            self._window_tokens += len(commit.token_ids)
             if commit.drafter is not None:
                 stats = self.drafter(commit.drafter)
                 stats.num_proposed += commit.num_proposed

@@ -59,12 +59,12 @@ class TableCost:
 
     def at(self, num_rows: float) -> float:
         """Seconds without context."""
-        if len(self.rows) == 1 or num_rows <= self.rows[0]:
-            return self.step_s_at[0]
-        i = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
-        low, high = self.rows[i - 1], self.rows[i]
-        slope = (self.step_s_at[i] - self.step_s_at[i - 1]) / (high - low)
-        return self.step_s_at[i - 1] + slope * (num_rows - low)
+        rows, seconds = self.rows, self.step_s_at
+        if len(rows) == 1 or num_rows <= rows[0]:
+            return seconds[0]
+        i = min(bisect_right(rows, num_rows), len(rows) - 1)
+        low, low_s = rows[i - 1], seconds[i - 1]
+        return low_s + (seconds[i] - low_s) / (rows[i] - low) * (num_rows - low)
 
     def at_each(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """As ``at``, of several numbers of rows that ascend."""
