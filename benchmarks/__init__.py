@@ -27,6 +27,7 @@ BENCHES = {
     "decisions": Bench("benchmarks.decisions", "time of decisions in a router's slot and a target's round"),
     "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),
     "drafters": Bench("benchmarks.drafters", "acceptance, cost and speed-up of each drafter"),
+    "early-exit": Bench("benchmarks.early_exit", "time of passes that rows of rejected drafts leave, over whole passes"),
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),

@@ -49,8 +49,10 @@ class Fixtures:
         self._make_plain = partial(NativeTarget, network, limits)
         self.plain = self._make_plain()
         layers = feature_layers(drafters)
-        self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
-        self.cost = OnlineCost(measure_cost(self.plain))  # corrected online, as when serving
+        self.make_target = partial(NativeTarget, network, limits, feature_layers=layers)
+        self.target = self.make_target() if layers else self.plain
+        self.measured_cost = measure_cost(self.plain)
+        self.cost = OnlineCost(self.measured_cost)  # corrected online, as when serving
         self._max_new_tokens = max_new_tokens
 
     @cached_property
@@ -58,9 +60,12 @@ class Fixtures:
         """Another target without drafters, to serve the same requests in turn."""
         return in_own_thread(self._make_plain)
 
-    def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
-        """A new drafter each time: most learn, and none may have seen an answer before."""
-        host = Host(self.target, self._folder) if drafter.is_colocated else None
+    def make(
+        self, drafter: DrafterConfig, clock: Callable[[], float] | None = None, target: NativeTarget | None = None
+    ) -> Drafter:
+        """A new drafter each time: most learn, and none may have seen an answer before. ``target``: whose hidden states it
+        reads; None: ``target`` of the fixtures."""
+        host = Host(target or self.target, self._folder) if drafter.is_colocated else None
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
@@ -113,6 +118,12 @@ class Fixtures:
             chunk = token_ids[start : start + MAX_PASS_TOKENS]
             self.target.execute([SpanInput(request.id, start, chunk, samples=False)])
             start += len(chunk)
+
+    def requests(self, prompts: Sequence[BenchPrompt], temperature: float) -> list[Request]:
+        return [
+            self._request(prompt.id, ids, temperature, i + 1)
+            for i, (prompt, ids) in enumerate(zip(prompts, self._encode(prompts), strict=True))
+        ]
 
     def _request(self, prompt_id: str, prompt: tuple[int, ...], temperature: float, seed: int) -> Request:
         sampling = SamplingParams(max_tokens=self._max_new_tokens, temperature=temperature, seed=seed)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.device import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSpan:
@@ -38,9 +40,41 @@ class Layout:
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
+    def keep(self, staying: "StayingRows") -> "Layout":
+        """The layout without the rows that leave the pass."""
+        rows, lens = staying.rows, staying.span_lens
+        starts = np.zeros(len(lens) + 1, np.int32)
+        np.cumsum(lens, out=starts[1:])
+        return Layout(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            starts=to_device(starts, self.starts.device),
+            base_lens=self.base_lens,
+            tables=self.tables,
+            cos=self.cos[rows],
+            sin=self.sin[rows],
+            max_span_len=int(lens.max()),
+        )
+
     @property
     def num_spans(self) -> int:
         return self.base_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StayingRows:
+    """The rows of a layout that go on when others leave: the first ones of each span, at least one."""
+
+    rows: torch.Tensor  # int64, ascending, on the layout's device
+    span_lens: NDArray[np.int64]  # [spans]
+
+    @classmethod
+    def of(cls, starts: NDArray[np.int64], span_lens: NDArray[np.int64], device: torch.device) -> "StayingRows":
+        """The first ``span_lens`` rows of the spans that begin at ``starts``, both [spans]."""
+        ends = np.cumsum(span_lens)
+        rows = np.arange(ends[-1]) + np.repeat(starts - (ends - span_lens), span_lens)
+        return cls(to_device(rows, device), span_lens)
 
 
 def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device) -> Layout:

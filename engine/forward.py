@@ -1,14 +1,14 @@
 """The forward pass over spans of different sequences and lengths, packed into one batch of rows. Prefill and decode are not
 distinguished."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from engine.batch_layout import Layout, PackedSpan, lay_out
+from engine.batch_layout import Layout, PackedSpan, StayingRows, lay_out
 from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.liveness import PASSES
@@ -18,6 +18,17 @@ from engine.ops import HeadNorms, Linear, Ops
 from engine.tensor_parallel.ranks import ModelRanks
 
 __all__ = ["CausalModel", "PackedSpan"]
+
+
+class RowWatch(Protocol):
+    """Looks at the rows of one pass between its layers, and may let the last ones of spans leave (early exit)."""
+
+    @property
+    def depths(self) -> Collection[int]:
+        """It is asked when so many layers are computed; at all of them, after the final norm."""
+
+    def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
+        """The hidden states are ``residual`` + ``delta``, [rows, hidden]; not to be modified. None: all rows stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,17 @@ class CausalModel:
         embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm."""
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
-    def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.inference_mode()
+    def forward_watched(
+        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...], watch: RowWatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``forward_with_hidden_states``, of the rows that ``watch`` lets stay to the end. The keys and values of the
+        others are written to the layers that they reached."""
+        return self._pass(self.lay_out(spans, cache.block_len), cache, layers, watch)
+
+    def _pass(
+        self, layout: Layout, cache: KvCache, layers: tuple[int, ...], watch: RowWatch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         residual = self._embed(layout.token_ids).float()  # fp32; a layer's output is residual + delta
         delta: torch.Tensor | None = None
         kept = {-1: residual.clone()} if -1 in layers else {}  # the layers add to the residual in place
@@ -135,8 +156,20 @@ class CausalModel:
             delta = layer.run(self._ops, layout, residual, delta, kv, attends=layout)
             if index in layers:
                 kept[index] = residual + delta
+            if watch is None or index + 1 == len(self._layers) or index + 1 not in watch.depths:
+                continue
+            staying = watch.look(index + 1, residual, delta)
+            if staying is not None:
+                layout = layout.keep(staying)
+                residual, delta = residual[staying.rows], delta[staying.rows]
+                kept = {i: states[staying.rows] for i, states in kept.items()}
         PASSES.advanced()
         hidden = self._ops.add_norm(residual, delta, self._final_norm)
+        if watch is not None and len(self._layers) in watch.depths:
+            staying = watch.look(len(self._layers), hidden, None)
+            if staying is not None:
+                hidden = hidden[staying.rows]
+                kept = {i: states[staying.rows] for i, states in kept.items()}
         if not layers:
             return hidden, hidden.new_empty(len(hidden), 0)
         kept[len(self._layers) - 1] = hidden

@@ -13,10 +13,12 @@ from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
 from engine.device import require
 from engine.dtypes import resolve_dtypes
+from engine.early_exit import EarlyExit
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
+from engine.native import NativeTarget
 from engine.pass_timing import measure_cost, warm_up
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
@@ -26,7 +28,7 @@ from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
-from router.cost_model import ROWS, TableCost
+from router.cost_model import ROWS, CostModel, TableCost
 
 
 def load_target(
@@ -45,10 +47,15 @@ def load_target(
         ranks: of which this process is rank 0; None: the other ranks of a tensor parallel target are started here.
     """
     engine, info = load_engine(config, feature_layers, ranks)
+    cost: CostModel
     if profile is not None:
         _warm_up(config, engine)
-        return engine, info, OnlineCost(ProfiledCost(profile, config))
-    return engine, info, OnlineCost(_remembered_cost(config, engine) if remembers else measure_cost(engine))
+        cost = ProfiledCost(profile, config)
+    else:
+        cost = _remembered_cost(config, engine) if remembers else measure_cost(engine)
+    if config.target.early_exit == "auto" and isinstance(engine, NativeTarget):
+        engine.exit_early(EarlyExit(engine.model, cost))
+    return engine, info, OnlineCost(cost)
 
 
 def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:

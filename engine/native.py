@@ -1,8 +1,8 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from cluster.types import Request, TokenLogprobs
 from engine.acceptance import verdict
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
-from engine.forward import CausalModel
+from engine.forward import CausalModel, RowWatch
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
 from engine.prompt_logprobs import prompt_logprobs
@@ -24,6 +24,26 @@ from router.plan import Capacity
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import Grammars
+
+
+class PassWatch(RowWatch, Protocol):
+    """The watch of one pass over spans."""
+
+    @property
+    def has_left(self) -> bool: ...
+
+    def trimmed(self) -> list[SpanInput]:
+        """The spans as if drafts whose rows left had not been verified."""
+
+    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
+        """``outcomes`` of the spans, ``final`` hidden states [rows that stayed, hidden]."""
+
+
+class Exits(Protocol):
+    """Decides before each pass whether and how its rows may leave (`engine.early_exit`)."""
+
+    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> PassWatch | None:
+        """None: a plain pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +87,7 @@ class NativeTarget:
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
         self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
+        self._exits: Exits | None = None
         self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -99,6 +120,10 @@ class NativeTarget:
             self._ledger.commit(checkpoints[span.request_id], num_kept)
             self._states[span.request_id].extend(outcome.token_ids)
         return outcomes
+
+    def exit_early(self, exits: Exits | None) -> None:
+        """From now on rows may leave passes as ``exits`` decides; None: all are computed to the end."""
+        self._exits = exits
 
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
@@ -153,17 +178,29 @@ class NativeTarget:
             raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
 
     def _compute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
-        hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
+        watch = None if self._exits is None else self._exits.watch(spans, self._states)
+        packed = self._packed(spans)
+        if watch is None:
+            hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
+        else:
+            hidden, features = self._model.forward_watched(packed, self._cache, self._features.layers, watch)
+            if watch.has_left:
+                spans = watch.trimmed()
+                packed = self._packed(spans)
         self._features.write(packed, features)
         scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
         outcomes = self._sample(spans, hidden)
+        if watch is not None:
+            watch.learn(outcomes, hidden)
         return [
             replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
             if span.request_id in scores
             else outcome
             for span, outcome in zip(spans, outcomes, strict=True)
         ]
+
+    def _packed(self, spans: Sequence[SpanInput]) -> list[PackedSpan]:
+        return [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
 
     def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
         ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()

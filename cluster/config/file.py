@@ -34,6 +34,8 @@ class TargetConfig(Section):
     max_num_sequences: Count = 64  # running at once in one replica
     max_pass_tokens: Count = 512  # rows of one packed pass
     prefill_chunk_len: Count = 256  # rows of one prompt in a pass
+    # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
+    early_exit: Literal["auto", "off"] = "off"
     resources: Resources = Resources()  # of one rank
     # Every running sequence computes a token in each pass.
     at_most = (("prefill_chunk_len", "max_pass_tokens"), ("max_num_sequences", "max_pass_tokens"))
@@ -58,6 +60,21 @@ class TargetConfig(Section):
         if info.data.get("engine") == "vllm" and device == "cuda":
             raise ValueError("must be cpu or auto on the vllm engine, got 'cuda': its workers sample on CPUs so far")
         return device
+
+    @field_validator("early_exit")
+    @classmethod
+    def _early_exit_fits_engine(cls, early_exit: str, info: ValidationInfo) -> str:
+        if early_exit == "off":
+            return early_exit
+        if info.data.get("engine") == "vllm":
+            raise ValueError("must be off on the vllm engine, got 'auto': its passes cannot be stopped between layers")
+        if info.data.get("tensor_parallel", 1) > 1:
+            raise ValueError(
+                "must be off with tensor_parallel above 1, got 'auto': rows would have to leave all ranks alike"
+            )
+        if info.data.get("device") == "cuda":
+            raise ValueError("must be off on cuda, got 'auto': rows leave passes on CPUs only so far")
+        return early_exit
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -1,0 +1,232 @@
+"""``outrider bench early-exit``: passes that rows of rejected drafts leave (``target.early_exit``), over whole passes.
+
+Two targets over one model serve the same requests with drafts of the shipped block drafter, in turns pass by pass; only
+passes while all places are taken are timed. Answers have a fixed length, so both sides commit as many tokens of each.
+
+    verify_time_saved = 1 - (verify time per committed token with exits) / (without)
+
+so tokens that exits lose count. ``worst_over_off``: the least ratio of the two speeds over all cases, among them those where
+exits should stay off: batch 1, and drafts that are all right.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+from rich.console import Console
+
+from benchmarks.fixtures import MAX_PASS_TOKENS, Fixtures
+from benchmarks.pool import pool
+from benchmarks.prompts import BenchPrompt, choose_prompts
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from cluster.config import DrafterConfig, DSparkOptions
+from cluster.errors import InvalidField
+from cluster.types import Request
+from drafters.protocol import Demand, Drafter
+from drafters.session import key_of
+from engine.early_exit import EarlyExit
+from engine.native import NativeTarget
+from engine.target import SpanInput
+from profiler.stopwatch import OwnTime
+
+NUM_DRAFTS = 7
+BATCH = 16
+MAX_PROMPT_LEN = 384
+
+Answers = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    batch: int
+    temperature: float
+    has_right_drafts: bool = False  # drafts are the target's own answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    num_requests: int  # of a case of BATCH; smaller batches serve fewer
+    num_tokens: int  # of each answer
+
+
+_QUICK = _Effort(num_requests=32, num_tokens=48)
+_FULL = _Effort(num_requests=64, num_tokens=96)
+_LEARNED = _Case("learning", BATCH, 0.0)
+_MEASURED = _Case("batch_16", BATCH, 0.0)
+CASES = (
+    _MEASURED,
+    _Case("batch_16_sampled", BATCH, 0.7),
+    _Case("batch_4", 4, 0.0),
+    _Case("batch_1", 1, 0.0),
+    _Case("right_drafts", BATCH, 0.0, has_right_drafts=True),
+)
+
+
+@dataclass(slots=True)
+class _Side:
+    """One target and its drafter. Seconds and counts are of timed passes."""
+
+    target: NativeTarget
+    drafter: Drafter
+    stopwatch: OwnTime = field(default_factory=OwnTime)
+    seconds: float = 0.0
+    num_passes: int = 0
+    num_tokens: int = 0
+    answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def s_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+    @property
+    def pass_s(self) -> float:
+        return self.seconds / self.num_passes
+
+
+class _Run:
+    """A side serving the requests of a case. ``right``: answers that drafts are taken from; None: the drafter's."""
+
+    def __init__(
+        self, side: _Side, case: _Case, requests: Sequence[Request], num_tokens: int, right: Answers | None
+    ) -> None:
+        self._side, self._case, self._num_tokens, self._right = side, case, num_tokens, right
+        self._waiting = deque(requests)
+        self._live: dict[str, tuple[Request, list[int]]] = {}
+
+    def step(self) -> bool:
+        """Fills the free places, drafts, and verifies once. Returns whether requests are left."""
+        while self._waiting and len(self._live) < self._case.batch:
+            self._admit(self._waiting.popleft())
+        if not self._live:
+            self._side.target.check_integrity()
+            return False
+        is_timed = len(self._live) == self._case.batch
+        side, demands = self._side, [Demand(key_of(0, name), NUM_DRAFTS) for name in self._live]
+        if self._right is None:
+            drafts = [draft.token_ids for draft in side.drafter.propose(demands)]
+        else:
+            drafts = [self._right[name][len(output) :][:NUM_DRAFTS] for name, (_, output) in self._live.items()]
+        spans = []
+        for (request, output), draft in zip(self._live.values(), drafts, strict=True):
+            base_len = len(request.prompt_token_ids) + len(output) - 1
+            spans.append(SpanInput(request.id, base_len, (output[-1], *draft), len(draft)))
+        side.stopwatch.start()
+        outcomes = side.target.execute(spans)
+        if is_timed:
+            side.seconds += side.stopwatch.stop()
+            side.num_passes += 1
+            side.num_tokens += sum(len(outcome.token_ids) for outcome in outcomes)
+        for outcome in outcomes:
+            self._commit(outcome.request_id, outcome.token_ids)
+        return True
+
+    def _admit(self, request: Request) -> None:
+        target, prompt = self._side.target, request.prompt_token_ids
+        start = target.open(request, prompt)
+        while len(prompt) - start > MAX_PASS_TOKENS:
+            target.execute([SpanInput(request.id, start, prompt[start : start + MAX_PASS_TOKENS], samples=False)])
+            start += MAX_PASS_TOKENS
+        (outcome,) = target.execute([SpanInput(request.id, start, prompt[start:])])
+        self._side.drafter.open(key_of(0, request.id), prompt, len(prompt), request.sampling)
+        self._live[request.id] = request, []
+        self._commit(request.id, outcome.token_ids)
+
+    def _commit(self, name: str, token_ids: Sequence[int]) -> None:
+        _, output = self._live[name]
+        output.extend(token_ids)
+        self._side.drafter.extend(key_of(0, name), token_ids)
+        if len(output) >= self._num_tokens:
+            self._side.answers[name] = tuple(output[: self._num_tokens])
+            del self._live[name]
+            self._side.target.release(name)
+            self._side.drafter.release(key_of(0, name))
+
+
+def run(options: BenchOptions) -> BenchResult:
+    effort = _QUICK if options.quick else _FULL
+    console = Console(stderr=True)
+    config = _drafter(options.model)
+    fixtures = Fixtures(options.model, (config,), effort.num_tokens + NUM_DRAFTS + 1)
+    targets = [fixtures.target, fixtures.make_target()]
+    exits = EarlyExit(fixtures.target.model, fixtures.measured_cost)
+    targets[1].exit_early(exits)
+    paths = options.prompts or options.data_prompts
+    prompts = choose_prompts(paths, 2 * effort.num_requests)
+    figures: dict[str, float] = {}
+    rows: list[tuple[Cell, ...]] = []
+    answers: Answers = {}
+    num_equal = num_answers = 0
+    for case in (_LEARNED, *CASES):
+        part = prompts[::2] if case is _LEARNED else prompts[1::2]
+        sides = [_Side(target, fixtures.make(config, target=target)) for target in targets]
+        requests = _requests(fixtures, case, part, effort)
+        _serve(sides, case, requests, effort, answers if case.has_right_drafts else None)
+        off, on = sides
+        num_answers += len(off.answers)
+        num_equal += sum(on.answers[name] == answer for name, answer in off.answers.items())
+        if case is _MEASURED:
+            answers = off.answers
+        if case is not _LEARNED:
+            figures[f"on_over_off.{case.name}"] = off.s_per_token / on.s_per_token
+            rows.append(_row(case, off, on, exits))
+        console.print(f"early-exit: {case.name} done, {len(off.answers)} answers", highlight=False)
+    figures = {
+        "verify_time_saved": 1.0 - 1.0 / figures["on_over_off.batch_16"],
+        "worst_over_off": min(figures.values()),
+        "identical_fraction": num_equal / num_answers,
+        **figures,
+    }
+    return BenchResult(
+        "early-exit",
+        figures,
+        tables=(
+            Table(
+                f"{config.name}, {NUM_DRAFTS} drafts, verify passes",
+                ("case", "pass off ms", "pass on ms", "tokens/pass off", "on", "on / off", "thresholds by depth"),
+                tuple(rows),
+            ),
+        ),
+        notes=(
+            "on / off: tokens per second of verification; thresholds of the plan at the end of the case, - is no check.",
+        ),
+    )
+
+
+def _serve(sides: Sequence[_Side], case: _Case, requests: Sequence[Request], effort: _Effort, right: Answers | None) -> None:
+    """Both sides in turns, each to its end."""
+    runs = [_Run(side, case, requests, effort.num_tokens, right) for side in sides]
+    live = dict.fromkeys(runs)
+    for one in cycle(runs):
+        if one in live and not one.step():
+            del live[one]
+        if not live:
+            return
+
+
+def _requests(fixtures: Fixtures, case: _Case, prompts: Sequence[BenchPrompt], effort: _Effort) -> list[Request]:
+    num = effort.num_requests if case.batch == BATCH else max(4, effort.num_requests * case.batch // (2 * BATCH))
+    made = fixtures.requests(prompts[:num], case.temperature)
+    return [
+        replace(r, prompt_token_ids=r.prompt_token_ids[-MAX_PROMPT_LEN:], sampling=replace(r.sampling, ignore_eos=True))
+        for r in made
+    ]
+
+
+def _row(case: _Case, off: _Side, on: _Side, exits: EarlyExit) -> tuple[Cell, ...]:
+    plan = exits.plan(case.batch * (NUM_DRAFTS + 1), case.batch)
+    limits = [
+        f"{check.depth}: {'-' if threshold is None else f'{threshold:.1f}'}"
+        for check, threshold in zip(exits.checks, plan.thresholds, strict=True)
+    ]
+    per_pass = [side.num_tokens / side.num_passes for side in (off, on)]
+    return (case.name, 1e3 * off.pass_s, 1e3 * on.pass_s, *per_pass, off.s_per_token / on.s_per_token, ", ".join(limits))
+
+
+def _drafter(model: str) -> DrafterConfig:
+    """The shipped block drafter. Raises InvalidField: there is none for the model."""
+    for config in pool(model):
+        if isinstance(config.options, DSparkOptions):
+            return config
+    raise InvalidField("model", model, "has no shipped dspark drafter, whose drafts this benchmark verifies")

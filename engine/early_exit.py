@@ -1,0 +1,363 @@
+"""Token-wise early exit of the native target (FASER, arXiv 2604.20503, section 4.2): rows that will not be accepted leave a
+pass between its layers.
+
+Row i of a verify span predicts its draft token i. Where a check expects another token there, the rows behind row i leave;
+row i goes on, since its own token is needed. What is left is a pass that verified fewer draft tokens, so a row that leaves
+wrongly costs speed and no token.
+
+    learning pass   no row leaves; margins and final hidden states are recorded
+    exit pass       rows leave by the thresholds of `router.early_exit`, for passes of about this size
+    else            the plain path; every so often a learning pass
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cluster.errors import InvalidField
+from engine.batch_layout import StayingRows
+from engine.exit_lens import VOCABULARY_LEN, LensFit, ReducedScores, lens_product
+from engine.forward import CausalModel
+from engine.noise import noise_keys
+from engine.ops import Linear
+from engine.sampling import SamplingState
+from engine.target import SpanInput, SpanOutcome
+from router.cost_model import CostModel
+from router.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
+
+DEPTHS = (0.6, 0.7, 0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
+LENS_ROWS = (4, 8, 16, 32)  # a lens is fitted after so many rows per hidden dimension, the last time after the last
+EAGER_ROWS = 8  # until so many, all passes are learned from
+NUM_SAMPLES = 256  # spans that thresholds are chosen by, the newest ones
+MIN_SAMPLES = 64
+EAGER_PERIOD = 4  # passes from one learning pass to the next, until there are MIN_SAMPLES
+PERIOD = 32  # later, where rows leave
+IDLE_PERIOD = 128  # and where exits do not pay
+REPLAN_PERIOD = 8  # learning passes
+MAX_DRAFTS = 16  # of a sampled span; later drafts are not checked
+
+
+@dataclass(slots=True)
+class ExitCheck:
+    """What is known at one depth."""
+
+    depth: int
+    fit: LensFit | None  # None: none is needed, or it is finished
+    lens: Linear | None = None  # None: after the last layer, or not fitted yet
+    row_s: float | None = None  # measured time of a check, per row
+
+
+class EarlyExit:
+    """Decides which passes of a model let rows leave, and learns from the others. Not thread-safe: the target owns it.
+
+    ``cost``: measured times of passes, uncorrected: corrections would see the passes that exits made shorter. Raises
+    InvalidField: the model is not on a CPU, is split over ranks, or its head is no table that rows can be read of.
+    """
+
+    def __init__(self, model: CausalModel, cost: CostModel) -> None:
+        check_supported(model)
+        num_layers, hidden_size = model.config.num_layers, model.config.hidden_size
+        self._model = model
+        self._cost = cost
+        depths = sorted({max(1, round(share * num_layers)) for share in DEPTHS})
+        self._checks = [ExitCheck(d, LensFit(hidden_size) if d < num_layers else None) for d in depths]
+        self._remaining = tuple(_remaining(model, depth) for depth in depths)
+        self._unit = torch.ones(hidden_size)
+        self._scores: ReducedScores | None = None
+        self._token_counts = np.zeros(model.config.vocab_size, np.int64)
+        self._num_lens_rows = 0
+        self._fits_due = deque(multiple * hidden_size for multiple in LENS_ROWS)
+        self._samples: deque[tuple[NDArray[np.float32], int, int]] = deque(maxlen=NUM_SAMPLES)
+        self._plans: dict[tuple[int, int], ExitPlan] = {}
+        self._wrong_exits = WrongExits()
+        self._num_since = 0  # passes since the last learning pass
+        self._num_learned = 0
+
+    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> "PassWatch | None":
+        """For the next pass, over ``spans``. None: a plain pass."""
+        num_rows = sum([len(span.token_ids) for span in spans])
+        if self._num_lens_rows < EAGER_ROWS * self._model.config.hidden_size:
+            return PassWatch(self, spans, states, None)
+        num_spans = len([None for span in spans if span.num_drafts])
+        if not num_spans:
+            return None
+        plan = self.plan(num_rows, num_spans)
+        period = EAGER_PERIOD if len(self._samples) < MIN_SAMPLES else IDLE_PERIOD if plan.is_off else PERIOD
+        self._num_since += 1
+        if self._num_since >= period:
+            self._num_since = 0
+            return PassWatch(self, spans, states, None)
+        return None if plan.is_off else PassWatch(self, spans, states, plan)
+
+    def plan(self, num_rows: int, num_spans: int) -> ExitPlan:
+        """For passes of about so many rows, of about so many spans with drafts."""
+        size = num_rows.bit_length(), num_spans.bit_length()
+        if size not in self._plans:
+            self._plans[size] = self._choose(num_rows, num_spans)
+        return self._plans[size]
+
+    def _choose(self, num_rows: int, num_spans: int) -> ExitPlan:
+        check_s = max([check.row_s or 0.0 for check in self._checks])
+        if len(self._samples) < MIN_SAMPLES or not check_s:
+            return ExitPlan((None,) * len(self._checks))
+        margins, num_drafts, num_accepted = zip(*self._samples, strict=True)
+        samples = ExitSamples(np.stack(margins), np.array(num_drafts), np.array(num_accepted))
+        # Most rows that can leave are those behind the first of a span; the slope down to half of them prices one.
+        num_left = max(1, (num_rows - num_spans) // 2)
+        pass_s = self._cost.step_s(num_rows, 0)
+        row_s = (pass_s - self._cost.step_s(num_rows - num_left, 0)) / num_left
+        return choose_thresholds(samples, ExitPrices(pass_s / num_spans, row_s, check_s, self._remaining))
+
+    # ---- called by the watch of a pass
+
+    @property
+    def checks(self) -> Sequence[ExitCheck]:
+        return self._checks
+
+    def normalised(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states at unit scale, in the dtype. ``residual`` is overwritten."""
+        return self._model.ops.add_norm(residual, delta, self._unit)
+
+    def margins(self, check: ExitCheck, hidden: torch.Tensor, rows: "WatchedRows") -> NDArray[np.float32] | None:
+        """Of the draft token behind each of the rows, whose normalised hidden states are ``hidden``. None: not known yet."""
+        if self._scores is None or (check.lens is None and check.depth < self._model.config.num_layers):
+            return None
+        x = hidden if check.lens is None else check.lens(hidden)
+        return self._scores.margins(x, rows.drafts, rows.keys, rows.temperatures)
+
+    def learn_rows(self, token_ids: Sequence[int], hidden: Mapping[int, torch.Tensor], final: torch.Tensor) -> None:
+        """Adds all rows of a learning pass to the lenses: normalised states by depth, and the final ones."""
+        if not self._fits_due:
+            return
+        np.add.at(self._token_counts, np.array(token_ids), 1)
+        for check in self._checks:
+            if check.fit is not None:
+                check.fit.add(hidden[check.depth], final)
+        self._num_lens_rows += len(token_ids)
+        if self._num_lens_rows >= self._fits_due[0]:
+            self._fits_due.popleft()
+            self._fit()
+
+    def learn_spans(self, samples: Sequence[tuple[NDArray[np.float32], int, int]]) -> None:
+        """Adds the spans of a learning pass: margins [checks, MAX_DRAFTS], drafts, and accepted ones."""
+        self._samples.extend(samples)
+        self._num_learned += 1
+        if self._num_learned % REPLAN_PERIOD == 0:
+            self._plans.clear()
+
+    def learn_cuts(self, plan: ExitPlan, num_cut: int, num_wrong: int) -> None:
+        """What an exit pass did: spans that were cut, and those that lost a token."""
+        if self._wrong_exits.note(plan, num_cut, num_wrong):
+            self._samples.clear()
+            self._plans.clear()
+
+    def learn_time(self, check: ExitCheck, seconds: float, num_rows: int) -> None:
+        measured_s = seconds / num_rows
+        check.row_s = measured_s if check.row_s is None else min(measured_s, 0.9 * check.row_s + 0.1 * measured_s)
+
+    def _fit(self) -> None:
+        frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
+        self._scores = ReducedScores(self._model, np.sort(frequent))
+        for check in self._checks:
+            if check.fit is not None:
+                check.lens = lens_product(self._model, check.fit.solve())
+                if not self._fits_due:
+                    check.fit = None
+        self._samples.clear()  # of other lenses
+        self._plans.clear()
+
+
+@dataclass(slots=True)
+class WatchedRows:
+    """The rows that a draft token follows, in the order of the pass: row ``at`` to draft ``index`` of span ``span``."""
+
+    at: NDArray[np.int64]
+    span: NDArray[np.int64]
+    index: NDArray[np.int64]
+    drafts: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    temperatures: NDArray[np.float32]
+
+    def select(self, chosen: NDArray[np.bool_]) -> "WatchedRows":
+        fields = (self.at, self.span, self.index, self.drafts, self.keys, self.temperatures)
+        return WatchedRows(*(array[chosen] for array in fields))  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class PassWatch:
+    """``engine.native.PassWatch``. ``plan``: of an exit pass; None: a learning pass."""
+
+    exits: EarlyExit
+    spans: Sequence[SpanInput]
+    states: Mapping[str, SamplingState]
+    plan: ExitPlan | None
+    span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
+    _rows: WatchedRows = field(init=False)
+    _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
+    _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
+    _measured: bool = True  # whether all checks of a learning pass have margins
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        return None if self.plan is None else self.plan.thresholds
+
+    def __post_init__(self) -> None:
+        self.span_lens = np.array([len(span.token_ids) for span in self.spans])
+        self._rows = watched_rows(self.spans, self.states)
+        shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
+        self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        checks, thresholds = self.exits.checks, self.thresholds
+        if thresholds is None:
+            return tuple([check.depth for check in checks])
+        return tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
+
+    @property
+    def has_left(self) -> bool:
+        return int(self.span_lens.sum()) < sum([len(span.token_ids) for span in self.spans])
+
+    def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
+        number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
+        if self.thresholds is None:
+            self._record(number, check, residual, delta)
+            return None
+        threshold, rows = self.thresholds[number], self._rows
+        if threshold is None or not len(rows.at):
+            return None
+        margins = self._margins_at(check, residual, delta, rows)
+        return None if margins is None else self._leave(margins > threshold, residual.device)
+
+    def _margins_at(
+        self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None, rows: WatchedRows
+    ) -> NDArray[np.float32] | None:
+        at = torch.from_numpy(rows.at)
+        hidden = residual[at]
+        if delta is not None:
+            hidden = self.exits.normalised(hidden, delta[at])
+        return self.exits.margins(check, hidden, rows)
+
+    def _leave(self, expects_other: NDArray[np.bool_], device: torch.device) -> StayingRows | None:
+        """The rows behind the first one of each span that expects another token leave."""
+        rows = self._rows
+        if not expects_other.any():
+            return None
+        found = np.flatnonzero(expects_other)
+        starts = np.concatenate([[0], np.cumsum(self.span_lens)[:-1]])
+        last = starts + self.span_lens - 1  # rows of the pass that stay last
+        np.minimum.at(last, rows.span[found], rows.at[found])
+        span_lens = last - starts + 1
+        if (span_lens == self.span_lens).all():
+            return None
+        rows = self._rows = rows.select(rows.at < last[rows.span])
+        new_starts = np.concatenate([[0], np.cumsum(span_lens)[:-1]])
+        rows.at = rows.at + (new_starts - starts)[rows.span]
+        self.span_lens = span_lens
+        return StayingRows.of(starts, span_lens, device)
+
+    def trimmed(self) -> list[SpanInput]:
+        """The spans as if drafts whose rows left had not been verified."""
+        return [_without_last(s, len(s.token_ids) - n) for s, n in zip(self.spans, self.span_lens.tolist(), strict=True)]
+
+    # ---- learning passes
+
+    def _record(self, number: int, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None) -> None:
+        rows = self._rows
+        if delta is not None:
+            self._hidden[check.depth] = self.exits.normalised(residual.clone(), delta)
+        else:
+            self._hidden[check.depth] = residual
+        if not len(rows.at):
+            return
+        start_s = time.perf_counter()
+        margins = self._margins_at(check, residual, delta, rows)
+        if margins is None:
+            self._measured = False
+            return
+        self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
+        self._margins[rows.span, number, rows.index] = margins
+
+    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
+        """After the pass. ``final``: the final hidden states of all rows."""
+        if self.plan is not None:
+            self._judge(self.plan, outcomes)
+            return
+        token_ids = [token_id for span in self.spans for token_id in span.token_ids]
+        watched = dict.fromkeys(self._rows.span.tolist())
+        if watched and self._measured:
+            self.exits.learn_spans(
+                [
+                    (self._margins[i], min(MAX_DRAFTS, self.spans[i].num_drafts), min(MAX_DRAFTS, outcomes[i].num_accepted))
+                    for i in watched
+                ]
+            )
+        self.exits.learn_rows(token_ids, self._hidden, final)
+
+    def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> None:
+        """Whether the token of the last row that stayed is the draft token behind which rows left."""
+        num_cut = num_wrong = 0
+        for span, span_len, outcome in zip(self.spans, self.span_lens.tolist(), outcomes, strict=True):
+            num_left = len(span.token_ids) - span_len
+            if num_left:
+                num_cut += 1
+                reached = outcome.num_accepted == span.num_drafts - num_left
+                num_wrong += reached and outcome.token_ids[-1:] == (span.token_ids[-num_left],)
+        self.exits.learn_cuts(plan, num_cut, num_wrong)
+
+
+def watched_rows(spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> WatchedRows:
+    """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated."""
+    ends = accumulate([len(span.token_ids) for span in spans])
+    at: list[int] = []
+    span_of: list[int] = []
+    index: list[int] = []
+    drafts: list[int] = []
+    positions: list[int] = []
+    seeds, temperatures = [], []
+    for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
+        num = min(span.num_drafts, MAX_DRAFTS)
+        if not num or not states[span.request_id].is_plain:
+            continue
+        state, first = states[span.request_id], end - span.num_drafts - 1
+        at.extend(range(first, first + num))
+        span_of.extend([number] * num)
+        index.extend(range(num))
+        drafts.extend(span.token_ids[len(span.token_ids) - span.num_drafts :][:num])
+        seeds.extend([state.sampling.seed] * num)
+        positions.extend(range(len(state), len(state) + num))
+        temperatures.extend([state.sampling.temperature] * num)
+    keys = noise_keys(np.array(seeds, np.uint64), np.array(positions, np.int64))
+    places = [np.array(each, np.int64) for each in (at, span_of, index, drafts)]
+    return WatchedRows(places[0], places[1], places[2], places[3], keys, np.array(temperatures, np.float32))
+
+
+def check_supported(model: CausalModel) -> None:
+    """Raises InvalidField: rows cannot leave the passes of this model."""
+    if model.ranks is not None:
+        raise InvalidField("target.early_exit", "auto", "needs a target of one rank: set it to off")
+    if model.device.type != "cpu":
+        raise InvalidField("target.early_exit", "auto", f"is built for CPUs, not for {model.device.type}: set it to off")
+    if not model.config.tied_embeddings:
+        raise InvalidField("target.early_exit", "auto", "needs a model whose head is its embedding: set it to off")
+
+
+def _remaining(model: CausalModel, depth: int) -> float:
+    """Share of the weight products of a row that comes after ``depth`` layers."""
+    c = model.config
+    layer = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+    head = c.vocab_size * c.hidden_size
+    return ((c.num_layers - depth) * layer + head) / (c.num_layers * layer + head)
+
+
+def _without_last(span: SpanInput, num: int) -> SpanInput:
+    if not num:
+        return span
+    end = len(span.token_ids) - num
+    return SpanInput(span.request_id, span.base_len, span.token_ids[:end], span.num_drafts - num, span.samples)

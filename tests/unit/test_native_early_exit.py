@@ -1,0 +1,234 @@
+"""Rows that leave a pass between layers never change a token, and leave nothing behind in the cache."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.errors import InvalidField
+from cluster.sampling_params import SamplingParams
+from engine import early_exit
+from engine.batch_layout import StayingRows
+from engine.early_exit import EarlyExit, watched_rows
+from engine.exit_lens import ReducedScores
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.native import NativeTarget
+from engine.sampling import SamplingState
+from engine.target import SpanInput, SpanOutcome
+from router.cost_model import TableCost
+from tests.support.families import write_family
+from tests.unit.test_native import LIMITS, NUM_TOKENS, PENALIZED, SAMPLINGS, Caller, plain, request
+
+VOCABULARY = 211
+STEEP = TableCost((1, 100), (0.001, 0.1))  # every row costs as much
+FLAT = TableCost((1, 100), (0.1, 0.1))  # further rows are free
+LOGPROBS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, seed=3, top_logprobs=2)
+ALL = {**SAMPLINGS, "logprobs": LOGPROBS, "filtered": SamplingParams(max_tokens=NUM_TOKENS, top_k=20, seed=8)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
+    folder = tmp_path_factory.mktemp("early-exit") / "model"
+    write_family("llama-tied", folder)
+    return load_model(folder, "float32")
+
+
+@dataclass(slots=True)
+class RandomWatch:
+    """Lets random suffixes of drafts leave after every layer."""
+
+    spans: Sequence[SpanInput]
+    rng: random.Random
+    depths: tuple[int, ...]
+    span_lens: np.ndarray = field(init=False)
+    num_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.span_lens = np.array([len(span.token_ids) for span in self.spans])
+
+    def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
+        before = self.span_lens
+        starts = np.concatenate([[0], np.cumsum(before)[:-1]])
+        num_first = [len(span.token_ids) - span.num_drafts for span in self.spans]
+        self.span_lens = np.array([self.rng.randint(first, n) for first, n in zip(num_first, before.tolist(), strict=True)])
+        self.num_left += int((before - self.span_lens).sum())
+        return StayingRows.of(starts, self.span_lens, residual.device)
+
+    @property
+    def has_left(self) -> bool:
+        return self.num_left > 0
+
+    def trimmed(self) -> list[SpanInput]:
+        lens = zip(self.spans, self.span_lens.tolist(), strict=True)
+        return [
+            replace(s, token_ids=s.token_ids[:n], num_drafts=s.num_drafts - len(s.token_ids) + n) if n else s
+            for s, n in lens
+        ]
+
+    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
+        assert len(final) == self.span_lens.sum()
+
+
+@dataclass(slots=True)
+class RandomExits:
+    rng: random.Random
+    depths: tuple[int, ...] = (1, 2, 3)
+    num_left: int = 0
+    watches: list[RandomWatch] = field(default_factory=list)
+
+    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> RandomWatch:
+        self.watches.append(RandomWatch(spans, self.rng, self.depths))
+        return self.watches[-1]
+
+
+def poisoned(model: CausalModel, feature_layers: tuple[int, ...] = ()) -> NativeTarget:
+    """A target whose cache is NaN wherever nothing was computed, so that reading such a row is an error."""
+    target = NativeTarget(model, LIMITS, feature_layers=feature_layers)
+    target._cache.keys.fill_(torch.nan)
+    target._cache.values.fill_(torch.nan)
+    return target
+
+
+def serve(
+    target: NativeTarget, callers: Sequence[Caller], expected: Sequence[Sequence[int]], wrong: float, seed: int
+) -> int:
+    """Runs all to their ends with drafts of 5, each token wrong with that probability. Returns how many were accepted."""
+    rng = random.Random(seed)
+    while any(len(caller.output) < NUM_TOKENS for caller in callers):
+        spans = []
+        for caller, tokens in zip(callers, expected, strict=True):
+            right = tokens[len(caller.output) : len(caller.output) + 5]
+            spans.append(caller.span([rng.randrange(VOCABULARY) if rng.random() < wrong else token for token in right]))
+        for caller, span, outcome in zip(callers, spans, target.execute(spans), strict=True):
+            assert outcome.error is None
+            caller.take(span, outcome)
+        target.check_integrity()
+    return sum(caller.num_accepted for caller in callers)
+
+
+@pytest.mark.parametrize("sampling", sorted(ALL))
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_leave_anywhere_never_change_the_tokens(model: CausalModel, sampling: str, seed: int) -> None:
+    """In batches of three, with hidden states kept; then served again from the cached prefix."""
+    wanted = [request(name, ALL[sampling]) for name in "abc"]
+    expected = [plain(model, each) for each in wanted]
+    target = poisoned(model, feature_layers=(-1, 0, 2))
+    exits = RandomExits(random.Random(seed))
+    target.exit_early(exits)
+    callers = [Caller(target, each) for each in wanted]
+    num_accepted = serve(target, callers, expected, wrong=0.2, seed=seed)
+    assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
+    assert sum(watch.num_left for watch in exits.watches) > 20
+    assert num_accepted > 0
+    for caller in callers:
+        states = target.read_hidden_states(caller.request.id, 0, caller.computed_len)
+        assert states.isfinite().all()
+        target.release(caller.request.id)
+    target.exit_early(None)
+    for caller, tokens in zip(callers, expected, strict=True):  # published blocks hold computed keys only
+        again = Caller(target, replace(caller.request, id=f"{caller.request.id}2"))
+        again.token_ids += tokens[: NUM_TOKENS - 4]
+        target.release(again.request.id)
+        again.computed_len = target.open(again.request, again.token_ids)
+        assert again.computed_len > len(caller.request.prompt_token_ids)
+        while len(again.output) < NUM_TOKENS:
+            again.run(again.span())
+        assert again.output[:NUM_TOKENS] == tokens
+    target.check_integrity()
+
+
+def test_a_row_that_left_must_not_count_as_computed(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: were rows that left before the last layer verified, the poisoned cache would show it."""
+    wanted = request("a", SAMPLINGS["greedy"])
+    expected = plain(model, wanted)
+    target = poisoned(model)
+    caller = Caller(target, wanted)
+    caller.run(caller.span())
+    drafts = expected[1:6]
+    checkpoint = target._ledger.speculate("a", (expected[0], *drafts))
+    packed = target._packed([SpanInput("a", caller.computed_len, (expected[0], *drafts), 5)])
+    watch = RandomWatch([SpanInput("a", caller.computed_len, (expected[0], *drafts), 5)], random.Random(0), (2,))
+    monkeypatch.setattr(watch.rng, "randint", lambda first, last: first)
+    model.forward_watched(packed, target._cache, (), watch)
+    target._ledger.commit(checkpoint, 6)
+    outcome = target.execute([SpanInput("a", caller.computed_len + 6, (9,), samples=True)])[0]
+    assert outcome.error is not None
+
+
+def test_margins_after_the_last_layer_tell_what_will_be_chosen(model: CausalModel) -> None:
+    """Over the whole vocabulary, a margin is 0 exactly where the draft token is the one that the target chooses."""
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
+        wanted = request("a", sampling)
+        expected = plain(model, wanted)
+        target = NativeTarget(model, LIMITS)
+        caller = Caller(target, wanted)
+        caller.run(caller.span())
+        drafts = (expected[1], expected[2], (expected[3] + 1) % VOCABULARY)
+        span = caller.span(drafts)
+        rows = watched_rows([span], target._states)
+        checkpoint = target._ledger.speculate("a", span.token_ids)
+        hidden = model.forward(target._packed([span]), target._cache)
+        target._ledger.commit(checkpoint, 0)
+        scores = ReducedScores(model, np.arange(VOCABULARY))
+        margins = scores.margins(hidden[:3], rows.drafts, rows.keys, rows.temperatures)
+        assert margins[:2].tolist() == [0.0, 0.0]
+        assert margins[2] > 0
+        logits = model.logits(hidden[2:3])[0]
+        if sampling.temperature == 0.0:
+            assert margins[2] == pytest.approx((logits[expected[3]] - logits[drafts[2]]).item(), abs=1e-4)
+
+
+def test_requests_whose_logits_are_edited_are_not_watched(model: CausalModel) -> None:
+    target = NativeTarget(model, LIMITS)
+    callers = [Caller(target, request("a", PENALIZED)), Caller(target, request("b", SAMPLINGS["sampled"]))]
+    rows = watched_rows([caller.span((1, 2, 3)) for caller in callers], target._states)
+    assert rows.at.tolist() == [76, 77, 78]  # 37 prompt tokens each, and 3 drafts of the first
+    assert rows.drafts.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("cost", [STEEP, FLAT])
+def test_exits_are_learned_where_rows_cost_time(
+    model: CausalModel, cost: TableCost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_exit, "LENS_ROWS", (1, 2))
+    monkeypatch.setattr(early_exit, "EAGER_ROWS", 1)
+    monkeypatch.setattr(early_exit, "MIN_SAMPLES", 8)
+    monkeypatch.setattr(early_exit, "VOCABULARY_LEN", 64)
+    monkeypatch.setattr(EarlyExit, "learn_time", lambda exits, check, seconds, rows: setattr(check, "row_s", 1e-5))
+    target = poisoned(model)
+    exits = EarlyExit(model, cost)
+    target.exit_early(exits)
+    watches: list[early_exit.PassWatch] = []
+    monkeypatch.setattr(target, "_exits", Recorded(exits, watches))
+    for batch in range(6):
+        wanted = [request(f"{name}{batch}", SAMPLINGS["greedy"]) for name in "abc"]
+        expected = [plain(model, each) for each in wanted]
+        callers = [Caller(target, each) for each in wanted]
+        serve(target, callers, expected, wrong=0.6, seed=batch)
+        assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
+        for caller in callers:
+            target.release(caller.request.id)
+    assert any([watch.has_left for watch in watches]) == (cost is STEEP)
+
+
+@dataclass(slots=True)
+class Recorded:
+    exits: EarlyExit
+    watches: list[early_exit.PassWatch]
+
+    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> "early_exit.PassWatch | None":
+        watch = self.exits.watch(spans, states)
+        if watch is not None:
+            self.watches.append(watch)
+        return watch
+
+
+def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    write_family("llama", folder)
+    with pytest.raises(InvalidField, match="whose head is its embedding"):
+        EarlyExit(load_model(folder, "float32"), STEEP)
