@@ -212,7 +212,7 @@ def test_exits_are_learned_where_rows_cost_time(
         assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
         for caller in callers:
             target.release(caller.request.id)
-    assert any([watch.has_left for watch in watches]) == (cost is STEEP)
+    assert any(watch.has_left for watch in watches) == (cost is STEEP)
 
 
 @dataclass(slots=True)
