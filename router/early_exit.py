@@ -138,7 +138,8 @@ def kept_drafts(samples: ExitSamples, thresholds: Sequence[float | None]) -> NDA
 def first_above(margins: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
     """The first draft of each span whose margin exceeds the threshold, [spans]; the number of columns: none does."""
     above = margins > threshold
-    return np.where(above.any(1), above.argmax(1), margins.shape[1]).astype(np.int64)
+    first: NDArray[np.int64] = np.where(above.any(1), above.argmax(1), margins.shape[1])
+    return first
 
 
 def _candidates(samples: ExitSamples, check: int) -> list[float]:
