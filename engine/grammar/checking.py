@@ -70,8 +70,8 @@ def _slowness(compiled: CompiledGrammar) -> str | None:
                 return f"is too large: finding a short end of an output takes more than {MAX_END_S:g} s"
         begin_s = time.process_time()
         matcher.fill_next_token_bitmask(masks)
-        if compiled.is_json:
-            masks[0].numpy()[:] &= vocabulary.on_one_line
+        if compiled.allowed is not None:
+            masks[0].numpy()[:] &= compiled.allowed
         allowed = vocabulary.allowed_bytes(masks[0].numpy()).tolist()
         if not allowed:
             return None

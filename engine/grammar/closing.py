@@ -1,7 +1,7 @@
 """The shortest end of an output that one can find quickly: how a request ends within its max_tokens.
 
-JSON is closed greedily: at each byte a string, array or object ends where the grammar lets it; where it does not, the text
-of the string or number is searched breadth first. Other grammars are searched breadth first.
+JSON, alone or in a structural tag, is closed greedily: at each byte a string, array or object ends where the grammar lets
+it; where it does not, the text of the string or number is searched breadth first. Other grammars are searched breadth first.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xgrammar import GrammarMatcher
 
+from cluster.grammar import GrammarKind
 from engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_BYTES = 4096  # of an end
@@ -19,6 +20,7 @@ MAX_WIDTH = 24  # states of one length, and bytes tried after each
 MAX_DETOURS = 12  # choices of a greedy end that are tried another way
 
 _CLOSERS = b"}],:"
+_ONLY_IN_STRINGS = b"#!qZ"
 _VALUES = b'0123456789ntf"-[{'  # how a value begins, the shortest first
 
 
@@ -46,14 +48,23 @@ class Closing:
     """Finds ends for one vocabulary. Not thread-safe.
 
     Args:
-        is_json: whether outputs are JSON.
+        kind: of the grammar.
+        allowed: mask of the tokens that outputs can hold; None: what the grammar allows.
         names: the property names that are tried first where an object needs one more: the required ones.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, is_json: bool, names: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        kind: GrammarKind,
+        names: Sequence[bytes] = (),
+        allowed: NDArray[np.int32] | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
-        self._is_json = is_json
+        self._is_greedy = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.STRUCTURAL_TAG)
+        self._is_tag = kind is GrammarKind.STRUCTURAL_TAG
         self._names = names
+        self._allowed = allowed
         self._masks = vocabulary.new_masks(1)
         self._mask: NDArray[np.int32] = self._masks[0].numpy()
 
@@ -62,7 +73,7 @@ class Closing:
 
         A function of the matcher's place alone. ``matcher`` is left as it was.
         """
-        if not self._is_json:
+        if not self._is_greedy:
             return self._search(matcher, self._vocabulary.allows_end)
         end, choices = self._greedy(matcher, scan, {})
         for i, options in enumerate(choices[:MAX_DETOURS] if end is None else ()):
@@ -78,6 +89,7 @@ class Closing:
         """The end, and how many options each choice on the way had. ``detours``: by choice, the option to take."""
         matcher, scan, out = matcher.fork(), scan.copy(), bytearray()
         choices: list[int] = []
+        has_closed = False  # a string, by the last byte
         while len(out) < MAX_BYTES:
             allowed, may_end = self._next(matcher)
             if may_end:
@@ -87,7 +99,12 @@ class Closing:
             if len(allowed) == 1:
                 step = bytes(allowed.astype(np.uint8))
             else:
-                options = self._in_string(matcher, allowed) if scan.in_string else self._outside(allowed)
+                in_string = _is_in_string(allowed) if self._is_tag else scan.in_string
+                closes = in_string and 0x22 in allowed
+                if self._is_tag and closes and has_closed:
+                    return None, choices  # no string was closed: this is free text, which nothing here ends
+                has_closed = closes
+                options = self._in_string(matcher, allowed) if in_string else self._outside(allowed)
                 if not options:
                     return None, choices
                 step = options[min(detours.get(len(choices), 0), len(options) - 1)]
@@ -102,6 +119,8 @@ class Closing:
     def _outside(self, allowed: NDArray[np.int64]) -> list[bytes]:
         """Outside strings: the one byte that closes, or else each way to go on."""
         known = set(allowed.tolist())
+        if self._is_tag and 0x22 in known and not known & set(_CLOSERS):
+            return [b'"']
         for closer in _CLOSERS:
             if closer in known:
                 return [bytes([closer])]
@@ -148,8 +167,15 @@ class Closing:
 
     def _fill(self, matcher: GrammarMatcher) -> None:
         matcher.fill_next_token_bitmask(self._masks)
-        if self._is_json:
-            self._mask &= self._vocabulary.on_one_line
+        if self._allowed is not None:
+            self._mask &= self._allowed
+
+
+def _is_in_string(allowed: NDArray[np.int64]) -> bool:
+    """Whether a place in text with JSON is inside a string: it allows bytes that no place outside does; or no quote, bracket
+    or value, as inside of names."""
+    known = set(allowed.tolist())
+    return bool(known & set(_ONLY_IN_STRINGS)) or not known & set(b'"' + _CLOSERS + _VALUES)
 
 
 def samples(allowed: NDArray[np.int64]) -> list[int]:

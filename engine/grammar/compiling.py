@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import numpy as np
 import xgrammar
+from numpy.typing import NDArray
 
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
@@ -33,7 +35,8 @@ class CompiledGrammar:
     grammar: Grammar
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
-    required_names: frozenset[str] = frozenset()  # of the objects of a JSON schema
+    required_names: frozenset[str] = frozenset()  # of the objects of its JSON schemas
+    allowed: NDArray[np.int32] | None = None  # mask of tokens that outputs can hold; None: what the grammar allows
     shortest_len: int | None = None  # tokens of a short output, its end included; None: none was found
 
     def follow(self, token_ids: Sequence[int], max_tokens: int = 0) -> GrammarState:
@@ -69,16 +72,20 @@ class Grammars:
         found = self.known(grammar)
         if found is not None:
             return found
-        source, names = grammar.source, frozenset[str]()
+        source, names, allowed = grammar.source, frozenset[str](), None
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 source, names = checked(source)
+                allowed = self.vocabulary.on_one_line
+            case GrammarKind.JSON_OBJECT:
+                allowed = self.vocabulary.on_one_line
             case GrammarKind.STRUCTURAL_TAG:
-                source = checked_tag(source)
+                source, names, has_bounded = checked_tag(source)
+                allowed = self.vocabulary.without_controls if has_bounded else None
             case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:
-            compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names)
+            compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names, allowed)
             end = compiled.follow(()).shortest_end()
             if end is not None:
                 compiled = replace(compiled, shortest_len=len(self.vocabulary.tokens_of(end)) + 1)

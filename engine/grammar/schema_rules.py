@@ -68,13 +68,9 @@ def patterns_of(source: str) -> list[str]:
     return [one["pattern"] for _, one in _walk(json.loads(source), "#", 0) if "pattern" in one]
 
 
-def bound_strings_by_patterns(schema: Any) -> None:
-    """Writes ``minLength`` and ``maxLength`` of a completed schema as patterns. xgrammar lets strings of bounded length hold
-    control characters; where the output is not JSON alone, no mask of its own can forbid them."""
-    for _, one in _walk(schema, "#", 0):
-        if one.keys() & {"minLength", "maxLength"}:
-            shortest, longest = one.pop("minLength", 0), one.pop("maxLength", "")
-            one["pattern"] = f"^[ !#-\\[\\]-\U0010ffff]{{{shortest},{longest}}}$"
+def bounds_strings(schema: Any) -> bool:
+    """Whether a schema that ``check_schema`` lets pass has strings of bounded length."""
+    return any(one.keys() & {"minLength", "maxLength"} for _, one in _walk(schema, "#", 0))
 
 
 def _walk(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:

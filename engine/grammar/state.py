@@ -33,7 +33,7 @@ class GrammarState:
         )  # of the tokens left: ends are looked for then
         self._matcher = GrammarMatcher(grammar.compiled)
         names = [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in sorted(grammar.required_names)]
-        self._closing = Closing(grammar.vocabulary, grammar.is_json, names)
+        self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, names, grammar.allowed)
         self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)
 
@@ -76,8 +76,8 @@ class GrammarState:
                 if self._matcher.is_terminated():
                     break
                 self._matcher.fill_next_token_bitmask(masks, row)
-                if self.grammar.is_json:
-                    masks[row].numpy()[:] &= self.grammar.vocabulary.on_one_line
+                if self.grammar.allowed is not None:
+                    masks[row].numpy()[:] &= self.grammar.allowed
                 if row < num_masked:
                     _forbid(masks[row], masked_ids)
                 drafts = draft_ids[num_before + row : num_before + row + 1]
@@ -157,13 +157,13 @@ class GrammarState:
 
     def _accept(self, token_ids: Sequence[int]) -> int:
         """How many were accepted. The matcher has followed them."""
-        matcher, vocabulary = self._matcher, self.grammar.vocabulary
+        matcher, vocabulary, allowed = self._matcher, self.grammar.vocabulary, self.grammar.allowed
         for i, token_id in enumerate(token_ids):
             # xgrammar logs a warning for each token that it is asked for after the end, and for each without bytes.
             spelled = vocabulary.token_bytes[token_id]
             is_named = vocabulary.ends(token_id) or token_id in vocabulary.special_ids
             is_possible = not matcher.is_terminated() and (spelled or is_named)
-            if self.grammar.is_json and spelled and min(spelled) < 0x20:
+            if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
                 return i
             if not is_possible or not matcher.accept_token(token_id):
                 return i

@@ -5,31 +5,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.grammar.schema_rules import MAX_DEPTH, bound_strings_by_patterns, check_schema, pattern_fault
+from engine.grammar.schema_rules import MAX_DEPTH, bounds_strings, check_schema, pattern_fault
 
 _MAX_SHOWN = 60
 
 
-def checked_tag(source: str) -> str:
-    """The structural tag to compile, all of whose outputs match ``source``.
+def checked_tag(source: str) -> tuple[str, frozenset[str], bool]:
+    """The structural tag to compile, all of whose outputs match ``source``; the names that its schemas require; and whether
+    they have strings of bounded length.
 
     Raises:
         InvalidField: it is not JSON, not a structural tag, or holds what cannot be enforced; says in which tag.
     """
-    tag = _parsed(source)
+    tag, names, has_bounded = _parsed(source), set[str](), False
     for place, one in _formats(tag["format"], "", 0):
         if one.get("type") == "json_schema":
             try:
-                check_schema(one.get("json_schema"))
+                names |= check_schema(one.get("json_schema"))
             except InvalidField as error:
                 raise _refused(f"{place}{error.reason}") from error
-            bound_strings_by_patterns(one["json_schema"])
+            has_bounded = has_bounded or bounds_strings(one["json_schema"])
         if one.get("type") == "regex":
             pattern = one.get("pattern")
             fault = pattern_fault(pattern) if isinstance(pattern, str) else "must have a pattern"
             if fault is not None:
                 raise _refused(f"{place}{fault}")
-    return json.dumps(tag, ensure_ascii=False)
+    return json.dumps(tag, ensure_ascii=False), frozenset(names), has_bounded
 
 
 def schemas_of(source: str) -> list[tuple[str, str]]:

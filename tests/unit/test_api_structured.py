@@ -169,6 +169,23 @@ async def test_a_check_that_takes_too_long_is_ended_and_the_next_one_runs(tiny_m
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "pattern", ["(.{1,1000}){1,1000}", "((a{1,1000}){1,1000}){1,1000}", "(((((a*)*)*)*)*)*b", "(" * 5000 + ")" * 5000]
+)
+async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it(
+    tiny_model_folder: Path, pattern: str
+) -> None:
+    """Refused, or quick enough on this machine to be served: `engine.grammar.checking` measures that."""
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    try:
+        await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
+    except ApiError as refused:
+        assert (refused.status, refused.param) == (HTTPStatus.BAD_REQUEST, "guided_regex")  # noqa: PT017
+    assert [*checker._known.values()] != []
+    await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a+"))
+
+
+@pytest.mark.slow
 async def test_a_check_whose_process_dies_refuses_the_grammar(tiny_model_folder: Path) -> None:
     checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
     process = checker._running()

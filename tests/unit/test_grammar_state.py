@@ -139,6 +139,30 @@ def test_random_outputs_are_valid_and_end_in_time(grammars: Grammars, index: int
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
 
+@pytest.mark.parametrize("index", range(60))
+def test_calls_of_tools_are_valid_and_end_in_time(grammars: Grammars, index: int) -> None:
+    schema = make_schemas(60, seed=1)[index]
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    call = {"type": "tag", "begin": '<tool_call>\n{"name": "f", "arguments": ', "content": content, "end": "}\n</tool_call>"}
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [call],
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    tag = json.dumps({"type": "structural_tag", "format": calls})
+    grammar = grammars.compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+    assert grammar.shortest_len is not None
+    for max_tokens in (grammar.shortest_len, grammar.shortest_len + 7, 400):
+        ids = output(grammars, grammar, max(max_tokens, grammar.shortest_len), seed=max_tokens)
+        assert ids[-1] == EOS
+        text = b"".join(grammars.vocabulary.token_bytes[i] for i in ids).decode(errors="surrogatepass")
+        for part in text.split("<tool_call>")[1:]:
+            arguments = json.loads(part.partition("</tool_call>")[0])["arguments"]
+            jsonschema.validate(arguments, schema, jsonschema.Draft202012Validator)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_a_verify_span_end_as_single_tokens_do(grammars: Grammars, seed: int) -> None:
     grammar = of_schema(grammars, {"type": "array", "items": PERSON})
