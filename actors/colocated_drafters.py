@@ -1,9 +1,12 @@
-"""Colocated drafters: loaded in the target's process and linked to its loop in memory."""
+"""Colocated drafters: loaded in the target's process, on threads of their own, and linked to its loop in memory."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from actors.worker import LoopThread
 from cluster.config import Config, DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
@@ -46,14 +49,19 @@ def load_with_colocated(
     return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]
 
 
-def link_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello: Hello) -> None:
-    """Links drafters to the target of ``hello`` and ``mailbox``, for the life of the process."""
+def start_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello: Hello) -> list[LoopThread]:
+    """Links drafters to the target of ``hello`` and ``mailbox``, and runs their loops. One that fails loses its link, and is
+    left out from then on."""
     address = f"memory://colocated-{os.getpid()}-{hello.name}"
     if drafters:
         listen(address, mailbox, hello)
+    threads = []
     for drafter in drafters:
         own = Hello(Role.DRAFTER, drafter.name, hello.vocab_size, hello.tokenizer_fingerprint, hello.token)
-        connect(address, drafter.mailbox, own)
+        link = connect(address, drafter.mailbox, own)
+        run = partial(drafter.loop.run, clock=time.monotonic)
+        threads.append(LoopThread(f"drafter {drafter.name}", run, drafter.mailbox.wake, on_end=link.close))
+    return threads
 
 
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:

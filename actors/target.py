@@ -86,7 +86,7 @@ class TargetActor(LoopActor):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.colocated_drafters import link_colocated, load_with_colocated
+        from actors.colocated_drafters import load_with_colocated, start_colocated
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop
@@ -111,15 +111,20 @@ class TargetActor(LoopActor):
             StepPlanner.of(config),
             first_table(config),
             draft_lengths=draft_lengths_of(config),
-            colocated=[drafter.loop for drafter in colocated],
+            colocated=[drafter.name for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
             grammars=self._engine.grammars,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
-        link_colocated(colocated, self._mailbox, hello)
-        self._listener = listen(self._address, self._mailbox, hello)
-        # Links end with the loop, so that no peer waits for this target.
-        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
+        drafters = start_colocated(colocated, self._mailbox, hello)
+        self._listener = listener = listen(self._address, self._mailbox, hello)
+
+        def end() -> None:
+            listener.close()  # no peer waits for this target
+            for drafter in drafters:
+                drafter.stop()
+
+        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=end)
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere

@@ -107,7 +107,11 @@ class LoopActor(ABC):
 
 
 def set_threads(num_threads: int | str) -> None:
-    """Sets the threads of matrix products, before torch is imported, which reads the variables. Waiting threads sleep."""
+    """Sets the threads of matrix products, before torch is imported, which reads the variables.
+
+    Waiting threads spin for some microseconds, then sleep. With ``passive`` they would sleep at once, and be woken for every
+    product, where two computing threads, as of a target and a colocated drafter, have more team members than processors.
+    """
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OMP_WAIT_POLICY", "active")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -45,7 +45,7 @@ class PoolEntry:
     """A drafter and how its loop drives it.
 
     Args:
-        companion: it runs on the target's thread, since it reads the target's hidden states.
+        companion: it shares the target's device, so it is queried only while that pays.
         proposers: names of those that may ride ahead of it, on which it may report.
     """
 
@@ -105,8 +105,10 @@ class StoppableClock:
 @dataclass(slots=True)
 class _RunningDrafter:
     entry: PoolEntry
-    thread: LoopThread | None  # None: a companion
+    loop: DrafterLoop
+    mailbox: Mailbox
     link: Link
+    thread: LoopThread
 
 
 class EmbeddedCluster:
@@ -134,7 +136,6 @@ class EmbeddedCluster:
         self._mailbox = Mailbox()
         self.clock = clock or StoppableClock()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
-        self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
         proposers = {name: entry.proposers for name, entry in pool.items()}
         self.loop = TargetLoop(
             engine,
@@ -147,15 +148,15 @@ class EmbeddedCluster:
             draft_lengths=build_draft_lengths(
                 draft_length or OutriderLength(), {name: entry.max_draft_len for name, entry in pool.items()}
             ),
-            colocated=[loop for loop, _ in self._companions.values()],
+            colocated=[name for name, entry in pool.items() if entry.companion],
             proposers=proposers,
             grammars=grammars,
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
+        self._is_paused = False
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
-        self._is_paused = False
         self._target = self._start_target()
         self.client = LinkClient("embedded", model, [self.address], self._status)
         if not self.client.wait_linked(START_S):
@@ -210,8 +211,8 @@ class EmbeddedCluster:
         )
 
     def pause(self) -> None:
-        """The target's thread ends: one that has made products slows those of others even while it waits (engine.threads).
-        Requests under way wait, and what the loop has learned stays. Drafters on threads of their own go on.
+        """All threads end: one that has made products slows those of others even while it waits (engine.threads). Requests
+        under way wait, and what the loops have learned stays.
 
         Raises:
             RuntimeError: the loop has failed meanwhile.
@@ -219,15 +220,19 @@ class EmbeddedCluster:
         self._is_paused = True
         self._target.stop()
         end = self._target.wait_end()
+        for drafter in self._drafters.values():
+            drafter.thread.stop()
         self.clock.stop()
         if end != "stopped":
             self.hang_up()
             raise RuntimeError(f"the embedded target failed: {end}")
 
     def resume(self) -> None:
-        """After ``pause``, on a new thread."""
+        """After ``pause``, on new threads."""
         self._is_paused = False
         self.clock.start()
+        for name, drafter in self._drafters.items():
+            drafter.thread = self._run_drafter(name, drafter.loop, drafter.mailbox, drafter.link)
         self._target = self._start_target()
 
     def abort(self) -> None:
@@ -239,21 +244,16 @@ class EmbeddedCluster:
         self._listener.close()
 
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
-        """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
-        loop, mailbox = self._companions[name] if entry.companion else _loop(name, entry)
+        """Also takes the place of a drafter of that name."""
+        loop, mailbox = _loop(name, entry)
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
-        thread = None
-        if not entry.companion:
-            run = partial(loop.run, clock=time.monotonic)
-            thread = LoopThread(f"drafter-{name}", run, mailbox.wake, on_end=link.close)
-        self._drafters[name] = _RunningDrafter(entry, thread, link)
+        self._drafters[name] = _RunningDrafter(entry, loop, mailbox, link, self._run_drafter(name, loop, mailbox, link))
 
     def kill_drafter(self, name: str) -> None:
         """It goes without a word, as a crashed process does: the link breaks, what it followed is forgotten."""
         drafter = self._drafters.pop(name)
         drafter.link.close()
-        if drafter.thread is not None:
-            drafter.thread.stop()
+        drafter.thread.stop()
 
     def complete(
         self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None
@@ -361,6 +361,13 @@ class EmbeddedCluster:
     def _on_end(self) -> None:
         if not self._is_paused:
             self.hang_up()
+
+    def _run_drafter(self, name: str, loop: DrafterLoop, mailbox: Mailbox, link: Link) -> LoopThread:
+        def end() -> None:
+            if not self._is_paused:
+                link.close()
+
+        return LoopThread(f"drafter-{name}", partial(loop.run, clock=time.monotonic), mailbox.wake, on_end=end)
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

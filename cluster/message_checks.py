@@ -14,6 +14,7 @@ from cluster.messages import (
     CommitRound,
     DraftRound,
     DraftScore,
+    DraftTiming,
     Extend,
     LevelReport,
     Message,
@@ -130,7 +131,15 @@ def budget_fault(budget: Budget) -> str | None:
     expected = 0.0 if stop.expected_confidence is None else stop.expected_confidence
     if not (0.0 <= stop.second_price < inf and 0.0 <= stop.min_confidence <= 1.0 and 0.0 <= expected <= 1.0):
         return f"a budget with {stop}: confidences are from 0 to 1, prices at least 0"
+    if not 0 <= budget.ahead_len <= MAX_DRAFT_LEN:
+        return f"a budget of {budget.ahead_len} tokens ahead, at most {MAX_DRAFT_LEN}"
     return id_fault(budget.request_id)
+
+
+def timing_fault(timing: DraftTiming) -> str | None:
+    if 1 <= timing.num_requests <= MAX_COUNT and 0.0 < timing.seconds <= MAX_REPORT_S:
+        return None
+    return f"a batch of drafts for {timing.num_requests} requests in {timing.seconds} s"
 
 
 def extend_fault(extension: Extend, vocab_size: int) -> str | None:
@@ -203,6 +212,7 @@ _CHECKS: Mapping[type, Sequence[tuple[str, Callable[[Any, int], str | None]]]] =
         ("scores", lambda score, vocab_size: score_fault(score)),
         ("resyncs", lambda request_id, vocab_size: id_fault(request_id)),
         ("levels", lambda level, vocab_size: level_fault(level)),
+        ("timings", lambda timing, vocab_size: timing_fault(timing)),
     ),
     DraftRound: (
         ("opens", open_fault),

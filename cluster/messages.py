@@ -56,6 +56,7 @@ class Budget:
     num_tokens: int
     row_price: float = 0.0  # draft tokens with a lower survival probability will not be verified
     stop: StopRule = NO_STOP
+    ahead_len: int = 0  # tokens to draft beyond a proposal while it is verified
 
 
 @record
@@ -103,6 +104,14 @@ class LevelReport:
 
 
 @record
+class DraftTiming:
+    """A batch of drafts for ``num_requests`` requests, of any target, took ``seconds``."""
+
+    num_requests: int
+    seconds: float
+
+
+@record
 class ProposalRound:
     """Drafter to target, once per round."""
 
@@ -111,6 +120,7 @@ class ProposalRound:
     scores: tuple[DraftScore, ...] = ()
     resyncs: tuple[str, ...] = ()
     levels: tuple[LevelReport, ...] = ()
+    timings: tuple[DraftTiming, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

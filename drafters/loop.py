@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from cluster.errors import LinkClosed, LinkFull
-from cluster.messages import LevelReport, ProposalRound
+from cluster.messages import DraftTiming, LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import score_shadows
@@ -40,7 +40,8 @@ class DrafterLoop:
     A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
 
     Args:
-        ahead_len: tokens drafted beyond the last proposal while it is verified (PEARL's post-verify); 0 for lookups.
+        ahead_len: tokens drafted beyond the last proposal while it is verified (PEARL's post-verify), or more where a target
+            asks for them.
         spare_share: maximum share of time for scoring requests that others draft for.
     """
 
@@ -59,7 +60,7 @@ class DrafterLoop:
         self._mailbox = mailbox
         self.sessions = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
-        self._ahead_chunk = max(1, ahead_len // 4)  # per batch: messages wait for it, and a chain verifies it in one pass
+        self._num_drafting = 0  # requests of the batch under way
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
         self._stops = DraftStops()  # for drafters that do not end drafts themselves
@@ -83,7 +84,7 @@ class DrafterLoop:
         if unanswered:
             self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
             return "drafted"
-        if self._ahead_len and (ahead := list(self._drafts_ahead())):
+        if (self._ahead_len or self.sessions.drafts_ahead) and (ahead := list(self._drafts_ahead())):
             self._draft(ahead)
             return "drafted ahead"
         return "scored" if self._score(now_s) else "nothing"
@@ -97,7 +98,8 @@ class DrafterLoop:
                 for peer, session in self.sessions.unanswered()
                 if session.ahead or session.exhausted or not session.draft_len
             ]
-            self._send_proposals(found, {}, now_s)
+            timings = (DraftTiming(self._num_drafting, now_s - began_s),) if now_s > began_s else ()
+            self._send_proposals(found, {}, now_s, timings)
         elif work == "scored":
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
@@ -136,7 +138,10 @@ class DrafterLoop:
 
     def _is_ready(self, session: Session) -> bool:
         """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do."""
-        return len(session.ahead) >= session.draft_len or (self._ahead_len > 0 and bool(session.ahead))
+        return len(session.ahead) >= session.draft_len or (bool(session.ahead) and self._ahead_of(session) > 0)
+
+    def _ahead_of(self, session: Session) -> int:
+        return max(self._ahead_len, session.ahead_len)
 
     def _score(self, now_s: float) -> bool:
         """Scores once, if scoring has had less than its share of time. Returns whether it did."""
@@ -157,12 +162,15 @@ class DrafterLoop:
         """Sessions to draft ahead for, with a number of tokens: never beyond the end of the request."""
         for session in self.sessions.drafted():
             if session.answered and not session.exhausted:
-                limit = min(session.num_sent + self._ahead_len, session.end_len - session.committed_len - 1)
-                num_tokens = min(self._ahead_chunk, limit - len(session.ahead))
+                ahead_len = self._ahead_of(session)
+                limit = min(session.num_sent + ahead_len, session.end_len - session.committed_len - 1)
+                # Messages wait for a batch, and a chain verifies it in one pass.
+                num_tokens = min(max(1, ahead_len // 4), limit - len(session.ahead))
                 if num_tokens > 0:
                     yield session, num_tokens
 
     def _draft(self, batch: Sequence[tuple[Session, int]]) -> None:
+        self._num_drafting = len(batch)
         demands = [session.demand(num_tokens) for session, num_tokens in batch]
         drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]
@@ -174,7 +182,11 @@ class DrafterLoop:
             session.exhausted = length < num_tokens
 
     def _send_proposals(
-        self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float
+        self,
+        sessions: Sequence[tuple[TargetPeer, Session]],
+        resyncs: Mapping[int, Sequence[str]],
+        now_s: float,
+        timings: tuple[DraftTiming, ...] = (),
     ) -> None:
         by_peer: dict[int, list[Session]] = {}
         for peer, session in sessions:
@@ -184,7 +196,7 @@ class DrafterLoop:
             proposals = [self._proposal(session) for session in by_peer.get(number, ())]
             proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.refusals.items()]
             peer.refusals.clear()
-            self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s)
+            self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s, timings)
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """Level reports of this drafter's chains, every REPORT_PERIOD_S and to one target: the router reads all targets."""
@@ -206,12 +218,19 @@ class DrafterLoop:
             unfinished=not session.exhausted or session.num_sent < len(session.ahead),
         )
 
-    def _send(self, peer: TargetPeer, proposals: tuple[Proposal, ...], resyncs: tuple[str, ...], now_s: float) -> None:
+    def _send(
+        self,
+        peer: TargetPeer,
+        proposals: tuple[Proposal, ...],
+        resyncs: tuple[str, ...],
+        now_s: float,
+        timings: tuple[DraftTiming, ...] = (),
+    ) -> None:
         """One message, with the peer's scores; none if it would be empty."""
         scores, peer.scores = tuple(peer.scores), []
         if not (proposals or resyncs or scores):
             return
-        message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
+        message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s), timings)
         try:
             peer.link.send(message)
         except LinkFull:

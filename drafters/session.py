@@ -37,6 +37,7 @@ class Session:
     row_price: float  # cost of verifying one of them, in tokens
     last_message_s: float
     stop: StopRule = NO_STOP
+    ahead_len: int = 0  # tokens to draft beyond a proposal while it is verified
     ahead: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0

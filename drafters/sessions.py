@@ -42,6 +42,7 @@ class TargetSessions:
         self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
+        self.drafts_ahead = False  # a target has asked for it, so far
         self._name = name
         self._drafter = drafter
         self._limits = limits
@@ -299,6 +300,8 @@ class TargetSessions:
                 return
             self._make_shadow(session)
         session.budget, session.row_price, session.stop = num_tokens, budget.row_price, budget.stop
+        session.ahead_len = budget.ahead_len
+        self.drafts_ahead |= session.ahead_len > 0
 
     def _make_shadow(self, session: Session) -> None:
         """Another drafter drives the request from now on."""

@@ -34,6 +34,7 @@ class DraftState:
     drafter: str | None = None  # the last of the chain, which follows the request
     budget: DraftBudget = NO_DRAFTS  # by the last plan
     awaiting_since_s: float | None = None  # when the drafter was sent the newest commit; None: no proposal is awaited
+    committed_s: float = 0.0  # when the drafter was last sent a commit, queried or not
     expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
     is_held: bool = False  # for its proposal, by the last plan
     proposal: Proposal | None = None  # extends the committed tokens
@@ -77,6 +78,7 @@ class DraftState:
     def expect(self, now_s: float, is_queried: bool) -> None:
         """Called when a drafter follows the newest commit. If it is queried, its proposal is awaited."""
         self.expects_draft = True
+        self.committed_s = now_s
         if not is_queried:
             self.awaiting_since_s = None
             return

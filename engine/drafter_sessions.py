@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
@@ -42,7 +43,11 @@ class DrafterSessions:
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
         names = dict.fromkeys([sequence.draft.drafter for sequence in self._sequences])
-        return {name: self._telemetry.drafter(name).view for name in names if name is not None and name in self._outboxes}
+        views = {name: self._telemetry.drafter(name).view for name in names if name is not None and name in self._outboxes}
+        for name in views:
+            if self._colocated.shares_device(name):
+                views[name] = replace(views[name], shares_device=True)
+        return views
 
     def num_followed(self) -> tuple[tuple[str, int], ...]:
         """Linked drafters, and for how many requests each drafts. From any thread."""
@@ -97,6 +102,9 @@ class DrafterSessions:
         name = link.peer.name
         outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
         faults: list[str] = []
+        lens = [num for one in message.proposals if (num := len(one.token_ids))]
+        for timing in message.timings:
+            stats.drafted(timing.num_requests, timing.seconds, lens)
         offers = [self._offer(one, outbox, stats, now_s, unread_since_s, faults) for one in message.proposals]
         taken = [sequence for sequence in offers if sequence is not None]
         if taken:

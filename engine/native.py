@@ -1,5 +1,6 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -62,6 +63,9 @@ class NativeTarget:
     are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none, or
     another rank masks their logits.
 
+    Drafters on other threads read hidden states of committed positions while a pass runs. The pass writes other rows, so
+    only the ledger is locked: blocks neither move nor fall free while rows are copied.
+
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
@@ -85,6 +89,7 @@ class NativeTarget:
         self._cache = model.new_cache(num_blocks, block_len)
         self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
+        self._ledger_lock = threading.Lock()
         self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
         self._exits: Exits | None = None
@@ -96,7 +101,8 @@ class NativeTarget:
             grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         wants_prompt = request.sampling.prompt_logprobs is not None
-        computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
+        with self._ledger_lock:
+            computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # cached rows have no logits
         if wants_prompt:
             self._scored[request.id] = request
         self._states[request.id] = state
@@ -107,17 +113,22 @@ class NativeTarget:
             return []
         for span in spans:
             self._check(span)
-        checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
+        with self._ledger_lock:
+            checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
             outcomes = self._compute(spans)
             self._model.synchronize()  # callers time passes, and a pass without sampled rows reads nothing back
         except BaseException:
-            for checkpoint in checkpoints.values():
-                self._ledger.commit(checkpoint, 0)
+            with self._ledger_lock:
+                for checkpoint in checkpoints.values():
+                    self._ledger.commit(checkpoint, 0)
             raise
-        for span, outcome in zip(spans, outcomes, strict=True):  # without the bonus token: the next pass computes its keys
-            num_kept = len(span.token_ids) - span.num_drafts + outcome.num_accepted
-            self._ledger.commit(checkpoints[span.request_id], num_kept)
+        with self._ledger_lock:
+            for span, outcome in zip(spans, outcomes, strict=True):
+                # Without the bonus token: the next pass computes its keys.
+                num_kept = len(span.token_ids) - span.num_drafts + outcome.num_accepted
+                self._ledger.commit(checkpoints[span.request_id], num_kept)
+        for span, outcome in zip(spans, outcomes, strict=True):
             self._states[span.request_id].extend(outcome.token_ids)
         return outcomes
 
@@ -127,7 +138,8 @@ class NativeTarget:
 
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
-            self._ledger.release(request_id)
+            with self._ledger_lock:
+                self._ledger.release(request_id)
             self._scored.pop(request_id, None)
 
     @property
@@ -154,10 +166,14 @@ class NativeTarget:
         """It started nothing."""
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
-        if not 0 <= start <= stop <= computed_len:
-            raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
-        return self._features.read(self._ledger.block_table(request_id), start, stop)
+        with self._ledger_lock:
+            computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
+            if not 0 <= start <= stop <= computed_len:
+                raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
+            rows = self._features.read(self._ledger.block_table(request_id), start, stop)
+            if rows.is_cuda:  # else a later pass on another stream could overwrite them before they are copied
+                torch.cuda.current_stream(rows.device).synchronize()
+            return rows
 
     def capacity(self) -> Capacity:
         limits, num_free = self._limits, self._ledger.num_free_blocks

@@ -90,7 +90,7 @@ class DrafterOutbox:
                 tuple(self._extends.values()),
                 tuple(
                     [
-                        Budget(key, one.num_tokens, one.row_price, one.stop)
+                        Budget(key, one.num_tokens, one.row_price, one.stop, one.ahead_len)
                         for key, one in self._budgets.items()
                         if key not in later
                     ]

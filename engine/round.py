@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
-from engine.colocated import ColocatedDrafters, ColocatedLoop
+from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.grammar.waiting import PendingGrammars
@@ -25,7 +25,8 @@ from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.draft_length import BatchState, DraftLengths, PassFeedback
 from router.estimates.drafter_stats import Judgement
-from router.plan import StepPlan
+from router.overlap.chunks import Chunks
+from router.plan import DraftBudget, StepPlan
 from router.planner import Planner, StepPlanner
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ class TargetLoop:
 
     One thread calls ``step`` (``run`` does); any thread may call the methods before ``run``, and the ``take_`` methods of
     ``telemetry``. A simulation on a virtual clock
-    calls the parts of ``step`` itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass
-    has taken its time.
+    calls the parts of ``step`` itself: ``begin`` and ``execute`` when a round begins, ``finish`` when its pass has taken its
+    time.
 
     Args:
-        clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
-        colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
-            they read of the engine is what is committed, and their proposals are there before the next round.
+        clock: monotonic, in seconds; read when a pass begins and ends, and at the end of a round.
+        colocated: names of drafters in this process. They are linked to ``mailbox`` as any others and have threads of their
+            own, but they share the target's device: one is queried only while that pays.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
         grammars: of the model; None: requests with a grammar are refused.
     """
@@ -75,7 +76,7 @@ class TargetLoop:
         table: RoutingTable | None = None,
         max_waiting: int = 1024,
         draft_lengths: DraftLengths | None = None,
-        colocated: Sequence[ColocatedLoop] = (),
+        colocated: Collection[str] = (),
         proposers: Mapping[str, Collection[str]] | None = None,
         grammars: "Grammars | None" = None,
     ) -> None:
@@ -86,12 +87,13 @@ class TargetLoop:
         self._cost = cost
         self._planner = planner or StepPlanner()
         self._draft_lengths = draft_lengths or DraftLengths()
+        self._chunks = Chunks()
         self._pass_costs = PassCosts(cost)
         self._max_waiting = max_waiting
         self._clock = clock
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
-        self._colocated = ColocatedDrafters(colocated, clock)
+        self._colocated = ColocatedDrafters(colocated)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
@@ -159,14 +161,12 @@ class TargetLoop:
         self._flush()
 
     def step(self, now_s: float) -> StepReport:
-        """One round: read mail, plan, execute one pass, publish the commits, let colocated drafters draft."""
+        """One round: read mail, plan, execute one pass, publish the commits."""
         begun = self.begin(now_s)
         if isinstance(begun, StepReport):
-            self.draft(None, now_s)
             return begun
         outcomes = self.execute(begun)
         self.finish(begun, outcomes, self._clock())
-        self.draft(begun, now_s)
         return StepReport(executed=True)
 
     def begin(self, now_s: float) -> PendingPass | StepReport:
@@ -177,8 +177,12 @@ class TargetLoop:
         self._follow_grammars(now_s)
         plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
         self._drafters.note_plan(plan, now_s)
+        if self._colocated:
+            awaited = {self._sequences[request_id].draft.drafter for request_id in plan.held}
+            self._colocated.note_plan(awaited, not plan.is_empty, now_s)
         if plan.is_empty:
-            self._pass_costs.interrupt()
+            if not plan.held:  # else the wait for proposals is part of the round
+                self._pass_costs.interrupt()
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
         self._unread_since_s = now_s
@@ -227,16 +231,8 @@ class TargetLoop:
         if not self._sequences:
             self._engine.check_integrity()
             self.telemetry.idle()
-
-    def draft(self, finished: PendingPass | None, now_s: float) -> None:
-        """Lets colocated drafters draft on top of the commits. ``finished``: the pass of this round, if it had one."""
-        if not self._colocated:
-            return
-        drafting_s, failed = self._colocated.draft(now_s, not self._sequences, finished is not None)
-        for name, error in failed:
-            self._drafters.disconnect(name, error)
-        if finished is not None:
-            self._colocated.note_overhead(self._clock() - finished.began_s - self._pass_s - drafting_s)
+        if self._colocated:
+            self._colocated.note_overhead(self._clock() - begun.began_s - self._pass_s)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity, takes_grammars = self._engine.capacity(), self._grammars is not None
@@ -271,8 +267,10 @@ class TargetLoop:
         drafters, costs = self._drafters.views(), self._pass_costs
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
         batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s)
-        budgets = self._draft_lengths.budgets(views, batch)
-        return StepPlan(plan.spans, plan.admitted, plan.preempted, plan.held, plan.wake_s, budgets)
+        budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
+        if plan.frontiers:
+            budgets = self._chunks.limited(budgets, plan.frontiers, views)
+        return replace(plan, budgets=budgets)
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""

@@ -88,6 +88,7 @@ class LiveSequence:
             draft.awaiting_since_s,
             self.end_len - committed_len,
             () if proposal is None else draft.survival,
+            draft.committed_s,
         )
 
 

@@ -73,7 +73,7 @@ class TargetEngine(Protocol):
 
 
 class FeatureSource(Protocol):
-    """What drafters in the target's process read of it."""
+    """What drafters in the target's process read of it, from threads of their own, also while a pass runs."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class SequenceView:
     awaiting_since_s: float | None  # when the drafter was sent the newest commit; None: no proposal is awaited
     max_new_tokens: int  # committed tokens that may still come, at least 1
     survival: tuple[float, ...] = ()  # calibrated probability that each prefix of the proposal is right; (): not known yet
+    committed_s: float = 0.0  # when its drafter was last sent a commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,18 @@ class DraftBudget:
     num_tokens: int  # of the proposal, at most
     row_price: float = 0.0  # in tokens: a draft token that is less likely to survive is not worth its row of the pass
     stop: StopRule = NO_STOP
+    ahead_len: int = 0  # tokens that may be drafted beyond the proposal while it is verified
 
 
 NO_DRAFTS = DraftBudget(0)
+
+
+@record
+class Frontier:
+    """A drafter proposes chunks of ``chunk_len`` tokens, and drafts ``ahead_len`` more while a chunk is verified (FASER)."""
+
+    chunk_len: int
+    ahead_len: int
 
 
 @record
@@ -49,6 +59,21 @@ class DrafterView:
     accepted_per_round: float  # draft tokens accepted of a proposal, without the bonus token
     acceptance: float  # of a draft token, given that those before it were accepted
     exposure: float = 1.0  # share of its proposals that the target waited for
+    draft_s: float = 0.0  # of a batch of drafts for ``batch`` requests, of ``draft_len`` tokens each; 0: not known
+    batch: float = 1.0
+    request_s: float = 0.0  # that one request more adds to a batch
+    draft_len: float = 0.0
+    shares_device: bool = False  # with the target: its drafts and passes slow each other
+
+    def drafts_s(self, num_requests: int) -> float:
+        """A batch of drafts for so many requests; 0: not known."""
+        return max(0.0, self.draft_s + self.request_s * (num_requests - self.batch)) if self.draft_s else 0.0
+
+    def replies_s(self, num_requests: int) -> float:
+        """From a commit to the proposals that answer it, for so many requests at once."""
+        if not self.draft_s:
+            return self.reply_s
+        return self.drafts_s(num_requests) + max(0.0, self.reply_s - self.draft_s)
 
 
 # Assumed of a drafter before its first proposal: worth a short wait.
@@ -88,6 +113,7 @@ class StepPlan:
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
     wake_s: float | None = None  # when to plan again if no mail comes; None unless every request is held
     budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
+    frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # drafter -> it drafts ahead; others do not
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,6 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
-A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch (`router/draft_wait.py`): SPIN's pipeline and PEARL-style drafting ahead in one rule.
+Which requests a pass takes, and which wait for their proposals, is a policy of `router/overlap`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Protocol
 
 from cluster.config import Config
 from router.cost_model import CostModel
-from router.draft_wait import due_s, held_until, split_s
+from router.overlap import OVERLAP_POLICIES
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
 from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
@@ -24,6 +23,7 @@ class PlannerSettings:
     verification: str = "outrider"
     max_hold_s: float = 0.05
     max_chunk_len: int = 256
+    overlap: str = "gain"
 
 
 class Planner(Protocol):
@@ -44,11 +44,14 @@ class StepPlanner:
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
         self._verification = VERIFICATION_POLICIES[self._settings.verification]()
+        self._overlap = OVERLAP_POLICIES[self._settings.overlap](self._settings.max_hold_s)
 
     @classmethod
     def of(cls, config: Config) -> "StepPlanner":
         planner = config.planner
-        return cls(PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.prefill_chunk_len))
+        return cls(
+            PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.prefill_chunk_len, planner.overlap)
+        )
 
     def plan(
         self,
@@ -60,17 +63,15 @@ class StepPlanner:
     ) -> StepPlan:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if _remaining(s) == 1]
-        held = held_until(decoding, drafters, self._settings.max_hold_s, cost, now_s)
-        # Usually every sequence decodes and none is held: then there is nothing to sort.
-        ready = [s for s in decoding if s.request_id not in held] if held else decoding
+        start = self._overlap.start(decoding, drafters, cost, now_s)
+        ready, held = start.ready, start.held
+        # Usually every sequence decodes: then there is nothing to sort.
         prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         if held and not ready and not prefilling and not waiting:
             return StepPlan(spans=(), held=held, wake_s=min(held.values()))
-        if held:
-            replies_s = due_s(held, decoding, drafters)
-            if now_s < replies_s < now_s + split_s(len(held), ready, decoding, cost):
-                return StepPlan(spans=(), held=held, wake_s=replies_s)
+        if start.wake_s is not None:
+            return StepPlan(spans=(), held=held, wake_s=start.wake_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
@@ -96,7 +97,8 @@ class StepPlanner:
         if not decode and not prefill and not preempted and not held and len(running) > 1:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
-        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held)
+        frontiers = self._overlap.frontiers(decoding, drafters, cost)
+        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held, frontiers=frontiers)
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:

@@ -1,6 +1,6 @@
 """A simulated drafter: the live loop over a drafter that only knows its agreement with each answer and what drafts cost."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import LevelReport
@@ -129,21 +129,6 @@ class AgreementDrafter:
 
     def take_levels(self, name: str) -> list[LevelReport]:
         return list(self._timer.take_levels())
-
-
-class ColocatedAgreementDrafter(AgreementDrafter):
-    """Its target waits while it drafts: ``spend`` is told for how long."""
-
-    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], spend: Callable[[float], None]) -> None:
-        super().__init__(name, timer, scripts)
-        self.busy_s = 0.0
-        self._spend = spend
-
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        drafts = super().propose(demands)
-        self.busy_s += self.seconds
-        self._spend(self.seconds)
-        return drafts
 
 
 class SimulatedDrafter:

@@ -12,7 +12,6 @@ from cluster.config import CollapseConfig, DraftLengthConfig, OutriderLength
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
-from drafters.loop import DrafterLoop
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
@@ -23,12 +22,12 @@ from router.estimates.drift import DriftDetector
 from router.planner import Planner
 from router.router import Router
 from simulator.agreement import SimulatedRequest
-from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
+from simulator.drafter import AgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
 from simulator.gateway import Finished, SimulatedGateway
-from simulator.links import VirtualMailbox, link
+from simulator.links import link
 from simulator.router import SimulatedRouter
-from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits, ThreadClock
+from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
 
@@ -45,7 +44,7 @@ class DrafterSpec:
     max_draft_len: int = 8
     ahead_len: int = 0
     replicas: int = 1
-    companion: bool = False  # each target has its own, in its own thread
+    companion: bool = False  # each target has its own, in its process
     verifies: bool = False
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
@@ -185,12 +184,12 @@ class Simulation:
             lambda num_context: pass_times(spec.cost, num_context),
         )
         self._drafters = {
-            name: self._drafter(drafter, name)
+            name: self._drafter(drafter, name, spec.spare_share)
             for drafter in spec.drafters
             if not drafter.companion
             for name in (member_name(drafter.name, replica) for replica in range(drafter.replicas))
         }
-        self._companions: list[ColocatedAgreementDrafter] = []
+        self._companions: list[SimulatedDrafter] = []
         self._targets = [self._target(f"target-{number}") for number in range(spec.num_targets)]
         self._exhausted = self._done = False
 
@@ -209,31 +208,24 @@ class Simulation:
 
     # ---- the parts
 
-    def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
+    def _drafter(self, one: DrafterSpec, name: str, spare_share: float) -> SimulatedDrafter:
         spec = self._spec
         model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
         return SimulatedDrafter(
             self._events,
             model,
             spec.draft_timer,
-            one.limits(spec.spare_share),
+            one.limits(spare_share),
             one.ahead_len,
-            spec.spare_share,
+            spare_share,
             self._jitter,
         )
 
     def _target(self, name: str) -> SimulatedTarget:
-        spec, events, clock = self._spec, self._events, ThreadClock(self._events)
+        spec, events = self._spec, self._events
         engine = SimulatedEngine(spec.limits, spec.pass_timer, self._gateway.scripts)
-        colocated: list[tuple[DrafterLoop, VirtualMailbox]] = []
-        for one in spec.drafters:
-            if one.companion:
-                model = ColocatedAgreementDrafter(one.name, spec.draft_timer, self._gateway.scripts, clock.spend)
-                inbox = VirtualMailbox(lambda: None)
-                self._companions.append(model)
-                colocated.append(
-                    (DrafterLoop(one.name, model, inbox, one.limits(), ahead_len=one.ahead_len, spare_share=0.0), inbox)
-                )
+        companions = {one.name: self._drafter(one, one.name, 0.0) for one in spec.drafters if one.companion}
+        self._companions += companions.values()
         draft_lens = {one.name: one.max_draft_len for one in spec.drafters}
 
         def make_loop(mailbox: Mailbox) -> TargetLoop:
@@ -242,21 +234,21 @@ class Simulation:
                 ModelInfo("simulated", VOCAB_SIZE, spec.limits.max_model_len, (EOS,), "simulated"),
                 mailbox,
                 spec.cost,
-                clock,
+                lambda: events.now_s,
                 spec.planner(),
                 self._router.first_table,
                 spec.limits.max_waiting,
                 build_draft_lengths(spec.draft_length, draft_lens),
-                [loop for loop, _ in colocated],
+                companions,
                 dict.fromkeys(draft_lens, frozenset(draft_lens)),
             )
 
-        target = SimulatedTarget(events, clock, engine, make_loop, self._jitter, bool(colocated))
+        target = SimulatedTarget(events, engine, make_loop, self._jitter)
         own = _hello(Role.TARGET, name)
         for drafter_name, drafter in self._drafters.items():
             link(events, target.mailbox, own, drafter.mailbox, _hello(Role.DRAFTER, drafter_name), spec.link_s)
-        for loop, inbox in colocated:
-            link(events, target.mailbox, own, inbox, _hello(Role.DRAFTER, loop.name), None)
+        for drafter_name, drafter in companions.items():
+            link(events, target.mailbox, own, drafter.mailbox, _hello(Role.DRAFTER, drafter_name), None)
         self._gateway.link(target, _hello(Role.GATEWAY, "gateway"), own)
         return target
 
@@ -315,7 +307,8 @@ class Simulation:
             outcome.target_busy = float(np.mean([target.busy_s / outcome.end_s for target in self._targets]))
             busy_s = {name: drafter.busy_s for name, drafter in self._drafters.items()}
             for drafter in self._companions:
-                busy_s[drafter.name] = busy_s.get(drafter.name, 0.0) + drafter.busy_s / len(self._targets)
+                name = drafter.loop.name
+                busy_s[name] = busy_s.get(name, 0.0) + drafter.busy_s / len(self._targets)
             outcome.drafter_busy = {name: seconds / outcome.end_s for name, seconds in busy_s.items()}
         self._check(outcome)
         return outcome

@@ -98,26 +98,8 @@ class SimulatedEngine:
         self._computed[request_id] = length
 
 
-class ThreadClock:
-    """The time of a target's thread: that of the events, and what colocated drafters have spent since."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._spent_s = 0.0
-
-    def __call__(self) -> float:
-        return self._events.now_s + self._spent_s
-
-    def spend(self, seconds: float) -> None:
-        self._spent_s += seconds
-
-    def take_spent(self) -> float:
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-
 class SimulatedTarget:
-    """Drives a `TargetLoop` on virtual time: while a pass or a colocated drafter takes its time, mail waits.
+    """Drives a `TargetLoop` on virtual time: while a pass takes its time, mail waits.
 
     Args:
         make_loop: the loop that reads this mailbox.
@@ -126,21 +108,17 @@ class SimulatedTarget:
     def __init__(
         self,
         events: Events,
-        clock: ThreadClock,
         engine: SimulatedEngine,
         make_loop: Callable[[Mailbox], TargetLoop],
         jitter: Jitter,
-        has_colocated: bool,
     ) -> None:
         self.busy_s = 0.0
         self.num_open = 0  # requests sent to it that have not ended
         self.mailbox = VirtualMailbox(self._wake)
         self.loop = make_loop(self.mailbox)
         self._events = events
-        self._clock = clock
         self._engine = engine
         self._jitter = jitter
-        self._has_colocated = has_colocated
         self._is_busy = self._is_woken = False
         self._pending: tuple[PendingPass, Sequence[SpanOutcome]] | None = None
 
@@ -155,8 +133,6 @@ class SimulatedTarget:
             return
         begun = self.loop.begin(now_s)
         if isinstance(begun, StepReport):
-            if self._has_colocated:
-                self._draft(None, now_s)
             if begun.wake_s is not None:
                 self._events.at(begun.wake_s, STEP, lambda now_s: self._wake())
             return
@@ -167,18 +143,7 @@ class SimulatedTarget:
         assert self._pending is not None
         begun, outcomes = self._pending
         self.loop.finish(begun, outcomes, now_s)
-        if self._has_colocated:
-            self._draft(begun, begun.began_s)
-        else:
-            self._resume(now_s)
-
-    def _draft(self, finished: PendingPass | None, began_s: float) -> None:
-        self._is_busy = True  # what colocated drafters send is read in the next round
-        self.loop.draft(finished, began_s)
-        self._is_busy = False
-        spent_s = self._clock.take_spent()
-        if spent_s or finished is not None or self.mailbox.has_mail:
-            self._keep_busy(spent_s, self._resume)
+        self._resume(now_s)
 
     def _resume(self, now_s: float) -> None:
         self._is_busy = False

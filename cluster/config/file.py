@@ -95,6 +95,9 @@ class PlannerConfig(Section):
 
     draft_length: DraftLengthConfig = OutriderLength()
     verify: Literal["outrider", "all", "goodput", "adaspec", "dspark", "dspark-async"] = "outrider"
+    # barrier: all proposals are awaited; micro-batch: one is verified while others are drafted for; frontier: drafters go on
+    # from their own guess; gain: whichever is fastest by measured times.
+    overlap: Literal["gain", "barrier", "micro-batch", "frontier"] = "gain"
     max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # maximum wait for a proposal; 0: no wait
 
 

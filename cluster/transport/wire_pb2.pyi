@@ -153,16 +153,18 @@ class Extend(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Budget(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "row_price", "stop")
+    __slots__ = ("request_id", "num_tokens", "row_price", "stop", "ahead_len")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_LEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     row_price: float
     stop: StopRule
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., row_price: _Optional[float] = ..., stop: _Optional[_Union[StopRule, _Mapping]] = ...) -> None: ...
+    ahead_len: int
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., row_price: _Optional[float] = ..., stop: _Optional[_Union[StopRule, _Mapping]] = ..., ahead_len: _Optional[int] = ...) -> None: ...
 
 class StopRule(_message.Message):
     __slots__ = ("second_price", "min_confidence", "expected_confidence")
@@ -246,19 +248,29 @@ class LevelReport(_message.Message):
     verified: _containers.RepeatedCompositeFieldContainer[Verified]
     def __init__(self, drafter: _Optional[str] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., busy_s: _Optional[float] = ..., num_lost: _Optional[int] = ..., verified: _Optional[_Iterable[_Union[Verified, _Mapping]]] = ...) -> None: ...
 
+class DraftTiming(_message.Message):
+    __slots__ = ("num_requests", "seconds")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    seconds: float
+    def __init__(self, num_requests: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class ProposalRound(_message.Message):
-    __slots__ = ("table_version", "proposals", "scores", "resyncs", "levels")
+    __slots__ = ("table_version", "proposals", "scores", "resyncs", "levels", "timings")
     TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     table_version: int
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
     scores: _containers.RepeatedCompositeFieldContainer[DraftScore]
     resyncs: _containers.RepeatedScalarFieldContainer[str]
     levels: _containers.RepeatedCompositeFieldContainer[LevelReport]
-    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[DraftScore, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ...) -> None: ...
+    timings: _containers.RepeatedCompositeFieldContainer[DraftTiming]
+    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[DraftScore, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[DraftTiming, _Mapping]]] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("drafters",)

@@ -1,5 +1,6 @@
 """`TargetEngine` over vLLM's engine core in this process."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,8 @@ class VllmTarget:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
+        self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
+        self._computed_before: dict[str, int] = {}  # tokens of the requests in the pass under way, without those it computes
         self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -119,7 +122,8 @@ class VllmTarget:
                 data_parallel_rank=None,
             )
         )
-        self._core.add_request(prepared, wave)
+        with self._lock:
+            self._core.add_request(prepared, wave)
         return int(self._scheduler.kv_cache_manager.get_computed_blocks(prepared)[1])
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
@@ -136,7 +140,9 @@ class VllmTarget:
     def _execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         scheduler, executor = self._scheduler, self._core.model_executor
         scheduler.plan = {span.request_id: _cut(span) for span in spans}
-        scheduled: SchedulerOutput = scheduler.schedule()
+        with self._lock:
+            self._computed_before = {span.request_id: self._computed_len(span.request_id) for span in spans}
+            scheduled: SchedulerOutput = scheduler.schedule()
         future = executor.execute_model(scheduled, non_block=True)
         grammar = scheduler.get_grammar_bitmask(scheduled)
         output: ModelRunnerOutput | None = future.result()
@@ -144,7 +150,9 @@ class VllmTarget:
             output = executor.sample_tokens(grammar)
         computed = {span.request_id: self._computed_len(span.request_id) for span in spans}
         prompt_lens = {name: self._prompt_len(name) for name in output.prompt_logprobs_dict}
-        scheduler.update_from_output(scheduled, output)
+        with self._lock:
+            scheduler.update_from_output(scheduled, output)
+            self._computed_before.clear()
         found = getattr(output, "outrider", {})
         outcomes = []
         for span in spans:
@@ -159,7 +167,8 @@ class VllmTarget:
 
     def release(self, request_id: str) -> None:
         if request_id in self._scheduler.requests and not self._has_failed:
-            self._core.abort_requests([request_id])
+            with self._lock:
+                self._core.abort_requests([request_id])
 
     def capacity(self) -> Capacity:
         limits = self._limits
@@ -192,13 +201,15 @@ class VllmTarget:
         return self._runner.embedding
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        computed_len = self._computed_len(request_id)
-        if not 0 <= start <= stop <= computed_len:
-            raise LookupError(
-                f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
-            )
-        (block_table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        return self._runner.features.read(np.array(block_table, np.int32), start, stop)
+        with self._lock:
+            # vLLM counts the tokens of a pass as computed when it begins.
+            computed_len = self._computed_before.get(request_id, self._computed_len(request_id))
+            if not 0 <= start <= stop <= computed_len:
+                raise LookupError(
+                    f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
+                )
+            (block_table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+            return self._runner.features.read(np.array(block_table, np.int32), start, stop)
 
     def close(self) -> None:
         self._core.shutdown()

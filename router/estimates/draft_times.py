@@ -56,7 +56,7 @@ class DraftTimes:
         for mean in (self.seconds, self.batch, self.square, self.product):
             mean.fade(num)
 
-    def at(self, batch: int) -> float:
+    def at(self, batch: float) -> float:
         """0 before the first measurement. Never falls as the batch grows; proportional to it while batches are alike."""
         if not self.num:
             return 0.0

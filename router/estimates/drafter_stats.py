@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.fast_dataclass import record
 from router.estimates.decayed import SMOOTHING, ema
+from router.estimates.draft_times import DraftTimes
 from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
@@ -47,12 +48,26 @@ class DrafterStats:
     accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
     acceptance: float = UNKNOWN_DRAFTER.acceptance
     exposure: float = UNKNOWN_DRAFTER.exposure
+    draft_len: float = 0.0  # of a proposal that is not empty
+    times: DraftTimes = field(default_factory=DraftTimes)  # as its process measures them
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
 
     @property
     def view(self) -> DrafterView:
         reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
-        return DrafterView(reply_s, self.accepted_per_round, self.acceptance, self.exposure)
+        times = self.times
+        if not times.num:
+            return DrafterView(reply_s, self.accepted_per_round, self.acceptance, self.exposure)
+        batch = times.batch.value
+        request_s = times.at(batch + 1) - (draft_s := times.at(batch))
+        known = reply_s, self.accepted_per_round, self.acceptance, self.exposure
+        return DrafterView(*known, draft_s, batch, request_s, self.draft_len)
+
+    def drafted(self, num_requests: int, draft_s: float, lens: Sequence[int]) -> None:
+        """A batch of drafts for so many requests took ``draft_s``. ``lens``: of the proposals to this target."""
+        self.times.add(num_requests, draft_s)
+        if lens:
+            self.draft_len = ema(self.draft_len or None, sum(lens) / len(lens))
 
     def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""

@@ -37,22 +37,12 @@ class Link:
     def close(self) -> None: ...
 
 
-@dataclass
-class _Idle:
-    """A colocated loop that nobody steps."""
-
-    name: str
-
-    def step(self, now_s: float) -> bool:
-        return False
-
-
 class Target:
     """Rounds of one request after another, each token of which is RIGHT."""
 
     def __init__(self, colocated_names: tuple[str, ...] = ()) -> None:
         self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
-        self.colocated = ColocatedDrafters([_Idle(name) for name in colocated_names], lambda: self.now_s)
+        self.colocated = ColocatedDrafters(colocated_names)
         self.drafters = DrafterSessions(self.sequences, self.telemetry, TABLE, self.colocated)
         self.drafters.link_up(self.link)
         self.now_s = 0.0

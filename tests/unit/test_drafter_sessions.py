@@ -38,7 +38,7 @@ class Link:
 def sessions(
     sequences: Sequences, telemetry: Telemetry, table: RoutingTable, proposers: Mapping[str, Collection[str]] | None = None
 ) -> DrafterSessions:
-    return DrafterSessions(sequences, telemetry, table, ColocatedDrafters((), lambda: 0.0), proposers)
+    return DrafterSessions(sequences, telemetry, table, ColocatedDrafters(()), proposers)
 
 
 def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:

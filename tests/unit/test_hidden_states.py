@@ -1,8 +1,10 @@
 """The target's hidden states as drafters in its process read them: transformers' own, whatever became of the sequence."""
 
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.hidden_states import HiddenStateCache
 from engine.native import NativeLimits, NativeTarget
 from engine.target import SpanInput
+from engine.threads import in_own_thread
 from tests.support.families import write_family
 
 LIMITS = NativeLimits(num_blocks=40, block_len=16, max_num_sequences=8, max_pass_tokens=128, max_model_len=200)
@@ -134,6 +138,54 @@ def test_only_committed_positions_can_be_read(pair: tuple[CausalModel, torch.nn.
     prefill(plain, "a", token_ids, 20)
     with pytest.raises(LookupError, match="feature_layers"):
         plain.read_hidden_states("a", 0, 1)
+
+
+def test_committed_positions_can_be_read_while_a_pass_runs(
+    pair: tuple[CausalModel, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the pass cannot, not even when its rows are written."""
+    model, theirs = pair
+    target = NativeTarget(model, LIMITS, feature_layers=LAYERS)
+    token_ids, others = tokens(9, 40), tokens(10, 30)
+    prefill(target, "a", token_ids[:31], 31)
+    prefill(target, "b", others, 30)
+    logits, read = model.logits, list[torch.Tensor]()
+
+    def during(hidden: torch.Tensor) -> torch.Tensor:
+        def reads() -> None:
+            read.append(target.read_hidden_states("b", 0, 29))
+            read.append(target.read_hidden_states("a", 0, 30))
+            with pytest.raises(LookupError, match="not in 0 to 30"):
+                target.read_hidden_states("a", 0, 31)
+
+        in_own_thread(reads)
+        return logits(hidden)
+
+    monkeypatch.setattr(model, "logits", during)
+    target.execute([SpanInput("a", 30, tuple(token_ids[30:35]), 4)])
+    assert len(read) == 2
+    torch.testing.assert_close(read[0], expected(theirs, others)[:29], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read[1], expected(theirs, token_ids[:31])[:30], rtol=1e-4, atol=1e-4)
+
+
+def test_no_block_moves_while_hidden_states_are_copied(
+    pair: tuple[CausalModel, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = NativeTarget(pair[0], LIMITS, feature_layers=LAYERS)
+    prefill(target, "a", tokens(9, 20), 20)
+    copy, order = HiddenStateCache.read, list[str]()
+    released = threading.Thread(target=lambda: (target.release("a"), order.append("released")))
+
+    def slowly(cache: HiddenStateCache, *position: Any) -> torch.Tensor:
+        released.start()
+        released.join(0.2)  # it must not end
+        order.append("copied")
+        return copy(cache, *position)
+
+    monkeypatch.setattr(HiddenStateCache, "read", slowly)
+    target.read_hidden_states("a", 0, 19)
+    released.join()
+    assert order == ["copied", "released"]
 
 
 @pytest.mark.parametrize("layers", [(2, 1), (0, 0), (-2,), (3,)])

@@ -71,7 +71,6 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         assert begun.spans
         clock.now_s += slowdown * PASS_S  # an event queue does other things meanwhile
         loop.finish(begun, outcomes, clock.now_s)
-        loop.draft(begun, clock.now_s)
         for event in inbox.drain():
             if isinstance(event, Received) and isinstance(event.message, CommitRound):
                 commits += event.message.commits

@@ -1,0 +1,36 @@
+"""The default: the mode with the shortest expected round."""
+
+from collections.abc import Mapping, Sequence
+
+from router.cost_model import CostModel
+from router.draft_wait import held_until
+from router.overlap.gains import Pipeline
+from router.overlap.policy import PassStart
+from router.overlap.rules import by_gain, in_micro_batches
+from router.plan import DrafterView, Frontier, SequenceView
+
+
+class ByGain:
+    """A request is held for its proposal no longer than the proposal is worth (``router.draft_wait``). Micro-batches and
+    frontiers are used where measured times say that they shorten the round by more than noise."""
+
+    def __init__(self, max_hold_s: float) -> None:
+        self._max_hold_s = max_hold_s
+
+    def start(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> PassStart:
+        held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
+        num = Pipeline(decoding, drafters, cost).num_micro_batches()
+        if num > 1:
+            return in_micro_batches(decoding, held, num)
+        return by_gain(decoding, held, drafters, cost, now_s)
+
+    def frontiers(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
+    ) -> Mapping[str, Frontier]:
+        pipeline = Pipeline(decoding, drafters, cost)
+        if pipeline.num_micro_batches() > 1:
+            return {}  # drafters have the other micro-batches to draft for
+        found = {name: pipeline.frontier(name) for name in pipeline.drafters}
+        return {name: frontier for name, frontier in found.items() if frontier is not None}

@@ -1,0 +1,100 @@
+"""Expected round times with and without overlap, from measured times of passes and drafts.
+
+t_v(r): a pass of r rows; t_d(b): a batch of drafts for b requests; B requests; L(c): expected tokens of a proposal of c
+tokens, bonus token included, at acceptance a per token.
+
+- barrier: t_v(B) + max_j t_d,j(b_j). All drafters are awaited, then all requests are verified.
+- n micro-batches (SPIN, V.B; MineDraft's alternation is n = 2): a round of all takes
+  max(n t_v(B/n), max_j t_v(B/n) + reply_j(b_j/n), max_j n t_d,j(b_j/n)).
+- frontier (FASER, 4.3) of chunks of c tokens: while one is verified, the next is drafted from the drafter's own guess. It
+  is right if all c tokens and the guess of the bonus token are, a^(c+1), for all B requests that share the pass; then a
+  round takes max(t_v, c t), else t_v + c t (t: one token of drafts for all).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from router.cost_model import CostModel
+from router.plan import UNKNOWN_DRAFTER, DrafterView, Frontier, SequenceView
+
+MAX_MICRO_BATCHES = 8
+MAX_CHUNK_LEN = 16
+MARGIN = 0.03  # of the time that overlap must save, so that noise of estimates does not change the mode
+
+
+class Pipeline:
+    """The requests that drafters draft for, and the times of their rounds."""
+
+    def __init__(self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel) -> None:
+        counts: dict[str, int] = {}
+        self.num_context = 0
+        for sequence in decoding:
+            if sequence.drafter is not None and sequence.max_new_tokens > 1:
+                counts[sequence.drafter] = counts.get(sequence.drafter, 0) + 1
+                self.num_context += sequence.committed_len
+        self.drafters = {name: (drafters.get(name, UNKNOWN_DRAFTER), num) for name, num in counts.items()}
+        self.num_requests = sum(counts.values())
+        self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
+        self._cost = cost
+        self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
+
+    def round_s(self, num_micro_batches: int) -> float:
+        """Expected seconds until all requests are verified once more."""
+        num = num_micro_batches
+        pass_s = self._cost.step_s(max(1, math.ceil(self._num_rows / num)), self.num_context // num)
+        longest_s = num * pass_s
+        for drafter, num_requests in self.drafters.values():
+            batch = math.ceil(num_requests / num)
+            longest_s = max(longest_s, pass_s + drafter.replies_s(batch))
+            if num > 1:
+                longest_s = max(longest_s, num * drafter.drafts_s(batch))
+        return longest_s
+
+    def num_micro_batches(self, least: int = 1) -> int:
+        """That with the shortest round; SPIN's search, over the cost model instead of measured throughput."""
+        best, best_s = least, self.round_s(least)
+        if least == 1:
+            if self.shares_device:
+                return 1
+            best_s *= 1.0 - MARGIN
+        for num in range(least + 1, min(self.num_requests, MAX_MICRO_BATCHES) + 1):
+            seconds = self.round_s(num)
+            if seconds < best_s:
+                best, best_s = num, seconds
+        return best
+
+    def frontier(self, name: str, always: bool = False) -> Frontier | None:
+        """The best chunk of a drafter, and how far it drafts ahead of it; None if awaiting whole proposals is faster, unless
+        ``always``, or if its times are not known."""
+        drafter, num_requests = self.drafters[name]
+        if drafter.shares_device and not always:
+            return None
+        token_s = drafter.drafts_s(num_requests) / max(1.0, drafter.draft_len)
+        if token_s <= 0.0:
+            return None
+        best, best_rate, barrier_rate, best_pass_s = 0, 0.0, 0.0, 0.0
+        for length in range(1, MAX_CHUNK_LEN + 1):
+            tokens = expected_tokens(drafter.acceptance, length)
+            pass_s = self._cost.step_s(num_requests * (1 + length), self.num_context)
+            hit = drafter.acceptance ** ((length + 1) * num_requests)
+            draft_s = length * token_s
+            barrier_rate = max(barrier_rate, tokens / (pass_s + draft_s))
+            rate = tokens / (hit * max(pass_s, draft_s) + (1.0 - hit) * (pass_s + draft_s))
+            if rate > best_rate:
+                best, best_rate, best_pass_s = length, rate, pass_s
+        if not always and best_rate * (1.0 - MARGIN) <= barrier_rate:
+            return None
+        return Frontier(best, min(MAX_CHUNK_LEN, max(best + 1, math.ceil(best_pass_s / token_s))))
+
+
+def expected_tokens(acceptance: float, draft_len: int) -> float:
+    """L(c) = (1 - a^(c+1)) / (1 - a)."""
+    if acceptance >= 1.0:
+        return draft_len + 1.0
+    return float((1.0 - acceptance ** (draft_len + 1)) / (1.0 - acceptance))
+
+
+def remote_bound(draft_len: int, token_s: float, pass_s: float) -> float:
+    """1 + K t_d / t_v: the most by which a drafter that never makes its target wait is faster than one that is awaited,
+    with the same proposals. K tokens of ``token_s`` each, a pass of ``pass_s``."""
+    return 1.0 + draft_len * token_s / pass_s

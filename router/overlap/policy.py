@@ -1,0 +1,30 @@
+"""The interface of overlap policies."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.cost_model import CostModel
+from router.plan import DrafterView, Frontier, SequenceView
+
+
+@dataclass(frozen=True, slots=True)
+class PassStart:
+    """Which decoding requests the next pass takes."""
+
+    ready: Sequence[SequenceView]  # it takes these; others wait for their proposal or for a later micro-batch
+    held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
+    wake_s: float | None = None  # no pass now: decide again then, or when mail comes
+
+
+class OverlapPolicy(Protocol):
+    def start(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> PassStart:
+        """``decoding``: requests without prompt tokens to compute, in order of arrival. Pure. A request is held for at most
+        the maximum hold after its commit, so that a dead drafter costs no more than that."""
+
+    def frontiers(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
+    ) -> Mapping[str, Frontier]:
+        """By drafter. Drafters that are not named draft whole proposals, and nothing beyond them."""

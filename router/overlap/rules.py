@@ -1,0 +1,97 @@
+"""Passes by rule: of all requests at once, of micro-batches in turn, or of chunks while drafters draft ahead."""
+
+from collections.abc import Mapping, Sequence
+
+from router.cost_model import CostModel
+from router.draft_wait import due_s, held_until, split_s
+from router.overlap.gains import Pipeline
+from router.overlap.policy import PassStart
+from router.plan import DrafterView, Frontier, SequenceView
+
+
+def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float], num_micro_batches: int) -> PassStart:
+    """A pass takes a share of 1/num of the requests that are drafted for, longest since their commit first, and waits until
+    so many are ready. Who belongs to a micro-batch is not fixed: requests of a fast drafter come back sooner, so drafters of
+    different speed need no other synchronisation. Requests without drafts take part in every pass."""
+    drafted = [s for s in decoding if s.num_drafted or s.request_id in held]
+    size = -(-len(drafted) // num_micro_batches)
+    ready = [s for s in drafted if s.request_id not in held]
+    if len(ready) < size and held:
+        return PassStart((), held, min(held.values()))
+    if len(ready) > size:
+        ready = sorted(ready, key=lambda s: s.committed_s)[:size]
+    taken = {s.request_id for s in ready}
+    return PassStart([s for s in decoding if s.request_id in taken or not (s.num_drafted or s.request_id in held)], held)
+
+
+def by_gain(
+    decoding: Sequence[SequenceView],
+    held: Mapping[str, float],
+    drafters: Mapping[str, DrafterView],
+    cost: CostModel,
+    now_s: float,
+) -> PassStart:
+    """A pass waits for held requests while that costs less than splitting the batch."""
+    if not held:
+        return PassStart(decoding)
+    ready = [s for s in decoding if s.request_id not in held]
+    replies_s = due_s(held, decoding, drafters)
+    if now_s < replies_s < now_s + split_s(len(held), ready, decoding, cost):
+        return PassStart(ready, held, replies_s)
+    return PassStart(ready, held)
+
+
+def held_for(decoding: Sequence[SequenceView], max_hold_s: float, now_s: float) -> dict[str, float]:
+    """All requests that await a proposal, until the maximum hold has passed."""
+    return {
+        s.request_id: s.awaiting_since_s + max_hold_s
+        for s in decoding
+        if s.awaiting_since_s is not None
+        and not s.num_drafted
+        and s.max_new_tokens > 1
+        and now_s < s.awaiting_since_s + max_hold_s
+    }
+
+
+class Barrier:
+    """All proposals are awaited, then one pass takes all requests (SPIN, figure 6a)."""
+
+    def __init__(self, max_hold_s: float) -> None:
+        self._max_hold_s = max_hold_s
+
+    def start(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> PassStart:
+        return in_micro_batches(decoding, held_for(decoding, self._max_hold_s, now_s), 1)
+
+    def frontiers(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
+    ) -> Mapping[str, Frontier]:
+        return {}
+
+
+class MicroBatches(Barrier):
+    """The batch is cut into micro-batches, two or more: one is verified while others are drafted for (SPIN, figure 6b)."""
+
+    def start(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> PassStart:
+        held = held_for(decoding, self._max_hold_s, now_s)
+        return in_micro_batches(decoding, held, Pipeline(decoding, drafters, cost).num_micro_batches(least=2))
+
+
+class FrontierAlways(Barrier):
+    """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
+
+    def start(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> PassStart:
+        held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
+        return by_gain(decoding, held, drafters, cost, now_s)
+
+    def frontiers(
+        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
+    ) -> Mapping[str, Frontier]:
+        pipeline = Pipeline(decoding, drafters, cost)
+        found = {name: pipeline.frontier(name, always=True) for name in pipeline.drafters}
+        return {name: frontier for name, frontier in found.items() if frontier is not None}

@@ -1,0 +1,120 @@
+"""Which requests a pass takes: of a barrier, of micro-batches, before frontiers, and by expected gain."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.cost_model import TableCost
+from router.overlap import OVERLAP_POLICIES
+from router.overlap.chunks import Chunks
+from router.overlap.gains import Pipeline, expected_tokens, remote_bound
+from router.plan import DraftBudget, DrafterView, Frontier, SequenceView
+
+# A pass costs 20 ms and 1 ms for each row; drafts 5 ms for each request.
+COST = TableCost((0, 1000), (0.02, 1.02))
+SLOW = DrafterView(0.041, 2.0, 0.8, draft_s=0.04, batch=8.0, request_s=0.005, draft_len=4.0)
+MAX_HOLD_S = 1.0
+
+
+def view(name: str, **changes: Any) -> SequenceView:
+    one = SequenceView(name, 20, 19, 0, True, "d", None, 50)
+    return replace(one, **changes)
+
+
+def ready(name: str, committed_s: float = 0.0) -> SequenceView:
+    return view(name, num_drafted=4, committed_s=committed_s)
+
+
+def awaiting(name: str, since_s: float = 1.0) -> SequenceView:
+    return view(name, awaiting_since_s=since_s, committed_s=since_s)
+
+
+def start(policy: str, sequences: list[SequenceView], now_s: float = 1.01, drafter: DrafterView = SLOW) -> Any:
+    return OVERLAP_POLICIES[policy](MAX_HOLD_S).start(sequences, {"d": drafter}, COST, now_s)
+
+
+def names(sequences: Any) -> list[str]:
+    return [sequence.request_id for sequence in sequences]
+
+
+def test_a_barrier_waits_for_every_proposal_but_not_for_ever() -> None:
+    batch = [ready("a"), awaiting("b"), view("plain", drafter=None)]
+    waiting = start("barrier", batch)
+    assert (names(waiting.ready), dict(waiting.held), waiting.wake_s) == ([], {"b": 2.0}, 2.0)
+    assert names(start("barrier", [ready("a"), ready("b"), batch[2]]).ready) == ["a", "b", "plain"]
+    late = start("barrier", batch, now_s=2.0)  # the drafter is dead: the request is decoded plainly
+    assert (names(late.ready), late.held, late.wake_s) == (["a", "b", "plain"], {}, None)
+
+
+def test_micro_batches_take_turns() -> None:
+    """The first pass takes half of a batch that is in phase; from then on one half is drafted for."""
+    batch = [ready(name) for name in "abcd"]
+    drafter = replace(SLOW, batch=4.0, draft_s=0.02)
+    assert names(start("micro-batch", batch, drafter=drafter).ready) == ["a", "b"]
+    batch[:2] = [awaiting("a"), awaiting("b")]
+    second = start("micro-batch", batch, drafter=drafter)
+    assert (names(second.ready), set(second.held)) == (["c", "d"], {"a", "b"})
+    batch = [ready("a", 1.0), awaiting("b"), awaiting("c", 1.03), awaiting("d", 1.03)]
+    assert start("micro-batch", batch, 1.03, drafter).wake_s == 2.0  # one of two has come
+    batch[1] = ready("b", 1.0)
+    assert names(start("micro-batch", batch, 1.03, drafter).ready) == ["a", "b"]
+
+
+def test_the_oldest_commits_come_first_and_requests_without_drafts_take_part_in_every_pass() -> None:
+    batch = [ready("a", 3.0), ready("b", 1.0), view("plain", drafter=None), ready("c", 2.0), ready("d", 4.0)]
+    assert set(names(start("micro-batch", batch).ready)) == {"b", "c", "plain"}
+
+
+def test_a_dead_drafter_leaves_one_pass_for_all() -> None:
+    batch = [awaiting(name) for name in "abcd"]
+    assert names(start("micro-batch", batch, now_s=2.0).ready) == list("abcd")
+
+
+def test_the_number_of_micro_batches_has_the_shortest_round() -> None:
+    """A batch of 8 with 40 rows takes 60 ms, and 40 ms of drafts: two micro-batches take twice 40 ms instead of 101 ms,
+    three take longer. Where passes cost as much for few rows as for many, none are worth it."""
+    batch = [ready(str(i)) for i in range(8)]
+    assert Pipeline(batch, {"d": SLOW}, COST).round_s(1) == pytest.approx(0.101)
+    assert Pipeline(batch, {"d": SLOW}, COST).round_s(2) == pytest.approx(0.08)
+    assert Pipeline(batch, {"d": SLOW}, COST).num_micro_batches() == 2
+    flat = TableCost((1,), (0.06,))
+    assert Pipeline(batch, {"d": SLOW}, flat).num_micro_batches() == 1
+    assert Pipeline(batch, {"d": SLOW}, flat).num_micro_batches(least=2) == 2
+    assert Pipeline(batch, {"d": replace(SLOW, shares_device=True)}, COST).num_micro_batches() == 1
+    assert Pipeline(batch, {}, COST).num_micro_batches() == 1, "nothing is known of the drafter"
+
+
+def test_the_default_is_the_rule_by_gain_unless_overlap_pays() -> None:
+    batch = [ready(str(i)) for i in range(4)] + [awaiting(str(i)) for i in range(4, 8)]
+    assert len(start("gain", batch).ready) == 4
+    shared = start("gain", [ready("a"), awaiting("b")], drafter=replace(SLOW, reply_s=0.001, shares_device=True))
+    assert shared.wake_s is not None or names(shared.ready) == ["a"]
+    assert names(start("gain", [ready(str(i)) for i in range(8)]).ready) == list("0123"), "the other half is next"
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.95])
+def test_a_frontier_pays_where_guesses_come_true(acceptance: float) -> None:
+    drafter = replace(SLOW, acceptance=acceptance, draft_s=0.03, batch=1.0, draft_len=4.0)
+    found = OVERLAP_POLICIES["gain"](MAX_HOLD_S).frontiers([ready("a")], {"d": drafter}, COST)
+    assert bool(found) == (acceptance > 0.9)
+    for frontier in found.values():
+        assert 1 <= frontier.chunk_len < frontier.ahead_len
+    always = OVERLAP_POLICIES["frontier"](MAX_HOLD_S).frontiers([ready("a")], {"d": drafter}, COST)
+    assert set(always) == {"d"}
+    assert OVERLAP_POLICIES["frontier"](MAX_HOLD_S).frontiers([ready("a")], {}, COST) == {}, "its times are not known"
+
+
+def test_budgets_are_cut_to_chunks() -> None:
+    budgets = {"a": DraftBudget(7, 0.25), "b": DraftBudget(7, 0.25), "off": DraftBudget(0)}
+    sequences = [view("a"), view("b", drafter="other"), view("off")]
+    chunks, frontiers = Chunks(), {"d": Frontier(3, 8)}
+    found = chunks.limited(budgets, frontiers, sequences)
+    assert found == {"a": DraftBudget(3, 0.25, ahead_len=8), "b": budgets["b"], "off": DraftBudget(0)}
+    assert chunks.limited(budgets, frontiers, sequences)["a"] is found["a"]
+
+
+def test_bounds() -> None:
+    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
+    assert expected_tokens(1.0, 4) == 5.0
+    assert remote_bound(4, 0.005, 0.02) == pytest.approx(2.0)
