@@ -121,3 +121,23 @@ def test_a_slow_target_is_measured_for_a_bounded_time(monkeypatch: pytest.Monkey
     assert cost.step_s(512, 0) == pytest.approx(512.0)  # what was not measured follows the last points
     assert target.now_s < 5 * BUDGET_S
     assert target.longest == 4
+
+
+class GraphedTarget(SlowTarget):
+    """Replays passes of up to 4 rows from graphs; a larger one takes a hundred times as long."""
+
+    def execute(self, spans):  # type: ignore[no-untyped-def]
+        num_rows = sum(len(span.token_ids) for span in spans)
+        outcomes = super().execute(spans)
+        self.now_s += (0.0001 if num_rows <= 4 else 0.01) - num_rows
+        return outcomes
+
+    def capacity(self) -> Capacity:
+        return replace(super().capacity(), prepared_rows=(1, 2, 4))
+
+
+def test_the_cliff_behind_the_largest_graph_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = GraphedTarget(num_blocks=256, max_pass_tokens=64)
+    monkeypatch.setattr(pass_timing.time, "perf_counter", lambda: target.now_s)
+    cost = measure_cost(target, clock=lambda: target.now_s)
+    assert [cost.step_s(rows, 0) for rows in (1, 4, 5, 6)] == pytest.approx([0.0001, 0.0001, 0.01, 0.01])

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, executed: a policy and a drafter by their registries, and a draft-length rule.
+"""The examples of docs/extending.md, executed: two policies and a drafter by their registries, and a draft-length rule.
 
 All of them serve requests here, with the router's slot and the real round, and the tokens stay the target's.
 """
@@ -23,9 +23,12 @@ from engine.round import TargetLoop
 from router.assignment import PoolMember
 from router.cost_model import TableCost
 from router.draft_length import DraftLengths
+from router.planner import PlannerSettings, StepPlanner
 from router.policies import POLICIES, build_policy
 from router.router import Router, SlotReport
+from router.verify_length import VERIFICATION_POLICIES
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
+from tests.support.verification import a_pass, decoding
 
 TARGET = "memory://target"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -116,3 +119,15 @@ def test_the_draft_length_rule_of_the_page_is_kept(page: dict[str, Any]) -> None
     served = Served(page, page["AtMostTwo"]())
     assert served.output == {request.id: plain_run(request) for request in REQUESTS}
     assert max(served.num_proposed) == 2
+
+
+def test_the_verification_policy_of_the_page_decides(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VERIFICATION_POLICIES, "at-most-three", page["AtMostThree"])
+    batch, context = [decoding("a", (0.9, 0.8, 0.7, 0.6, 0.5))], a_pass(TableCost((1, 32), (0.02, 0.03)))
+
+    def num_verified(policy: str) -> int:
+        planner = StepPlanner(PlannerSettings(policy))
+        plan = planner.plan(batch, context.drafters, context.capacity, context.cost, 0.0)
+        return plan.spans[0].num_verify
+
+    assert [num_verified(policy) for policy in ("outrider", "at-most-three")] == [5, 3]
