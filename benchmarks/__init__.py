@@ -29,6 +29,7 @@ BENCHES = {
     "drafters": Bench("benchmarks.drafters", "acceptance, cost and speed-up of each drafter"),
     "early-exit": Bench("benchmarks.early_exit", "time of passes that rows of rejected drafts leave, over whole passes"),
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
+    "packing": Bench("benchmarks.packing", "attention of verify spans: padded, decomposed and ragged"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),
     "routing": Bench("benchmarks.routing", "assignment policies on recorded agreement against hindsight, simulated"),
