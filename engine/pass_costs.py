@@ -72,7 +72,7 @@ class PassCosts:
         return self._decode_rate.tokens_per_s
 
     def interrupt(self) -> None:
-        """A round computed nothing: the time until the next one says nothing of decoding."""
+        """Nothing was wanted: the time until the next pass says nothing of decoding."""
         self._decode_rate.interrupt()
 
     def note(self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit]) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
@@ -96,7 +98,7 @@ class AgreementDrafter:
             num_behind = max(0, one.length - 1 - one.num_computed)
             works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.proposers))
         if any(demand.row_price or demand.stop is not NO_STOP for demand in demands):
-            lens = cut_lens(demands, [draft.confidences for draft in found], self._stops)
+            lens = self._lens(demands, [draft.confidences[: draft.num] for draft in found])
             for draft, work, length in zip(found, works, lens, strict=True):
                 if length < draft.num:  # it ended by choice: the step in which it would have gone on was not made
                     draft.num, draft.num_right = length, min(draft.num_right, length)
@@ -106,6 +108,17 @@ class AgreementDrafter:
         if works and not any(work.num_behind for work in works):
             self._stops.note_step(len(works), self.seconds / max(1, *[work.num_tokens for work in works]))
         return drafts
+
+    def _lens(self, demands: Sequence[Demand], drafted: Sequence[tuple[float, ...]]) -> list[int]:
+        """Where drafts end. One that takes no time is found at once, as lookups find theirs."""
+        if self.seconds or any(demand.stop.ends_drafts for demand in demands):
+            return cut_lens(demands, drafted, self._stops)
+        lens = []
+        for demand, confidences in zip(demands, drafted, strict=True):
+            survivals = accumulate(confidences, mul)
+            doubtful = (i for i, survival in enumerate(survivals) if i and survival < demand.least_survival)
+            lens.append(next(doubtful, len(confidences)))
+        return lens
 
     def _finished(self, demand: Demand, draft: "_Found") -> Draft:
         one, num_ahead = draft.followed, len(demand.ahead)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import Config, HedgePolicy, NgramOptions, load, show
+from cluster.config import Config, FixedLength, HedgePolicy, NgramOptions, PlannerConfig, load, show
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -306,3 +306,15 @@ def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can
     assert resolve(config, Inventory((Node("a", 32, num_cores=16),))).target.resources.threads == 4
     named = parsed("target: {resources: {threads: 40}}")
     assert resolve(named, server, max_threads=13).target.resources.threads == 40, "what the file names stays"
+
+
+def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
+    rule = parsed("planner: {draft_length: {kind: fixed, num_tokens: 3}}").planner.draft_length
+    assert rule == FixedLength(num_tokens=3)
+    assert parsed(show(Config(planner=PlannerConfig(draft_length=rule)))).planner.draft_length == rule
+    assert Config().planner.draft_length.kind == "outrider"
+    found = problems("planner: {draft_length: {kind: fixed, num_tokens: 0}}")
+    assert any("num_tokens" in path for path in found)
+    found = problems("planner: {draft_length: {kind: outrider, num_tokens: 3}}")
+    assert any("num_tokens" in path for path in found)
+    assert problems("planner: {draft_length: {kind: longest}}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.record import agreement
-from cluster.config import DrafterConfig, FixedPolicy, NgramOptions
+from cluster.config import DrafterConfig, FixedLength, FixedPolicy, NgramOptions
 from cluster.messages import Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
@@ -21,7 +21,7 @@ from drafters.replay import Recording
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.draft_length import DraftLengths
+from router.draft_length import build_draft_lengths
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
@@ -45,6 +45,7 @@ class Cost(TableCost):
         return 1e-3 * draft_len
 
 
+LENGTHS = FixedLength(num_tokens=DRAFT_LEN)  # time, which differs here, decides no length
 COST = Cost((1, 64), (0.02, 0.02))
 
 
@@ -94,7 +95,7 @@ def live(requests: Sequence[Request]) -> Rounds:
     target_mailbox, drafter_mailbox = Mailbox(), Mailbox()
     table = RoutingTable(1, defaults=(("ngram",),))
     engine = ToyTarget(512, max_num_sequences=NUM_REQUESTS, max_pass_tokens=MAX_PASS_TOKENS, prefix_cache=False)
-    lengths = DraftLengths({"ngram": DRAFT_LEN})
+    lengths = build_draft_lengths(LENGTHS, {"ngram": DRAFT_LEN})
     target = TargetLoop(engine, MODEL, target_mailbox, COST, lambda: now_s, planner, table, draft_lengths=lengths)
     drafter = DrafterLoop("ngram", lookup(), drafter_mailbox, SessionLimits(max_draft_len=DRAFT_LEN))
 
@@ -132,6 +133,7 @@ def simulated(requests: Sequence[Request], answers: Sequence[AgreementAnswer]) -
         (DrafterSpec("ngram", max_draft_len=DRAFT_LEN),),
         lambda: planner,
         link_s=1e-3,
+        draft_length=LENGTHS,
     )
     simulated = [
         SimulatedRequest(one.id, 0.0, len(one.prompt_token_ids), one.sampling.max_tokens, answer)
