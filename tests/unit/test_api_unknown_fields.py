@@ -1,0 +1,79 @@
+"""Unknown, misspelt and missing fields."""
+
+import json
+
+import pytest
+
+from tests.support.api import chat_body, completion_body, serving
+from tests.support.complaints import BODIES, CHAT, COMPLETIONS, complaint, refused
+
+MISSPELT = [
+    (path, name)
+    for path in BODIES
+    for name in ("temprature", "max_token", "Stop", "top-p", "logit_biases", "seeds", "something_else")
+]
+
+
+async def test_unknown_fields_are_ignored_and_named_in_a_header() -> None:
+    async with serving() as (http, cluster):
+        fields = {"temprature": 1, "stream_options": {"usage": True}, "stream": True, "seed": 1}
+        message = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "mood": "b"}
+        response = await http.post(CHAT, json=chat_body(**fields, messages=[message]))
+        assert response.status_code == 200
+        (named,) = response.headers.get_list("x-outrider-warning")
+        head, _, paths = named.partition(": ")
+        assert head == "unknown fields ignored"
+        assert set(paths.split(", ")) == {
+            "temprature",
+            "stream_options.usage",
+            "messages.0.content.0.cache_control",
+            "messages.0.mood",
+        }
+        plain = await http.post(CHAT, json=chat_body(seed=1, messages=[{"role": "user", "content": "a"}]))
+        assert "x-outrider-warning" not in plain.headers
+        first, second = cluster.requests
+        assert (first.prompt_token_ids, first.sampling) == (second.prompt_token_ids, second.sampling)
+
+
+async def test_a_wrong_field_is_named_rather_than_an_unknown_one() -> None:
+    async with serving() as (http, _):
+        body = {"unknown": 1, "temperature": "hot"}
+        assert await complaint(http, CHAT, json.dumps(chat_body(**body)).encode(), "temperature") is None
+
+
+async def test_the_names_of_unknown_fields_cannot_write_headers() -> None:
+    async with serving() as (http, _):
+        names = ["a\r\nset-cookie: b", "\u2028", "x" * 5000, *(f"field{i}" for i in range(50))]
+        response = await http.post(COMPLETIONS, json=completion_body(**dict.fromkeys(names, 1)))
+        assert response.status_code == 200
+        warning = response.headers["x-outrider-warning"]
+        assert warning.isascii()
+        assert warning.isprintable()
+        assert len(warning) < 1000
+        assert warning.endswith("more")
+        assert "set-cookie" not in response.headers
+
+
+@pytest.mark.parametrize(("path", "name"), MISSPELT)
+async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
+    nearest = {
+        "temprature": "temperature",
+        "max_token": "max_tokens",
+        "Stop": "stop",
+        "top-p": "top_p",
+        "logit_biases": "logit_bias",
+        "seeds": "seed",
+    }
+    async with serving(unknown_fields="refuse") as (http, _):
+        error = await refused(http, path, json.dumps(BODIES[path](**{name: 1})).encode(), name)
+        assert error["code"] == "unknown_field"
+        assert (f"did you mean {nearest.get(name)!r}" in error["message"]) == (name in nearest)
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+async def test_a_missing_field_is_named(field: str) -> None:
+    async with serving() as (http, _):
+        body = chat_body()
+        del body[field]
+        error = await refused(http, CHAT, json.dumps(body).encode(), field)
+        assert error["code"] == "missing_required_parameter"
