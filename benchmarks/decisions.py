@@ -2,8 +2,8 @@
 
 A slot: 1,000 requests of several kinds and eight drafters with 256 places, reports in and a table out, as in the live
 router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
-A round: the plan of 256 decoding requests with a proposal each, and all Python of a live round for 64 drafted requests
-(`benchmarks/round_python.py`).
+A round: the plan of 256 decoding requests with a proposal each, by every verification policy and beside prompts, and all
+Python of a live round for 64 drafted requests (`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.
@@ -33,10 +33,11 @@ from router.assignment import Observation, PoolMember, Positions, RequestView, S
 from router.cost_model import TableCost, monotone
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
-from router.planner import StepPlanner
+from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
 from router.prompt_features import prompt_features
 from router.router import Router, SlotReport
+from router.verify_length import VERIFICATION_POLICIES
 
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8
@@ -49,10 +50,13 @@ SLOT_S = 0.25
 NUM_SLOTS, NUM_SLOTS_QUICK = 400, 120
 NUM_SEQUENCES = 256
 NUM_PLANS, NUM_PLANS_QUICK = 2000, 500
+NUM_PROMPTS = 2  # that wait beside them
 NUM_DRAFTED = 64  # requests of the live rounds
 NUM_ROUNDS_TIMED, NUM_ROUNDS_TIMED_QUICK = 1000, 200
 _WARM_UP_SLOTS = 70  # until the memory of requests has its final size
 _SEED = 17
+
+DEFAULT = PlannerSettings().verification
 
 POLICIES: tuple[PolicyConfig, ...] = (
     HedgePolicy(),
@@ -73,8 +77,12 @@ def run(options: BenchOptions) -> BenchResult:
         figures |= {f"slot_p50_ms.{config.kind}": times.p50_ms, f"slot_p99_ms.{config.kind}": times.p99_ms}
         if config.kind == HedgePolicy().kind:
             figures |= {"slot_p99_ms": times.p99_ms, "slot_p99_cpu_ms": times.p99_cpu_ms}
-    plans = plan_times(NUM_PLANS_QUICK if options.quick else NUM_PLANS)
-    figures |= {"round_p50_ms": plans.p50_ms, "round_p99_ms": plans.p99_ms, "round_p50_cpu_ms": plans.p50_cpu_ms}
+    num_plans = NUM_PLANS_QUICK if options.quick else NUM_PLANS
+    plans = {policy: plan_times(num_plans, policy) for policy in VERIFICATION_POLICIES}
+    plans[f"{DEFAULT}, prompts"] = plan_times(num_plans, DEFAULT, NUM_PROMPTS)
+    default = plans[DEFAULT]
+    figures |= {"round_p50_ms": default.p50_ms, "round_p99_ms": default.p99_ms, "round_p50_cpu_ms": default.p50_cpu_ms}
+    figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
     num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
     python_ms = round_python_ms(NUM_DRAFTED, num_rounds, step_cost())
     figures[f"round_python_ms.{NUM_DRAFTED}"] = python_ms
@@ -89,8 +97,8 @@ def run(options: BenchOptions) -> BenchResult:
             ),
             Table(
                 f"a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
-                ("", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
-                (("plan", plans.p50_ms, plans.p99_ms, plans.p50_cpu_ms, plans.p99_cpu_ms),),
+                ("planner.verify", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
+                tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in plans.items()),
             ),
         ),
         notes=(
@@ -148,9 +156,9 @@ def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
     return times
 
 
-def plan_times(num_plans: int) -> DecisionTimes:
+def plan_times(num_plans: int, policy: str, num_prompts: int = 0) -> DecisionTimes:
     rng = random.Random(_SEED)
-    planner, batches = StepPlanner(), [sequences(rng) for _ in range(8)]
+    planner, batches = StepPlanner(PlannerSettings(policy)), [[*sequences(rng), *prompts(num_prompts)] for _ in range(8)]
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
     times, cost = DecisionTimes(), step_cost()
@@ -159,6 +167,11 @@ def plan_times(num_plans: int) -> DecisionTimes:
             with times.one():
                 planner.plan(batches[i % len(batches)], drafters, capacity, cost, 0.0)
     return times
+
+
+def prompts(num: int) -> list[SequenceView]:
+    """That have begun and have much left."""
+    return [SequenceView(f"prompt-{i}", 4000, 256, 0, True, None, None, 200) for i in range(num)]
 
 
 def step_cost() -> TableCost:
