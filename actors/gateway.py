@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.mailbox import DialingMailbox
 from cluster.client import ClusterStatus
-from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
+from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded, Unattainable
 from cluster.message_checks import Inspection, commit_fault
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Received
-from cluster.types import Commit, FinishReason, ModelInfo, Request
+from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class LinkClient:
                 self._forget(request.id, abort=not finished)
             refused_by.add(stream.link)
             if not self._candidates(refused_by):
-                raise Overloaded(commit.error or "the target takes no more requests", RETRY_AFTER_S)
+                raise _refusal(commit, request.slo)
 
     async def close(self) -> None:
         self._stop.set()
@@ -124,7 +125,7 @@ class LinkClient:
             if link in self._links:
                 self._links[link] += 1
         try:
-            link.send(SubmitRound(submits=(request,)))
+            link.send(SubmitRound(submits=(_aged(request),)))
         except OutriderError as error:
             self._forget(request.id, abort=False)
             if isinstance(error, LinkFull):
@@ -229,6 +230,23 @@ class LinkClient:
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
         for stream in cut_off:
             _deliver(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])
+
+
+def _aged(request: Request) -> Request:
+    """With what is left of its TTFT objective: targets count from when it reaches them."""
+    slo = request.slo
+    if slo.ttft_s is None:
+        return request
+    left_s = max(0.0, request.arrival_s + slo.ttft_s - time.monotonic())
+    return replace(request, slo=replace(slo, ttft_s=min(left_s, slo.ttft_s)))
+
+
+def _refusal(commit: Commit, slo: Slo) -> Overloaded:
+    reason = commit.error or "the target takes no more requests"
+    if commit.prefill is None or slo.ttft_s is None:
+        return Overloaded(reason, RETRY_AFTER_S)
+    excess_s = commit.prefill.queue_s + commit.prefill.prefill_s - slo.ttft_s
+    return Unattainable(reason, max(RETRY_AFTER_S, excess_s))
 
 
 def _sequence_fault(stream: _Stream, commit: Commit) -> str | None:

@@ -114,6 +114,7 @@ class TargetActor(LoopActor):
             colocated=[drafter.name for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
             grammars=self._engine.grammars,
+            sheds=config.slo.shed,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         drafters = start_colocated(colocated, self._mailbox, hello)
@@ -172,6 +173,7 @@ class TargetActor(LoopActor):
                 tokens_per_s=telemetry.tokens_per_s,
                 step_ms=1e3 * (telemetry.step_s or 0.0),
                 num_preempted=telemetry.num_preempted,
+                slo=telemetry.attainment.counts(),
             ),
             drafters=tuple(
                 DrafterCounts(name, followed.get(name, 0), one.num_proposed, one.num_accepted, one.reply_s, one.num_unsound)

@@ -117,7 +117,8 @@ class Unsound:
         return Open(self._id(), self._tokens(), self._int(), self._sampling(), self._some(self._name))
 
     def _request(self) -> Request:
-        slo = Slo(self._rng.choice((None, self._float())), self._rng.choice((None, self._float())))
+        ttft_s, tpot_s = (self._rng.choice((None, self._float())) for _ in range(2))
+        slo = Slo(ttft_s, tpot_s, self._rng.choice((None, self._name())))
         chain = self._rng.choice((None, (), (self._drafter,), ("stranger",) * 9, ("",)))
         return Request(self._id(), self._tokens(), self._sampling(), self._float(), slo, chain)
 

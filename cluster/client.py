@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.slo import SloCounts
 from cluster.types import Commit, ModelInfo, Request
 
 
@@ -39,6 +40,7 @@ class TargetStatus:
     tokens_per_s: float
     step_ms: float  # running mean of a pass
     num_preempted: int = 0  # preemptions since the start
+    slo: tuple[SloCounts, ...] = ()  # by class, since the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class EngineClient(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Commit]:
         """The request's commits in order; the last has a finish reason. Closing the iterator aborts the request.
 
-        Raises Overloaded if no target accepts requests now, LinkClosed if none is reachable or it is lost.
+        Raises Overloaded if no target accepts requests now, Unattainable if none meets the request's objective, LinkClosed
+        if none is reachable or it is lost.
         """
 
     async def status(self) -> ClusterStatus:

@@ -42,6 +42,10 @@ class Overloaded(OutriderError):
         self.retry_after_s = retry_after_s
 
 
+class Unattainable(Overloaded):
+    """An objective of the request cannot be met now; try again after ``retry_after_s``."""
+
+
 class LinkClosed(OutriderError):
     """The other end of a link is gone."""
 

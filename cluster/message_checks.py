@@ -174,12 +174,15 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
     """Of a request with a valid id: values that a target cannot process."""
     if not _known(request.prompt_token_ids, vocab_size):
         return f"a prompt token lies outside the vocabulary of {vocab_size}"
-    times = (request.arrival_s, *(time for time in (request.slo.ttft_s, request.slo.tpot_s) if time is not None))
-    if not all(isfinite(time) for time in times):
+    ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    if not all(isfinite(time) for time in (request.arrival_s, ttft_s or 0.0, tpot_s or 0.0)):
         return "its arrival and objectives must be finite numbers of seconds"
+    if (ttft_s is not None and ttft_s < 0.0) or (tpot_s is not None and tpot_s <= 0.0):
+        return f"its objectives of {ttft_s} and {tpot_s} seconds must be greater than 0"
     if request.chain is not None and len(request.chain) > MAX_PROPOSERS:
         return f"its chain names {len(request.chain)} drafters, at most {MAX_PROPOSERS} are possible"
-    return _names_fault(request.chain or ()) or sampling_fault(request.sampling, vocab_size)
+    names = (*(request.chain or ()), *(() if request.slo.name is None else (request.slo.name,)))
+    return _names_fault(names) or sampling_fault(request.sampling, vocab_size)
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -197,7 +200,7 @@ def id_fault(request_id: str) -> str | None:
 
 def _names_fault(names: Iterable[str]) -> str | None:
     if not all(0 < len(name) <= MAX_ID_LEN for name in names):
-        return f"a drafter's name that has not 1 to {MAX_ID_LEN} characters"
+        return f"the name of a drafter or class that has not 1 to {MAX_ID_LEN} characters"
     return None
 
 

@@ -6,7 +6,7 @@ Each problem names the line, the path of the key and the value; an unknown key n
 import difflib
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -176,7 +176,9 @@ def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | No
             known = annotation.model_fields.get(str(part))
             annotation = known.annotation if known else None
         else:
-            annotation = next(iter(get_args(annotation)), None)  # the element of a tuple
+            parts = get_args(annotation)
+            value = 1 if get_origin(annotation) is Mapping else 0  # of a mapping; else the element of a tuple
+            annotation = parts[value] if len(parts) > value else None
     return tuple(found), owner
 
 

@@ -35,8 +35,9 @@ NO_STOP = StopRule()
 class Slo:
     """Service-level objectives of a request. None: no objective."""
 
-    ttft_s: float | None = None  # time to first token
-    tpot_s: float | None = None  # time per output token after the first
+    ttft_s: float | None = None  # time to first token, from the request's arrival at the process that holds it
+    tpot_s: float | None = None  # mean time per output token after the first
+    name: str | None = None  # of its class (`cluster.config.slo`), for metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prefill statistics of a request. Times are durations in seconds on the target's clock."""
+    """Prefill statistics of a request. Times are durations in seconds on the target's clock. Of a request that is refused
+    because its first token would come too late, they are predictions."""
 
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     queue_s: float  # from the request's arrival at the target to its first pass
@@ -107,7 +109,7 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None  # the reason of ERROR and OVERLOADED
-    prefill: Prefill | None = None  # with the first tokens of a request
+    prefill: Prefill | None = None  # with the first tokens of a request, and with some refusals
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 
 

@@ -71,7 +71,7 @@ class ApiReplica:
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
-        return create_app(client, tokenizer, ApiSettings.from_config(self._config.api), lifespan)
+        return create_app(client, tokenizer, ApiSettings.from_config(self._config.api, self._config.slo), lifespan)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""

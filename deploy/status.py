@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.slo import summed
 from deploy.chat_client import ServerFailed, connect, get
 
 PATH = "/v1/outrider/status"  # returns dataclasses.asdict(ClusterStatus)
@@ -87,6 +88,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         blank,
         _targets(status.targets),
         blank,
+        *_objectives(status.targets),
         _drafters(status.drafters, before.drafters if before else ()),
         blank,
         _processes(status.drafters),
@@ -115,6 +117,24 @@ def _targets(targets: tuple[TargetStatus, ...]) -> Table:
             f"{target.step_ms:.1f}",
         )
     return table
+
+
+def _objectives(targets: tuple[TargetStatus, ...]) -> tuple[RenderableType, ...]:
+    """Attainment by class over all targets; nothing without objectives."""
+    counts = summed(tuple(one for target in targets for one in target.slo))
+    if not counts:
+        return ()
+    table = _table("class", "answers", "met", "TTFT met", "TPOT met", "refused")
+    for one in counts:
+        table.add_row(
+            Text(one.name),
+            f"{one.num_answers:,}",
+            _share(one.num_met, one.num_answers),
+            _share(one.num_ttft_met, one.num_ttft_met + one.num_ttft_missed),
+            _share(one.num_tpot_met, one.num_tpot_met + one.num_tpot_missed),
+            f"{one.num_refused:,}",
+        )
+    return table, Text("")
 
 
 def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:

@@ -19,6 +19,7 @@ from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
 from engine.request_checks import refusal
 from engine.sequences import LiveSequence, Sequences
+from engine.slo_monitor import SloMonitor
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
@@ -63,6 +64,7 @@ class TargetLoop:
             own, but they share the target's device: one is queried only while that pays.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
         grammars: of the model; None: requests with a grammar are refused.
+        sheds: refuse requests whose first token would come later than their objective.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TargetLoop:
         colocated: Collection[str] = (),
         proposers: Mapping[str, Collection[str]] | None = None,
         grammars: "Grammars | None" = None,
+        sheds: bool = True,
     ) -> None:
         self.mailbox = mailbox
         self.telemetry = Telemetry()
@@ -89,6 +92,7 @@ class TargetLoop:
         self._draft_lengths = draft_lengths or DraftLengths()
         self._chunks = Chunks()
         self._pass_costs = PassCosts(cost)
+        self._slo = SloMonitor(cost, self.telemetry.attainment, sheds)
         self._max_waiting = max_waiting
         self._clock = clock
         self._sequences = Sequences(model)
@@ -227,6 +231,7 @@ class TargetLoop:
             self._draft_lengths.learn(PassFeedback(commits, self._judgements, self._pass_s, end_s - since_s))
         self._last_end_s = end_s if self._sequences else None
         self.telemetry.record(counts.num_rows, commits, end_s - begun.began_s, end_s)
+        self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
         self._flush()
         if not self._sequences:
             self._engine.check_integrity()
@@ -237,6 +242,7 @@ class TargetLoop:
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity, takes_grammars = self._engine.capacity(), self._grammars is not None
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, takes_grammars)
+        refused = refused or self._slo.refusal(request, self._sequences, capacity, now_s)
         if refused is not None:
             self._gateways.refuse(link, refused)
             return
@@ -289,6 +295,7 @@ class TargetLoop:
                 continue
             sequence = self._sequences[commit.request_id]
             if commit.base_len == sequence.prompt_len and commit.token_ids:
+                sequence.first_token_s = now_s
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
             if sequence.draft.judgement is not None and sequence.teaches:
@@ -297,6 +304,8 @@ class TargetLoop:
             if commit.finish is None:
                 sequence.draft.force(commit.request_id)
             else:
+                if sequence.has_slo and commit.finish is not FinishReason.ERROR:
+                    self._slo.note_answer(sequence, now_s)
                 self._end(commit.request_id)
         self._gateways.publish(commits)
         self._judgements = judgements
@@ -309,6 +318,7 @@ class TargetLoop:
                 self._grammars.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
+            self._slo.note_end()
 
     def _flush(self) -> None:
         self._drafters.flush()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
 from engine.target import SpanInput, SpanOutcome
-from router.plan import SequenceView, Span
+from router.plan import SequenceView, SloProgress, Span
 from router.prompt_features import prompt_features
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
@@ -27,6 +27,7 @@ class LiveSequence:
     computed_len: int = 0
     running: bool = False
     arrived_s: float = 0.0  # at this target
+    first_token_s: float | None = None  # when it was committed
     admitted_s: float | None = None  # when its first pass began; None: still queued
     awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
@@ -37,12 +38,14 @@ class LiveSequence:
     prompt_len: int = field(init=False)
     end_len: int = field(init=False)  # committed length at which max_tokens is reached
     teaches: bool = field(init=False)
+    has_slo: bool = field(init=False)
     draft: DraftState = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.end_len = self.prompt_len + self.request.sampling.max_tokens
         self.teaches = self.request.teaches
+        self.has_slo = self.request.slo.ttft_s is not None or self.request.slo.tpot_s is not None
         self.draft = DraftState(self.token_ids, self.prompt_len)
 
     @property
@@ -89,7 +92,14 @@ class LiveSequence:
             self.end_len - committed_len,
             () if proposal is None else draft.survival,
             draft.committed_s,
+            self.arrived_s,
+            self._slo_progress(committed_len) if self.has_slo else None,
         )
+
+    def _slo_progress(self, committed_len: int) -> SloProgress:
+        slo, first_token_s = self.request.slo, self.first_token_s
+        first_due_s = None if slo.ttft_s is None or first_token_s is not None else self.arrived_s + slo.ttft_s
+        return SloProgress(first_due_s, slo.tpot_s, first_token_s, committed_len - self.prompt_len)
 
 
 @dataclass(slots=True)

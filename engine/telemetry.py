@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster import messages
 from cluster.messages import LevelReport
+from cluster.slo import Attainment
 from cluster.types import Commit
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import ema
@@ -44,6 +45,7 @@ class Telemetry:
     num_rows: int = 0
     num_committed: int = 0
     num_preempted: int = 0
+    attainment: Attainment = field(default_factory=Attainment)
     step_s: float | None = None
     tokens_per_s: float = 0.0
     _window_start_s: float | None = None

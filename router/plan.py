@@ -8,6 +8,16 @@ from cluster.types import NO_STOP, StopRule
 
 
 @record
+class SloProgress:
+    """Service-level objectives of a live request, and how far it is. Times are on the target's clock."""
+
+    first_due_s: float | None  # when its first token must be there; None: no objective, or it is there
+    tpot_s: float | None  # mean time per token after the first; None: no objective
+    first_token_s: float | None = None  # None: not there yet
+    num_tokens: int = 0  # of its output
+
+
+@record
 class SequenceView:
     """One live request as the planner sees it.
 
@@ -28,6 +38,8 @@ class SequenceView:
     max_new_tokens: int  # committed tokens that may still come, at least 1
     survival: tuple[float, ...] = ()  # calibrated probability that each prefix of the proposal is right; (): not known yet
     committed_s: float = 0.0  # when its drafter was last sent a commit
+    arrived_s: float = 0.0  # at the target
+    slo: SloProgress | None = None  # None: best effort
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.overlap import OVERLAP_POLICIES
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.slo import NO_LIMITS, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
@@ -74,25 +75,34 @@ class StepPlanner:
             return StepPlan(spans=(), held=held, wake_s=start.wake_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
+        limits = NO_LIMITS
+        prompts = prefilling + waiting
+        num_context = sum(s.computed_len for s in running) if prompts else 0
+        if any(s.slo is not None for s in sequences):
+            prompts = by_deadline(prompts, now_s)
+            limits = round_limits(decoding, prompts, num_context, cost, now_s)
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
         if survivors or held:  # streams are live
-            num_prompt_tokens = min(num_prompt_tokens, self._settings.max_chunk_len)
-        if prefilling or waiting:
-            num_context = sum(s.computed_len for s in running)
+            num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
+        if prompts:
             admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
             num_prompt_tokens = min(num_prompt_tokens, sum(map(_remaining, (*prefilling, *admissible))))
-            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost)
+            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost, min(MAX_CHUNK_S, limits.chunk_s))
         else:
             num_prompt_tokens = 0
-        rows = self._verification.rows(survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens))
+        rows = self._verification.rows(
+            survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass())
+        )
         decode = _decode_spans(survivors, rows.verify_lens, blocks)
-        num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
+        num_rows = sum(s.num_compute + s.num_verify for s in decode)
+        num_prompt_tokens = min(capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
+        if num_prompt_tokens and decode and limits.limit_s is not None:  # not every policy regards both together
+            left_s = limits.limit_s - cost.step_s(num_rows, sum(s.committed_len for s in survivors))
+            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost, max(0.0, left_s))
+        if preempted:
+            prompts = [s for s in prompts if s.running and s.request_id not in preempted]
         prefill, admitted = _prefill_spans(
-            [s for s in prefilling if s.request_id not in preempted],
-            [] if preempted else waiting,
-            min(num_free_tokens, rows.num_prompt_tokens),
-            capacity.max_num_sequences - len(running) + len(preempted),
-            blocks,
+            prompts, num_prompt_tokens, capacity.max_num_sequences - len(running) + len(preempted), blocks
         )
         if not decode and not prefill and not preempted and not held and len(running) > 1:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
@@ -101,11 +111,11 @@ class StepPlanner:
         return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held, frontiers=frontiers)
 
 
-def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
-    """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass of one row; at least MIN_CHUNK_LEN.
+def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: float = MAX_CHUNK_S) -> int:
+    """The most of ``num_tokens`` prompt tokens that add at most ``max_s`` to a pass of one row; at least MIN_CHUNK_LEN.
     ``num_context``: tokens that are attended to, summed over the sequences."""
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
-    limit_s = cost.prefill_s(1, num_context) + MAX_CHUNK_S
+    limit_s = cost.prefill_s(1, num_context) + max_s
     while low < high:  # more rows never make a pass faster
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.prefill_s(middle, num_context) <= limit_s else (low, middle - 1)
@@ -176,33 +186,32 @@ def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], 
 
 
 def _prefill_spans(
-    prefilling: Sequence[SequenceView],
-    waiting: Sequence[SequenceView],
-    num_free_tokens: int,
-    num_free_places: int,
-    blocks: _Blocks,
+    prompts: Sequence[SequenceView], num_free_tokens: int, num_free_places: int, blocks: _Blocks
 ) -> tuple[list[Span], list[str]]:
-    """Chunks of begun prompts, oldest first; then new prompts that fit whole beside what the begun ones still need."""
+    """Chunks of prompts in the given order. New ones are admitted while they fit whole beside what begun ones still need."""
     spans: list[Span] = []
     admitted: list[str] = []
-    num_reserved = 0
-    for sequence in prefilling:
-        num_tokens = blocks.fits(sequence, min(_remaining(sequence), num_free_tokens))
+    begun = [s for s in prompts if s.running]
+    num_reserved = sum([blocks.needed(s, _remaining(s)) for s in begun])  # of what begun prompts have not taken yet
+    num_begun, admits = len(begun), True
+    for sequence in prompts:
         needed = blocks.needed(sequence, _remaining(sequence))
+        if sequence.running:
+            num_begun -= 1
+            num_reserved -= needed
+            num_tokens = blocks.fits(sequence, min(_remaining(sequence), num_free_tokens))
+        elif admits and num_free_places > len(admitted) and num_free_tokens > 0 and needed <= blocks.num_free - num_reserved:
+            num_tokens = min(_remaining(sequence), num_free_tokens)
+            admitted.append(sequence.request_id)
+        elif num_begun:
+            admits = False  # in order: a short prompt does not starve a long one
+            continue
+        else:
+            break
         if num_tokens > 0:
             needed -= blocks.needed(sequence, num_tokens)
             blocks.take(sequence, num_tokens)
             num_free_tokens -= num_tokens
             spans.append(Span(sequence.request_id, num_tokens))
         num_reserved += needed
-    for sequence in waiting:
-        needed = blocks.needed(sequence, _remaining(sequence))
-        if num_free_places <= len(admitted) or num_free_tokens <= 0 or needed > blocks.num_free - num_reserved:
-            break  # first come, first served: a short prompt does not starve a long one
-        num_tokens = min(_remaining(sequence), num_free_tokens)
-        num_reserved += needed - blocks.needed(sequence, num_tokens)
-        blocks.take(sequence, num_tokens)
-        num_free_tokens -= num_tokens
-        spans.append(Span(sequence.request_id, num_tokens))
-        admitted.append(sequence.request_id)
     return spans, admitted

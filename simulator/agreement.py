@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.types import Slo
 from router.assignment import Positions, drafter_of
 
 MAX_DRAFT_LEN = 64
@@ -98,6 +99,7 @@ class SimulatedRequest:
     domain: str = ""
     features: tuple[float, ...] = ()
     chain: tuple[str, ...] | None = None
+    slo: Slo = field(default_factory=Slo)
 
     @property
     def output_len(self) -> int:

@@ -67,7 +67,7 @@ class SimulatedGateway:
         self.open[request.id] = OpenRequest(request, target)
         sampling = _sampling(request.max_tokens)
         prompt = self._text.ids[: request.prompt_len]
-        submitted = Request(request.id, prompt, sampling, request.arrival_s, chain=request.chain)
+        submitted = Request(request.id, prompt, sampling, request.arrival_s, request.slo, request.chain)
         self._links[target].send(SubmitRound(submits=(submitted,)))
 
     def tokens_per_s(self, now_s: float) -> dict[str, float]:

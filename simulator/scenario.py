@@ -20,6 +20,7 @@ from cluster.config import (
     PolicyConfig,
     Seconds,
     Section,
+    SloClass,
 )
 from simulator.roofline import Device, NonNegative, Placed, Positive, RooflineCost, Shape
 from simulator.synthetic import Family
@@ -47,6 +48,7 @@ class TextWorkload(Section):
     prompt_len: Lens
     output_len: Lens
     family: Family
+    slo: SloClass = SloClass()
 
 
 class DrafterModel(Section):

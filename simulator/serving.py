@@ -13,7 +13,7 @@ from zlib import error as ZlibError
 
 import numpy as np
 
-from cluster.config import FixedPolicy, PolicyConfig
+from cluster.config import FixedPolicy, PolicyConfig, SloClass
 from cluster.errors import InvalidField
 from profiler.hardware import num_cores
 from router.planner import PlannerSettings, StepPlanner
@@ -63,7 +63,8 @@ def requests(scenario: ServingScenario) -> Iterator[SimulatedRequest]:
         name, kind = kinds[int(random.integers(len(kinds)))]
         prompt_len, num_tokens = lens or (kind.prompt_len.draw(random), kind.output_len.draw(random))
         answer = kind.family.answer(random, num_tokens, longest)
-        yield SimulatedRequest(f"r{number}", arrival_s, prompt_len, num_tokens, answer, name)
+        slo = kind.slo.objectives(name)
+        yield SimulatedRequest(f"r{number}", arrival_s, prompt_len, num_tokens, answer, name, slo=slo)
 
 
 def _arrivals(scenario: ServingScenario, random: np.random.Generator) -> Iterator[tuple[float, tuple[int, int] | None]]:
@@ -149,6 +150,8 @@ def _study(scenario: ServingScenario, outcomes: dict[str, SimulationResult], rea
     num_gpus = scenario.num_targets * scenario.target.parallelism + sum(d.replicas for d in scenario.drafters.values())
     plain = outcomes[TARGET_ALONE]
     rows: list[tuple[Cell, ...]] = []
+    classes: list[tuple[Cell, ...]] = []
+    has_slo = any(text.slo != SloClass() for text in scenario.texts.values())
     figures: dict[str, float] = {"num_gpus": float(num_gpus)}
     for name, outcome in outcomes.items():
         ttft, tpot = outcome.ttft_s(), outcome.tpot_s()
@@ -170,6 +173,10 @@ def _study(scenario: ServingScenario, outcomes: dict[str, SimulationResult], rea
         figures[f"goodput.{key}"] = outcome.goodput
         figures[f"tpot_p50_ms.{key}"] = quantiles[2]
         figures[f"tpot_speedup.{key}"] = float(np.mean(plain.tpot_s()) / np.mean(tpot))
+        for counts in outcome.attainment().values() if has_slo else ():
+            num_requests = counts.num_answers + counts.num_refused
+            figures[f"slo_attainment.{key}.{counts.name}"] = counts.num_met / num_requests
+            classes.append((name, counts.name, num_requests, counts.num_refused, counts.num_met / num_requests))
     simulated_s = sum(outcome.end_s for outcome in outcomes.values())
     columns = (
         "policy",
@@ -191,7 +198,14 @@ def _study(scenario: ServingScenario, outcomes: dict[str, SimulationResult], rea
     return Study(
         "serving",
         figures,
-        (StudyTable(f"simulated: {num_gpus} GPUs, {scenario.num_targets} targets", columns, tuple(rows)),),
+        (
+            StudyTable(f"simulated: {num_gpus} GPUs, {scenario.num_targets} targets", columns, tuple(rows)),
+            *(
+                [StudyTable("objectives", ("policy", "class", "requests", "refused", "met"), tuple(classes))]
+                if classes
+                else []
+            ),
+        ),
         (Panel("time per token", series, x="ms", y="share of requests"),),
         (
             f"simulated: costs by a roofline, acceptance by families, {_arriving(scenario)}.",

@@ -10,6 +10,7 @@ import numpy as np
 
 from cluster.config import CollapseConfig, DraftLengthConfig, OutriderLength
 from cluster.messages import Hello, Role
+from cluster.slo import Attainment, SloCounts
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
 from drafters.sessions import SessionLimits
@@ -62,6 +63,7 @@ class ClusterSpec:
             tells what it would have drafted. It takes ``spare_share`` of its time at the most; companions have none.
         jitter: spread of durations, as the standard deviation of their logarithm.
         collapse: when a drafter is quarantined; None: never.
+        sheds: targets refuse requests whose first token would come later than their objective.
     """
 
     cost: CostModel
@@ -78,6 +80,7 @@ class ClusterSpec:
     jitter: float = 0.0
     collapse: CollapseConfig | None = None
     draft_length: DraftLengthConfig = field(default_factory=OutriderLength)
+    sheds: bool = True
 
     def pool(self) -> list[PoolMember]:
         """As policies see it, with what a profile would say."""
@@ -147,6 +150,21 @@ class SimulationResult:
         """Tokens of a round, the bonus token included; of the requests that ended, their first tokens left out."""
         rounds = sum(one.num_rounds - 1 for one in self.served)
         return sum(one.num_tokens - 1 for one in self.served) / rounds if rounds else 1.0
+
+    def attainment(self) -> dict[str, SloCounts]:
+        """Of requests of a class, by its name: complete answers as the gateway saw them, and refusals."""
+        attainment = Attainment()
+        for one in self.finished:
+            slo = one.request.slo
+            if slo.name is None:
+                continue
+            if one.finish is FinishReason.OVERLOADED:
+                attainment.note(SloCounts(slo.name, num_refused=1))
+            elif one.finish in (FinishReason.LENGTH, FinishReason.STOP):
+                num_later = one.num_tokens - 1
+                tpot_s = (one.end_s - one.first_token_s) / num_later if num_later else None
+                attainment.note(SloCounts.of_answer(slo, one.first_token_s - one.request.arrival_s, tpot_s))
+        return {counts.name: counts for counts in attainment.counts()}
 
     def ttft_s(self) -> Floats:
         return np.array([one.first_token_s - one.request.arrival_s for one in self.served])
@@ -241,6 +259,7 @@ class Simulation:
                 build_draft_lengths(spec.draft_length, draft_lens),
                 companions,
                 dict.fromkeys(draft_lens, frozenset(draft_lens)),
+                sheds=spec.sheds,
             )
 
         target = SimulatedTarget(events, engine, make_loop, self._jitter)

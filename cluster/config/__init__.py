@@ -57,4 +57,5 @@ from cluster.config.router import (
     PolicyConfig,
     RouterConfig,
 )
-from cluster.config.section import Count, Fraction, Resources, Seconds, Section
+from cluster.config.section import Count, Fraction, Milliseconds, Resources, Seconds, Section
+from cluster.config.slo import CUSTOM, SloClass, SloConfig, TtftMs

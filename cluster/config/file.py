@@ -12,6 +12,7 @@ from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section
+from cluster.config.slo import SloConfig
 
 
 class ModelConfig(Section):
@@ -189,6 +190,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     router: RouterConfig = RouterConfig()
     planner: PlannerConfig = PlannerConfig()
+    slo: SloConfig = SloConfig()
     transport: TransportConfig = TransportConfig()
     api: ApiConfig = ApiConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -133,6 +133,8 @@ def _read_logprobs(logprobs: wire.Logprobs) -> tuple[TokenLogprobs, ...]:
 
 _FINISH_OF = {wire.NOT_FINISHED: None} | {wire.FinishReason.Value(reason.name): reason for reason in FinishReason}
 
+_SLO_FIELDS = ("ttft_s", "tpot_s", "slo_name")
+
 # By class and field: the keyword arguments that its value becomes, and the value from the message.
 _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
     (Hello, "token"): (lambda _: {}, lambda _: ""),  # never sent
@@ -141,8 +143,8 @@ _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
         lambda sampling: tuple(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
     ),
     (Request, "slo"): (
-        lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
-        lambda request: Slo(*[getattr(request, s) if request.HasField(s) else None for s in ("ttft_s", "tpot_s")]),
+        lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "slo_name": slo.name},
+        lambda request: Slo(*[getattr(request, s) if request.HasField(s) else None for s in _SLO_FIELDS]),
     ),
     (Request, "chain"): (
         lambda names: {} if names is None else {"chain": {"drafters": names}},

@@ -279,7 +279,7 @@ class Chain(_message.Message):
     def __init__(self, drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,7 @@ class Request(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SLO_NAME_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -294,7 +295,8 @@ class Request(_message.Message):
     ttft_s: float
     tpot_s: float
     chain: Chain
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ...) -> None: ...
+    slo_name: str
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ...) -> None: ...
 
 class SubmitRound(_message.Message):
     __slots__ = ("submits", "aborts")

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.client import EngineClient
+from cluster.errors import Unattainable
 from deploy.api.admission import Admission
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
@@ -84,6 +85,8 @@ class CallResponse(Response):
         except ClientGone:
             raise
         except Exception as error:
+            if isinstance(error, Unattainable):
+                self._metrics.record_shed(self._call.choices)
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
@@ -97,7 +100,12 @@ class CallResponse(Response):
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[Generation]:
         async with self._admission.admitted(len(self._call.choices)) as release:
-            self._metrics.queue_s.observe(time.monotonic() - self._call.arrival_s)
+            queue_s = time.monotonic() - self._call.arrival_s
+            self._metrics.queue_s.observe(queue_s)
+            ttft_s = self._call.choices[0].request.slo.ttft_s
+            if self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
+                message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
+                raise Unattainable(message, self._settings.retry_after_s)
             async with Generation(self._client, self._call.choices, release) as generation:
                 yield generation
 

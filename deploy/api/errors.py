@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from cluster.errors import InvalidField, LinkClosed, OutriderError, Overloaded
+from cluster.errors import InvalidField, LinkClosed, OutriderError, Overloaded, Unattainable
 
 
 class ApiError(OutriderError):
@@ -76,6 +76,8 @@ def as_api_error(error: Exception, retry_after_s: float) -> ApiError | None:
             return error
         case InvalidField():
             return bad_request(error.field, f"{error.reason}, got {shorten(error.value)}")
+        case Unattainable():
+            return overloaded(str(error), error.retry_after_s, "slo_unattainable")
         case Overloaded():
             return overloaded(str(error), error.retry_after_s)
         case LinkClosed():

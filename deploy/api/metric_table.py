@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.slo import SloCounts
 
 # Upper bounds in seconds. Metrics appends api.request_deadline_s (600 s by default) where it exceeds the last of them.
 _CALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
@@ -63,6 +64,21 @@ def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], 
 
 def _memory(status: ClusterStatus) -> Reading:
     return [((d.name, d.device), float(d.num_bytes)) for d in status.drafters if d.device and d.num_bytes is not None]
+
+
+def objective_counts(counts: SloCounts) -> Reading:
+    """By the labels slo_class, objective and outcome."""
+    yield (counts.name, "ttft", "met"), float(counts.num_ttft_met)
+    yield (counts.name, "ttft", "missed"), float(counts.num_ttft_missed)
+    yield (counts.name, "tpot", "met"), float(counts.num_tpot_met)
+    yield (counts.name, "tpot", "missed"), float(counts.num_tpot_missed)
+
+
+def _objectives(status: ClusterStatus) -> Reading:
+    for target in status.targets:
+        for counts in target.slo:
+            for labels, value in objective_counts(counts):
+                yield (target.name, *labels), value
 
 
 def _kv_usage(target: TargetStatus) -> float:
@@ -152,6 +168,33 @@ METRICS = (
         "inference_seconds",
         "Time from the start of a choice's first pass to its last token.",
         "request_inference_time_seconds",
+    ),
+    # Service-level objectives.
+    Metric(
+        "slo_objectives",
+        "counter",
+        "Objectives of complete answers, as their clients saw them.",
+        ("slo_class", "objective", "outcome"),
+    ),
+    _counter("slo_shed", "Choices refused because their first token would have come too late.", labels=("slo_class",)),
+    replace(_histogram("slo_ttft_seconds", "Time to the first token of an answer, by class."), labels=("slo_class",)),
+    replace(
+        _histogram("slo_tpot_seconds", "Mean time per token of an answer after the first, by class.", buckets=_TOKEN),
+        labels=("slo_class",),
+    ),
+    Metric(
+        "target_slo_objectives",
+        "counter",
+        "Objectives of answers that the target completed, as it saw them.",
+        ("target", "slo_class", "objective", "outcome"),
+        read=_objectives,
+    ),
+    Metric(
+        "target_slo_refused",
+        "counter",
+        "Requests that the target refused because their first token would have come too late.",
+        ("target", "slo_class"),
+        read=lambda status: [((t.name, one.name), float(one.num_refused)) for t in status.targets for one in t.slo],
     ),
     # Targets.
     Metric(

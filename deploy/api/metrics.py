@@ -10,9 +10,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from cluster.client import ClusterStatus
+from cluster.slo import OTHER, SloCounts
 from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
-from deploy.api.metric_table import METRICS, Metric
+from deploy.api.metric_table import METRICS, Metric, objective_counts
 
 _OWN: dict[str, Any] = {"namespace": "outrider", "registry": None}
 
@@ -68,10 +69,12 @@ class Metrics:
         if first_s is None or last_s is None:
             return
         self._observe("ttft_seconds", first_s - arrival_s)
-        if choice.num_tokens > 1:
-            self._observe("tpot_seconds", (last_s - first_s) / (choice.num_tokens - 1))
+        tpot_s = (last_s - first_s) / (choice.num_tokens - 1) if choice.num_tokens > 1 else None
+        if tpot_s is not None:
+            self._observe("tpot_seconds", tpot_s)
         if choice.finish is None:
             return
+        self._record_objectives(choice, first_s - arrival_s, tpot_s)
         self._observe("e2e_seconds", last_s - arrival_s)
         self._observe("decode_seconds", last_s - first_s)
         self._observe("choice_prompt_tokens", len(choice.request.prompt_token_ids))
@@ -82,6 +85,21 @@ class Metrics:
             self._observe("prefill_seconds", prefill_s)
             self._observe("inference_seconds", prefill_s + last_s - first_s)
             self._observe("choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
+
+    def _record_objectives(self, choice: Choice, ttft_s: float, tpot_s: float | None) -> None:
+        slo = choice.request.slo
+        if slo.name is None:
+            return
+        self._histograms["slo_ttft_seconds"].labels(slo.name).observe(ttft_s)
+        if tpot_s is not None:
+            self._histograms["slo_tpot_seconds"].labels(slo.name).observe(tpot_s)
+        for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)):
+            self._counters["slo_objectives"].labels(*labels).inc(num)
+
+    def record_shed(self, choices: Iterable[Choice]) -> None:
+        """Counts the choices of a call that was refused because an objective could not be met."""
+        for choice in choices:
+            self._counters["slo_shed"].labels(choice.request.slo.name or OTHER).inc()
 
     def render(self, status: ClusterStatus | None) -> bytes:
         """Prometheus' text format. ``status`` None: the cluster does not answer, and its metrics are left out."""

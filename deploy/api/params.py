@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from cluster.client import ClusterStatus, DrafterStatus
+from cluster.config import CUSTOM, SloClass, SloConfig
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar
 from cluster.sampling_params import MAX_SEED, SamplingParams
-from cluster.types import ModelInfo, Request
+from cluster.types import ModelInfo, Request, Slo
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
-from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
+from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields, Objectives
 from deploy.api.settings import ApiSettings
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -105,13 +106,17 @@ def make_requests(
     settings: ApiSettings,
     grammar: Grammar | None = None,
 ) -> list[Request]:
-    """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
+    """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
+
+    Raises ApiError (400) or InvalidField: a field has an invalid value.
+    """
+    slo = parse_slo(fields.slo, settings.slo)
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
             sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
-            requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
+            requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, slo, chain))
     return requests
 
 
@@ -171,6 +176,20 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
             raise bad_request("drafting", message)
     _check_chain(chain, drafters)
     return chain
+
+
+def parse_slo(slo: str | Objectives | None, config: SloConfig) -> Slo:
+    """The objectives of the field ``slo``. Raises ApiError (400) for an unknown class."""
+    if isinstance(slo, Objectives):
+        return SloClass(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms).objectives(CUSTOM)
+    name = config.default if slo is None else slo
+    if name is None:
+        return Slo()
+    if name not in config.classes:
+        known = ", ".join(map(repr, config.classes)) or "there are none"
+        message = f"{shorten(name)} is not a class of this server{nearest(name, config.classes)} ({known})"
+        raise bad_request("slo", message)
+    return config.classes[name].objectives(name)
 
 
 def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from cluster.config import Milliseconds, TtftMs
 from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.fields import Strict, only, text_or
@@ -20,7 +21,9 @@ MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 
 # Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>"}) | frozenset(ITEM_TAGS)
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>"}) | frozenset(
+    ITEM_TAGS
+)
 
 
 def _off_is_none(value: object) -> object:
@@ -89,6 +92,23 @@ class StructuredOutputs(Strict):
     whitespace_pattern: Annotated[Any, only()] = None
 
 
+class Objectives(Strict):
+    """Service-level objectives of one call. None: no objective."""
+
+    ttft_ms: TtftMs | None = None
+    tpot_ms: Milliseconds | None = None
+
+
+SloField = Annotated[
+    Annotated[str, Field(min_length=1, max_length=64), Tag("<text>")] | Annotated[Objectives, Tag("<objectives>")],
+    Discriminator(
+        lambda value: {str: "<text>", dict: "<objectives>", Objectives: "<objectives>"}.get(type(value)),
+        custom_error_type="form",
+        custom_error_message="must be the name of a class, or an object with ttft_ms and tpot_ms",
+    ),
+]
+
+
 class GenerationFields(Strict):
     """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
@@ -142,6 +162,7 @@ class GenerationFields(Strict):
     # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     drafting_details: bool | None = None  # answers report the text of each drafter
+    slo: SloField | None = None  # a class of the configuration, or objectives
 
     # Accepted and ignored: they affect storage, billing or caching of an answer.
     user: str | None = None

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster.config import ApiConfig
+from cluster.config import ApiConfig, SloConfig
 
 _DEFAULTS = ApiConfig()
+_NO_CLASSES = SloConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,11 @@ class ApiSettings:
     tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = _DEFAULTS.tool_call_parser
     reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = _DEFAULTS.reasoning_parser
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
+    slo: SloConfig = _NO_CLASSES  # classes that calls may name
 
     @classmethod
-    def from_config(cls, config: ApiConfig) -> "ApiSettings":
-        """From the section ``api`` of the configuration. Other limits keep their defaults or follow from it."""
+    def from_config(cls, config: ApiConfig, slo: SloConfig | None = None) -> "ApiSettings":
+        """From the sections ``api`` and ``slo`` of the configuration. Other limits keep their defaults or follow from it."""
         max_sequences = min(max(cls().max_sequences, config.max_choices), config.max_concurrent_requests)
         return cls(
             api_keys_file=config.api_keys_file,
@@ -48,4 +50,5 @@ class ApiSettings:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             cors_origins=config.cors_origins,
+            slo=slo or cls().slo,
         )

@@ -19,17 +19,18 @@ class AdaSpecVerification:
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
             return PassRows({}, context.num_prompt_tokens)
-        ranking, throughput = throughputs(ready, context)
+        ranking, throughput = throughputs(ready, context, context.tpot_s)
         removing_pays = (throughput[:-1] > throughput[1:]) | (throughput[1:] < 0)
         kept = np.flatnonzero(~removing_pays)  # n: of n + 1 tokens, the last is not removed
         return PassRows(ranking.lens(int(kept[-1]) + 1 if len(kept) else 0), context.num_prompt_tokens)
 
 
-def throughputs(ready: Sequence[SequenceView], context: VerifyContext) -> tuple[Ranking, Floats]:
-    """Estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where the pass exceeds its limit."""
+def throughputs(ready: Sequence[SequenceView], context: VerifyContext, limit_s: float | None) -> tuple[Ranking, Floats]:
+    """Algorithm 3: estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where the pass exceeds
+    ``limit_s``, the TPOT constraint."""
     room = max(0, context.capacity.max_pass_tokens - len(ready))
     ranking = Ranking(ready, context, room, weighted=False)
     table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
     seconds = pass_times(table, len(ready), ranking.num_tokens, context.capacity.prepared_rows)
     rates: Floats = np.asarray(ranking.expected) / seconds
-    return ranking, rates if context.limit_s is None else np.where(seconds <= context.limit_s, rates, -1.0)
+    return ranking, rates if limit_s is None else np.where(seconds <= limit_s, rates, -1.0)

@@ -22,6 +22,8 @@ class VerifyContext:
     num_prompt_tokens: int = 0  # that the pass may compute beside the drafts, of prompts that have begun or wait
     limit_s: float | None = None  # the longest that the pass may take by the SLOs of live requests; None: no limit
     weights: Mapping[str, float] = field(default_factory=dict)  # of a request's tokens; 1 unless it falls behind its SLO
+    num_due_tokens: int = 0  # of the prompt tokens, that it must compute to meet a deadline
+    tpot_s: float | None = None  # the tightest TPOT objective of the batch: AdaSpec's constraint
 
 
 @record

@@ -25,7 +25,8 @@ class OutriderVerification:
 
     where s is the time of a prompt token in a pass of prompts alone. So a row goes to a draft if its survival is worth more
     than the time that a prompt token would take elsewhere, and neither takes a row that costs more than it brings. Equal
-    with c = 0. T stays within the limit of the context if any choice does; MIN_CHUNK_LEN prompt tokens are computed always.
+    with c = 0. T stays within the limit of the context if any choice does. MIN_CHUNK_LEN prompt tokens are computed always,
+    and as many as are due.
 
     The search may look at tokens beyond those that it admits: no admission rule changes the output (DESIGN idea 1).
     """
@@ -39,7 +40,7 @@ class OutriderVerification:
         num_context = sum([sequence.committed_len for sequence in ready])
         table = context.cost.table(num_context)
         num_ready, num_prompts = len(ready), context.num_prompt_tokens
-        least_chunk = min(MIN_CHUNK_LEN, num_prompts)
+        least_chunk = _least_chunk(context)
         ranking = Ranking(ready, context, max(0, context.capacity.max_pass_tokens - num_ready - least_chunk))
         if num_prompts:
             num_drafts, num_prompts, gain = _with_prompts(ranking, num_ready, num_context, table, context)
@@ -103,7 +104,7 @@ def _with_prompts(
     numbers = np.arange(num_drafts + num_prompts + 1)
     of_drafts = expected - value * sampling_s - prompt_value * numbers[: num_drafts + 1]
     of_rows = prompt_value * numbers - value * layers_s
-    lows = numbers[: num_drafts + 1] + min(MIN_CHUNK_LEN, num_prompts)
+    lows = numbers[: num_drafts + 1] + _least_chunk(context)
     highs = np.minimum(numbers[: num_drafts + 1] + num_prompts, context.capacity.max_pass_tokens - num_ready)
     if limit_s is not None:
         highs = np.minimum(highs, np.searchsorted(layers_s, limit_s - sampling_s, side="right") - 1)
@@ -118,11 +119,15 @@ def _with_prompts(
     return best, int(lows[best]) + longest - best, gain
 
 
+def _least_chunk(context: VerifyContext) -> int:
+    return min(max(MIN_CHUNK_LEN, context.num_due_tokens), context.num_prompt_tokens)
+
+
 def _prompts_alone(context: VerifyContext) -> int:
     num_prompts = context.num_prompt_tokens
     if context.limit_s is None or not num_prompts:
         return num_prompts
-    low, high = min(MIN_CHUNK_LEN, num_prompts), num_prompts
+    low, high = _least_chunk(context), num_prompts
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if context.cost.prefill_s(middle, 0) <= context.limit_s else (low, middle - 1)

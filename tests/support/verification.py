@@ -105,4 +105,5 @@ def passes(draw: st.DrawFn, prompts: bool = False) -> Drawn:
     weights = {"0": draw(st.sampled_from([1.0, 0.5, 3.0]))} if draw(st.booleans()) else {}
     limit_s = draw(st.sampled_from([None, None, 0.01, 0.03, 0.06]))
     cost = draw(cliff_costs())
-    return Drawn(tuple(batch), VerifyContext(DRAFTERS, capacity, cost, 0.0, min(num_prompts, room), limit_s, weights))
+    context = VerifyContext(DRAFTERS, capacity, cost, 0.0, min(num_prompts, room), limit_s, weights, tpot_s=limit_s)
+    return Drawn(tuple(batch), context)

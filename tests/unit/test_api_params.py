@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.client import ClusterStatus, DrafterStatus
-from cluster.config import ApiConfig
+from cluster.config import ApiConfig, SloClass, SloConfig
 from cluster.sampling_params import MAX_SEED, SamplingParams
-from cluster.types import Request
+from cluster.types import Request, Slo
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
 from deploy.api.settings import ApiSettings
-from tests.support.api import MAX_MODEL_LEN, chat_body, completion_body, serving, token_ids
+from tests.support.api import MAX_MODEL_LEN, MODEL, chat_body, completion_body, serving, token_ids
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -198,3 +198,40 @@ def test_settings_follow_the_configuration() -> None:
     assert (settings.max_request_bytes, settings.max_concurrent) == (2048, 8)
     assert settings.max_n == settings.max_sequences == 8
     assert settings.api_keys_file == Path("keys")
+
+
+SLO = SloConfig(classes={"interactive": SloClass(ttft_ms=500, tpot_ms=50), "batch": SloClass()}, default="batch")
+
+
+@pytest.mark.parametrize(
+    ("field", "slo"),
+    [
+        (None, Slo(None, None, "batch")),
+        ("batch", Slo(None, None, "batch")),
+        ("interactive", Slo(0.5, 0.05, "interactive")),
+        ({"ttft_ms": 100}, Slo(0.1, None, "custom")),
+        ({"ttft_ms": None, "tpot_ms": 20.5}, Slo(None, 0.0205, "custom")),
+    ],
+)
+async def test_objectives_are_a_class_or_of_the_call(field: Any, slo: Slo) -> None:
+    responses = {"model": MODEL, "input": "what is it?", "slo": field}
+    for path, body in (
+        (CHAT, chat_body(slo=field)),
+        (COMPLETIONS, completion_body(slo=field)),
+        ("/v1/responses", responses),
+    ):
+        (request,) = await requests_of(path, body, slo=SLO)
+        assert request.slo == slo
+
+
+async def test_without_classes_requests_have_no_objectives_and_name_none() -> None:
+    (request,) = await requests_of(CHAT, chat_body())
+    assert request.slo == Slo()
+    async with serving(slo=SLO) as (http, cluster):
+        answer = await http.post(CHAT, json=chat_body(slo="interactiv"))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (HTTPStatus.BAD_REQUEST, "slo")
+        assert error["message"] == (
+            "slo: 'interactiv' is not a class of this server; did you mean 'interactive'? ('interactive', 'batch')"
+        )
+        assert not cluster.requests

@@ -114,7 +114,7 @@ requests = st.builds(
     token_ids,
     samplings,
     times,
-    st.builds(Slo, st.none() | times, st.none() | times),
+    st.builds(Slo, st.none() | times, st.none() | times, st.none() | names),
     st.none() | some(names),
 )
 submit_rounds = st.builds(SubmitRound, some(requests), some(names))

@@ -1,6 +1,7 @@
 """Verification policies of papers against cases worked by hand, and where the default does better."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,8 @@ SMOOTH = TableCost((2, 3, 4, 5, 6), (1.0, 1.1, 1.25, 1.6, 2.0))
 CLIFF = TableCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))
 
 
-def lens(policy: str, batch: list[SequenceView], cost: TableCost, limit_s: float | None = None) -> tuple[int, ...]:
-    rows = decide(policy, batch, replace(a_pass(cost, num_prompt_tokens=7), limit_s=limit_s) if limit_s else a_pass(cost))
+def lens(policy: str, batch: list[SequenceView], cost: TableCost, **limits: Any) -> tuple[int, ...]:
+    rows = decide(policy, batch, replace(a_pass(cost, num_prompt_tokens=7), **limits) if limits else a_pass(cost))
     return tuple(rows.verify_lens[sequence.request_id] for sequence in batch)
 
 
@@ -41,7 +42,7 @@ def test_adaspec_eliminates_until_the_throughput_falls() -> None:
 
 @pytest.mark.parametrize(("tpot_s", "expected"), [(1.7, (2, 0)), (1.2, (1, 0)), (1.05, (0, 0)), (0.5, (0, 0))])
 def test_adaspec_eliminates_what_exceeds_the_slo(tpot_s: float, expected: tuple[int, int]) -> None:
-    assert lens("adaspec", BATCH, SMOOTH, limit_s=tpot_s) == expected
+    assert lens("adaspec", BATCH, SMOOTH, tpot_s=tpot_s) == expected
 
 
 def test_dspark_admits_until_the_throughput_falls() -> None:
