@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
@@ -23,19 +24,19 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
     capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
     points: list[tuple[int, float]] = []
     for rows in _measured_rows(capacity.prepared_rows):
-        if rows > min(capacity.max_pass_tokens, capacity.max_model_len):
+        if not probe.fits(rows, 0):
             break
         spent_s = clock() - start_s
         if len(points) >= _MIN_POINTS and spent_s + 2 * monotone(points).step_s(rows, 0) > BUDGET_S:
             break
-        points.append((rows, _least_s(probe, 1, rows, 0)))
+        points.append((rows, _least_s(partial(probe.step, rows, 0))))
     cost = monotone(points)
     num_contexts = min(_NUM_CONTEXTS, capacity.num_blocks * capacity.block_len // capacity.max_model_len)
     row_s = cost.step_s(_CONTEXT_LEN, 0) / _CONTEXT_LEN
-    context_len = min(_CONTEXT_LEN, capacity.max_model_len - 1, int(BUDGET_S / (num_contexts * row_s)))
+    context_len = min(_CONTEXT_LEN, capacity.max_model_len - 2, int(BUDGET_S / (num_contexts * row_s)))
     if context_len < _CONTEXT_LEN // 4:
         return cost
-    with_context_s = _least_s(probe, num_contexts, 1, context_len)
+    with_context_s = _least_s(partial(probe.verify, num_contexts, 1, context_len))
     return monotone(points, max(0.0, with_context_s - cost.step_s(num_contexts, 0)) / (num_contexts * context_len))
 
 
@@ -47,16 +48,16 @@ def _measured_rows(prepared: tuple[int, ...]) -> list[int]:
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
     """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request. ``target``
     must hold no request. ``measure_cost`` does this too."""
-    capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
+    probe = TargetProbe(target, OwnTime())
     for num_rows in sizes:
-        if num_rows <= min(capacity.max_pass_tokens, capacity.max_model_len):
-            probe.verify(1, num_rows, 0)
+        if probe.fits(num_rows, 0):
+            probe.step(num_rows, 0)
 
 
-def _least_s(probe: TargetProbe, num_sequences: int, rows_each: int, context_each: int) -> float:
+def _least_s(measure: Callable[[], float]) -> float:
     """The minimum over repeats, after one pass that warms up this shape."""
     times_s: list[float] = []
-    probe.verify(num_sequences, rows_each, context_each)
+    measure()
     while not times_s or (len(times_s) < _NUM_REPEATS and sum(times_s) < _POINT_S):
-        times_s.append(probe.verify(num_sequences, rows_each, context_each))
+        times_s.append(measure())
     return min(times_s)

@@ -22,7 +22,11 @@ Grid = list[tuple[int, int]]
 
 class TargetProbe:
     """``target`` must hold no request, and holds none between two passes. Contexts are computed outside the measured time,
-    and once where the target caches prefixes. ``max_rows``: per pass; larger passes are extrapolated."""
+    and once where the target caches prefixes. ``max_rows``: per pass; larger passes are extrapolated.
+
+    An engine that schedules for itself may verify no drafts in the pass that admits a request. So a token is computed of
+    each request before its measured pass: contexts are that token longer than asked for.
+    """
 
     def __init__(self, target: TargetEngine, stopwatch: Stopwatch, max_rows: int | None = None) -> None:
         self._target = target
@@ -36,13 +40,13 @@ class TargetProbe:
         """The measurable pairs (rows, context)."""
         most = self._capacity.num_blocks * self._capacity.block_len // _CACHE_SHARE
         rows = [rows for rows in (*ROWS, *_MORE_ROWS) if rows <= self._max_rows]
-        return [
-            (num_rows, context)
-            for context in CONTEXTS
-            if context <= most
-            for num_rows in rows
-            if (shape := self._shape(num_rows)) and context // shape[0] + shape[1] <= self._capacity.max_model_len
-        ]
+        return [(r, context) for context in CONTEXTS if context <= most for r in rows if self.fits(r, context)]
+
+    def fits(self, num_rows: int, context: int) -> bool:
+        """Whether ``step`` can measure it."""
+        num_sequences, rows_each = self._shape(num_rows)
+        longest = context // num_sequences + 1 + rows_each
+        return num_rows <= self._max_rows and longest <= self._capacity.max_model_len
 
     def prefill_grid(self) -> Grid:
         """(rows of a chunk, context before it)."""
@@ -57,11 +61,12 @@ class TargetProbe:
     def verify(self, num_sequences: int, rows_each: int, context_each: int) -> float:
         """Seconds of a pass with a verify span of ``rows_each`` rows for each sequence."""
         requests = [_request(f"{next(self._numbers)}") for _ in range(num_sequences)]
-        spans = []
         for i, request in enumerate(requests):
             own = (i % 2**8, i // 2**8, *(0,) * max(0, context_each - 2))[:context_each]
             self._hold(request, own, (_LAST,))
-            spans.append(SpanInput(request.id, context_each, (_LAST, *(0,) * (rows_each - 1)), num_drafts=rows_each - 1))
+        firsts = self._target.execute([SpanInput(request.id, context_each, (_LAST,)) for request in requests])
+        drafts = (0,) * (rows_each - 1)
+        spans = [SpanInput(o.request_id, context_each + 1, (*o.token_ids, *drafts), len(drafts)) for o in firsts]
         return self._timed(requests, spans)
 
     def prefill(self, num_rows: int, context: int) -> float:
@@ -77,8 +82,11 @@ class TargetProbe:
 
     def _shape(self, num_rows: int) -> tuple[int, int]:
         """Sequences, and rows of each."""
-        num_sequences = min(self._capacity.max_num_sequences, max(1, num_rows // _ROWS_PER_SEQUENCE))
-        num_sequences = 2 ** (num_sequences.bit_length() - 1)  # divides the rows
+        most = min(self._capacity.max_num_sequences, self._capacity.num_blocks // 2)
+        num_sequences = max(1, min(most, num_rows // _ROWS_PER_SEQUENCE))
+        num_sequences = 2 ** (num_sequences.bit_length() - 1)
+        while num_rows % num_sequences:
+            num_sequences //= 2
         return num_sequences, num_rows // num_sequences
 
     def _whole_blocks(self, num_tokens: int) -> int:

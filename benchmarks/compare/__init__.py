@@ -5,9 +5,11 @@ tokens a second by number of streams, then TTFT and TPOT of a bursty trace.
 """
 
 import asyncio
+import random
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -71,6 +73,7 @@ class _Bench:
         self._num_rounds, self._num_tokens, self._num_trace = (2, 48, 32) if quick else (4, 128, 96)
         self._per_stream = {1: 3, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
         per_round = sum(batch * number for batch, number in self._per_stream.items()) + self._num_trace
+        self._random = random.Random(_SEED)
         num_asks = NUM_SETS * (per_round * self._num_rounds + max(BATCHES))
         self._prompts = iter(asyncio.run(tokenize(files.folder, options.prompts or options.data_prompts, num_asks)))
 
@@ -113,9 +116,13 @@ class _Bench:
 
     def _asks(self, name: str, number: int, max_tokens: int) -> list[list[LoadRequest]]:
         """NUM_SETS sets of prompts that nobody was asked before: every system has a prefix cache, where a second arm of a
-        server would find the prompts of the first one."""
+        server would find the prompts of the first one. Prompts of one place have about one length, since a long prompt
+        takes as long as the answer."""
+        drawn = sorted(islice(self._prompts, NUM_SETS * number), key=len)
+        places = [drawn[start : start + NUM_SETS] for start in range(0, len(drawn), NUM_SETS)]
+        self._random.shuffle(places)
         return [
-            [LoadRequest(f"{name}-{i}-{j}", next(self._prompts), max_tokens) for j in range(number)] for i in range(NUM_SETS)
+            [LoadRequest(f"{name}-{i}-{j}", place[i], max_tokens) for j, place in enumerate(places)] for i in range(NUM_SETS)
         ]
 
     def _say(self, text: str) -> None:

@@ -22,12 +22,10 @@ class PeerMissing(OutriderError):
 class Arm:
     """One way to serve the model.
 
-        Args:
-            precision: of the weights: bf16, fp32, q8_0 ...
-            drafting: NUM_SETS = 2  # of prompts; arms with one server answer different ones
-
-    PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
-            max_streams: more are not measured.
+    Args:
+        precision: of the weights: bf16, fp32, q8_0 ...
+        drafting: PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
+        max_streams: more are not measured.
     """
 
     family: str

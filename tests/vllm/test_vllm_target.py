@@ -20,6 +20,8 @@ from drafters.protocol import Demand
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.target import LoadedTarget, SpanInput
+from engine.target_probe import TargetProbe
+from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
 from tests.support.dspark import write_dspark
 from tests.support.target_driver import Drafts, play
@@ -84,6 +86,24 @@ def test_hidden_states_are_those_of_the_native_target(target: LoadedTarget, nati
     assert found[0].shape == (found[1].shape[0], len(LAYERS) * 128)
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(target.embedding, native.embedding)
+
+
+def test_probed_passes_verify_as_many_rows_as_asked(target: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM verifies no drafts in the pass that admits a request: timed, it would price all passes as one of a row."""
+    scheduler: Any = target._scheduler  # type: ignore[attr-defined]
+    plain, num_rows = scheduler.schedule, list[int]()
+
+    def counted(throttle_prefills: bool = False) -> Any:
+        output = plain(throttle_prefills)
+        num_rows.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", counted)
+    probe = TargetProbe(target, OwnTime())
+    for rows, context in ((1, 0), (8, 0), (128, 0), (8, 512), (8, 512)):
+        probe.step(rows, context)
+        assert num_rows[-1] == rows
+    target.check_integrity()
 
 
 def test_dspark_drafts_as_beside_the_native_target(
