@@ -71,7 +71,7 @@ class Drawn:
 
     @property
     def least_prompts(self) -> int:
-        return min(MIN_CHUNK_LEN, self.context.num_prompt_tokens)
+        return min(max(MIN_CHUNK_LEN, self.context.num_due_tokens), self.context.num_prompt_tokens)
 
     def best_rate(self) -> float:
         """The most expected tokens per second of a pass without prompts, within its limits."""
@@ -105,5 +105,7 @@ def passes(draw: st.DrawFn, prompts: bool = False) -> Drawn:
     weights = {"0": draw(st.sampled_from([1.0, 0.5, 3.0]))} if draw(st.booleans()) else {}
     limit_s = draw(st.sampled_from([None, None, 0.01, 0.03, 0.06]))
     cost = draw(cliff_costs())
-    context = VerifyContext(DRAFTERS, capacity, cost, 0.0, min(num_prompts, room), limit_s, weights, tpot_s=limit_s)
+    num_prompts = min(num_prompts, room)
+    num_due = draw(st.integers(0, num_prompts))
+    context = VerifyContext(DRAFTERS, capacity, cost, 0.0, num_prompts, limit_s, weights, num_due, limit_s)
     return Drawn(tuple(batch), context)

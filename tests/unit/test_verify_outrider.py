@@ -118,6 +118,19 @@ def test_rows_fill_the_prepared_shape_that_is_paid_for() -> None:
     assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 6))).verify_lens == {"a": 5}
 
 
+def test_the_budget_falls_as_the_load_rises() -> None:
+    """DSpark, figure 8: the rows for drafts of a request, from all at low load to none where each row costs its share."""
+    knee = TableCost((1, 64, 512), (0.02, 0.022, 0.16))
+    verified = []
+    for num_ready in (1, 4, 8, 16, 32, 64, 128):
+        batch = [decoding(str(i), (0.9, 0.75, 0.6, 0.4, 0.25, 0.1, 0.05)) for i in range(num_ready)]
+        lens = decide("outrider", batch, a_pass(knee, max_pass_tokens=4096)).verify_lens
+        verified.append(sum(lens.values()) / num_ready)
+    assert (verified[0], verified[-1]) == (7.0, 0.0)
+    assert verified == sorted(verified, reverse=True)
+    assert len(set(verified)) >= 4, "smoothly"
+
+
 def cost_of_one_draft(gain: float, survival: float = 0.5) -> TableCost:
     """So that verifying one draft token of one request gains so much."""
     row_s = 0.02 * ((1 + survival) / (1 + gain) - 1)
