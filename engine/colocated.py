@@ -21,9 +21,6 @@ class ColocatedDrafters:
     def __bool__(self) -> bool:
         return bool(self._gates)
 
-    def is_colocated(self, drafter: str) -> bool:
-        return drafter in self._gates
-
     def is_queried(self, drafter: str) -> bool:
         """True for a drafter in another process."""
         gate = self._gates.get(drafter)

@@ -143,7 +143,7 @@ class DrafterSessions:
             if sent_s is not None:
                 at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - sent_s)
                 stats.replied(now_s - sent_s, at_least_s)
-                stats.awaited(unread_since_s is None or self._colocated.is_colocated(proposal.drafter))
+                stats.awaited(unread_since_s is None or self._colocated.shares_device(proposal.drafter))
         if sequence.draft.offer(proposal):
             return sequence
         stats.num_stale += 1

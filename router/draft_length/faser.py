@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import log2
+from math import log2, sqrt
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from router.draft_length.base import BatchState, DraftLengths, PassFeedback, dec
 from router.matching import Floats
 from router.plan import DraftBudget, SequenceView
 
-MAX_UPDATES = 8
+MAX_UPDATES = 4
 _LEN_SCALE = 2.0  # of the kernel, draft tokens
 _BATCH_SCALE = 1.0  # of the kernel, doublings of the batch
 _NOISE = 1.0  # variance of a round's J about its mean, in units of the variance of all
@@ -130,21 +130,16 @@ def lower_bounds(
         log_batch: of the present batch.
         num_rounds: n of each request.
     """
-    num = max(map(len, tried))
-    data = np.zeros((len(tried), num, 3))
-    is_round = np.zeros((len(tried), num))
-    for i, rounds in enumerate(tried):
-        data[i, : len(rounds)] = rounds
-        is_round[i, : len(rounds)] = 1.0
-    lens, log_batches, costs = data[..., 0], data[..., 1], data[..., 2]
-    counts = is_round.sum(1, keepdims=True)
-    means = costs.sum(1, keepdims=True) / counts
-    deviations = (costs - means) * is_round
-    spread = np.sqrt((deviations**2).sum(1, keepdims=True) / counts)
-    targets = deviations / np.maximum(spread, 1e-9)
+    cells = [_cells(rounds) for rounds in tried]
+    num = max(map(len, cells))
+    data = np.zeros((len(tried), num, 4))  # length, log2 of the batch, standardised J, rounds
+    for i, of_request in enumerate(cells):
+        data[i, : len(of_request)] = of_request
+    lens, log_batches, targets, counts = (data[..., k] for k in range(4))
+    is_round = (counts > 0).astype(np.float64)
     among = _kernel(lens[:, :, None] - lens[:, None, :], log_batches[:, :, None] - log_batches[:, None, :])
     among *= is_round[:, :, None] * is_round[:, None, :]
-    among += _NOISE * np.eye(num)
+    among += np.eye(num) * (_NOISE / np.maximum(counts, 1.0))[:, :, None]
     candidates = np.arange(1.0, longest + 1)
     towards = _kernel(lens[:, :, None] - candidates, (log_batches - log_batch)[:, :, None]) * is_round[:, :, None]
     solved = np.linalg.solve(among, np.concatenate([targets[:, :, None], towards], axis=2))
@@ -153,6 +148,18 @@ def lower_bounds(
     betas = _BETA * np.log(2.0 * np.array(num_rounds))
     bounds: Floats = mean - np.sqrt(betas[:, None] * variance)
     return bounds
+
+
+def _cells(rounds: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float, float]]:
+    """Rounds of one length and octave of the batch as one: length, octave, mean standardised J, and their number."""
+    costs = [cost for _, _, cost in rounds]
+    mean = sum(costs) / len(costs)
+    spread = max(sqrt(sum([(cost - mean) ** 2 for cost in costs]) / len(costs)), 1e-9)
+    sums: dict[tuple[float, int], tuple[float, int]] = {}
+    for length, log_batch, cost in rounds:
+        total, num = sums.get((length, round(log_batch)), (0.0, 0))
+        sums[length, round(log_batch)] = total + cost, num + 1
+    return [(length, octave, (total / num - mean) / spread, num) for (length, octave), (total, num) in sums.items()]
 
 
 def _kernel(lens: Floats, log_batches: Floats) -> Floats:
