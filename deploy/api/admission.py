@@ -24,6 +24,10 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._waiting)
 
+    def is_busy(self, num_sequences: int) -> bool:
+        """Whether a call would be queued now."""
+        return bool(self._waiting) or not self._fits(num_sequences)
+
     @asynccontextmanager
     async def admitted(self, num_sequences: int) -> AsyncIterator[Callable[[], None]]:
         """Holds admission until the block ends or the yielded function is called. Raises ApiError (429): queue full."""
@@ -42,7 +46,7 @@ class Admission:
             end()
 
     async def _enter(self, num_sequences: int) -> None:
-        if not self._waiting and self._fits(num_sequences):
+        if not self.is_busy(num_sequences):
             self.num_running += num_sequences
             return
         if len(self._waiting) >= self._settings.max_queued:

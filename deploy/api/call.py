@@ -99,11 +99,12 @@ class CallResponse(Response):
 
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[Generation]:
+        is_queued = self._admission.is_busy(len(self._call.choices))
         async with self._admission.admitted(len(self._call.choices)) as release:
             queue_s = time.monotonic() - self._call.arrival_s
             self._metrics.queue_s.observe(queue_s)
             ttft_s = self._call.choices[0].request.slo.ttft_s
-            if self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
+            if is_queued and self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
             async with Generation(self._client, self._call.choices, release) as generation:
