@@ -1,9 +1,14 @@
 """Which requests a target refuses."""
 
+from typing import TYPE_CHECKING
+
 from cluster.message_checks import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
 from router.plan import Capacity
+
+if TYPE_CHECKING:
+    from engine.grammar.waiting import PendingGrammars
 
 
 def refusal(
@@ -13,7 +18,7 @@ def refusal(
     capacity: Capacity,
     max_waiting: int,
     draining: bool,
-    takes_grammars: bool = False,
+    grammars: "PendingGrammars | None" = None,
 ) -> Commit | None:
     """The only commit of a request that is refused, with the reason; None: it is taken. The gateway has validated the
     request. This checks what only the target knows, and what would do harm."""
@@ -21,6 +26,8 @@ def refusal(
     num_waiting = len(sequences) - sequences.num_running
     longest, num_cached = min(prompt_len + request.sampling.max_tokens, max_len), capacity.num_blocks * capacity.block_len
     finish, error = FinishReason.ERROR, None
+    grammar = request.sampling.grammar
+    refused = None if grammar is None or grammars is None else grammars.refusal(grammar)
     if request.id in sequences:
         error = f"request {request.id} is live already"
     elif draining:
@@ -33,8 +40,10 @@ def refusal(
     elif longest > num_cached:
         needed = f"prompt and max_tokens need {longest} tokens of KV cache, of which there are {num_cached} in all"
         error = f"{needed}; lower max_tokens"
-    elif request.sampling.grammar is not None and not takes_grammars:
+    elif grammar is not None and grammars is None:
         error = "this target has no structured output; its log says why"
+    elif refused is not None:
+        finish, error = FinishReason.OVERLOADED if refused.is_busy else FinishReason.ERROR, refused.reason
     else:
         error = request_fault(request, model.vocab_size)
     return None if error is None else Commit(request.id, prompt_len, (), finish=finish, error=error)

@@ -13,7 +13,7 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
-from engine.grammar.waiting import PendingGrammars
+from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
@@ -240,8 +240,8 @@ class TargetLoop:
             self._colocated.note_overhead(self._clock() - begun.began_s - self._pass_s)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
-        capacity, takes_grammars = self._engine.capacity(), self._grammars is not None
-        refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, takes_grammars)
+        capacity = self._engine.capacity()
+        refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
         refused = refused or self._slo.refusal(request, self._sequences, capacity, now_s)
         if refused is not None:
             self._gateways.refuse(link, refused)
@@ -259,10 +259,11 @@ class TargetLoop:
         """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
         for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
             sequence = self._sequences[request_id]
-            if not isinstance(result, str):
+            if not isinstance(result, GrammarRefusal):
                 sequence.follow(result)
                 continue
-            error = Commit(request_id, len(sequence.token_ids), (), finish=FinishReason.ERROR, error=result)
+            finish = FinishReason.OVERLOADED if result.is_busy else FinishReason.ERROR
+            error = Commit(request_id, len(sequence.token_ids), (), finish=finish, error=result.reason)
             self._gateways.publish([error])
             self._end(request_id)
 

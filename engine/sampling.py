@@ -9,6 +9,7 @@ Rows are processed in up to four groups, edited or not and with or without noise
 request uses.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import TokenLogprobs
+from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
@@ -29,6 +31,8 @@ from engine.ops import GumbelArgmax
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
+
+logger = logging.getLogger(__name__)
 
 
 class SamplingState:
@@ -108,8 +112,9 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens chosen for the rows of one span. ``error``: the row after these has no choice: all tokens are masked, or its
-    logits are not finite. The error counts only if that row is reached (``engine.acceptance``)."""
+    """Tokens chosen for the rows of one span. ``error``: the row after these has no choice: all tokens are masked, its
+    logits are not finite, or the grammar refuses what its mask allowed. The error counts only if that row is reached
+    (``engine.acceptance``)."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
@@ -150,7 +155,8 @@ class Sampler:
         end_in_time(members, picks.token_ids)
         logits = logits[:, : self.vocab_size]
         logprobs = _raw_logprobs(logits, members, picks)
-        return chosen_of(members, picks, logprobs)
+        chosen = chosen_of(members, picks, logprobs)
+        return [_fitting(member, one) for member, one in zip(members, chosen, strict=True)]
 
     def gathered(self, logits: Tensor) -> Tensor:
         """The logits of the whole vocabulary, (rows, V)."""
@@ -370,3 +376,21 @@ def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) 
     confidences = () if picks.confidences is None else tuple(picks.confidences[kept].tolist())
     of_rows = tuple(logprobs[row] for row in rows if row in logprobs)
     return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error)
+
+
+def _fitting(member: SpanRows, chosen: Chosen) -> Chosen:
+    """Without the tokens from the first on that a grammar refuses although its mask allowed it: a defect, which ends this
+    request alone."""
+    span, grammar = member.span, member.span.state.grammar
+    if grammar is None:
+        return chosen
+    num_reached = common_prefix_len(span.drafts[span.num_before :], chosen.token_ids) + 1
+    refused = grammar.first_refused((*span.drafts[: span.num_before], *chosen.token_ids[:num_reached]))
+    if refused is None or refused < span.num_before:
+        return chosen
+    row, asked = refused - span.num_before, grammar.grammar.grammar
+    error = (
+        f"the grammar refuses token {chosen.token_ids[row]} at position {len(span.state) + refused}, which its mask allows"
+    )
+    logger.error("a defect: %s; %s grammar: %.2000s", error, asked.kind, asked.source)
+    return Chosen(chosen.token_ids[:row], chosen.logprobs[:row], chosen.confidences[:row], error)

@@ -23,7 +23,6 @@ MAX_MASK_S = 0.05  # of the slowest row; a round waits for the masks of all its 
 MAX_END_S = 0.5  # to find an end; the second half of an output is searched for ends at each row
 SAMPLE_BYTES = 256
 END_EVERY_BYTES = 64  # of the sample
-MAX_MEMORY = 64 * 2**20  # of a compiled grammar
 DATA_BYTES = 2 * 2**30  # of this process beyond what it starts with
 
 
@@ -33,8 +32,6 @@ def refusal(grammars: Grammars, grammar: Grammar) -> str | None:
         compiled = grammars.compile(grammar)
     except InvalidField as error:
         return error.reason
-    if compiled.compiled.memory_size_bytes > MAX_MEMORY:
-        return f"takes {compiled.compiled.memory_size_bytes >> 20} MiB compiled, at most {MAX_MEMORY >> 20} are possible"
     return _fault(grammars, compiled) or _slowness(compiled)
 
 

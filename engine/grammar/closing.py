@@ -4,8 +4,9 @@ JSON, alone or in a structural tag, is closed greedily: at each byte a string, a
 it; where it does not, the text of the string or number is searched breadth first. Other grammars are searched breadth first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,20 @@ from cluster.grammar import GrammarKind
 from engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_BYTES = 4096  # of an end
-MAX_NODES = 4096  # of one search breadth first
-MAX_WIDTH = 24  # states of one length, and bytes tried after each
+MAX_WIDTH = 24  # states of one length
+FEW, MANY = 6, 24  # bytes that are all tried after a state; of more, some are
 MAX_DETOURS = 12  # choices of a greedy end that are tried another way
+MAX_COST = 3072  # of one search; the cost of asking a matcher, about 5 us. Every other stream waits meanwhile
+FILL_COST = 8  # of a mask
 
-_CLOSERS = b"}],:"
-_ONLY_IN_STRINGS = b"#!qZ"
-_VALUES = b'0123456789ntf"-[{'  # how a value begins, the shortest first
+_CLOSERS = (b"}", b"]", b",", b":")
+_VALUES = tuple(bytes([byte]) for byte in b'0123456789ntf"-[{')  # how a value begins, the shortest first
+
+_SEPARATORS = "-@.:/_ "  # that patterns often demand
+_ONLY_IN_STRINGS = frozenset(b"#!qZ")
+_STRUCTURE = frozenset(b'"'.join((*_CLOSERS, *_VALUES)))
+_FILLERS = (b"a", b"0", b"A")
+_NUM_FILLERS: tuple[int, ...] = (*range(1, 17), 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 @dataclass(slots=True)
@@ -42,6 +50,10 @@ class JsonScan:
 
     def copy(self) -> "JsonScan":
         return JsonScan(self.in_string, self.escaped)
+
+
+class _TooDearError(Exception):
+    """A search has cost MAX_COST."""
 
 
 class Closing:
@@ -67,96 +79,151 @@ class Closing:
         self._allowed = allowed
         self._masks = vocabulary.new_masks(1)
         self._mask: NDArray[np.int32] = self._masks[0].numpy()
+        self._cost_left = 0
+        self._known_texts: dict[bytes, bytes] = {}  # of this search: by what a string may hold next, a text that ends it
 
     def shortest(self, matcher: GrammarMatcher, scan: JsonScan) -> bytes | None:
-        """An end of the output that ``matcher`` has followed; b"" if it may end here. None: none was found.
+        """An end of the output that ``matcher`` has followed; b"" if it may end here. None: none was found at MAX_COST.
 
         A function of the matcher's place alone. ``matcher`` is left as it was.
         """
-        if not self._is_greedy:
-            return self._search(matcher, self._vocabulary.allows_end)
-        end, choices = self._greedy(matcher, scan, {})
-        for i, options in enumerate(choices[:MAX_DETOURS] if end is None else ()):
-            for option in range(1, options):
-                found, _ = self._greedy(matcher, scan, {i: option})
+        self._cost_left = MAX_COST
+        self._known_texts.clear()
+        try:
+            if not self._is_greedy:
+                return self._search(matcher, self._vocabulary.allows_end)
+            return self._of_json(matcher, scan)
+        except _TooDearError:
+            return None
+
+    def _of_json(self, matcher: GrammarMatcher, scan: JsonScan) -> bytes | None:
+        end, num_choices = self._greedy(matcher, scan, {})
+        for i in range(min(num_choices, MAX_DETOURS) if end is None else 0):
+            for option in range(1, len(_VALUES) + len(self._names)):
+                try:
+                    found, _ = self._greedy(matcher, scan, {i: option})
+                except IndexError:  # there are no more options
+                    break
                 if found is not None and (end is None or len(found) < len(end)):
                     end = found
             if end is not None:
                 break
         return end
 
-    def _greedy(self, matcher: GrammarMatcher, scan: JsonScan, detours: dict[int, int]) -> tuple[bytes | None, list[int]]:
-        """The end, and how many options each choice on the way had. ``detours``: by choice, the option to take."""
-        matcher, scan, out = matcher.fork(), scan.copy(), bytearray()
-        choices: list[int] = []
+    def _greedy(self, matcher: GrammarMatcher, scan: JsonScan, detours: dict[int, int]) -> tuple[bytes | None, int]:
+        """The end, and how many choices there were on the way. ``detours``: by choice, the option to take; otherwise it is
+        the first. Raises IndexError: there are not so many options."""
+        matcher, scan, out, num_choices = matcher.fork(), scan.copy(), bytearray(), 0
         has_closed = False  # a string, by the last byte
         while len(out) < MAX_BYTES:
-            allowed, may_end = self._next(matcher)
-            if may_end:
-                return bytes(out), choices
-            if not len(allowed):
-                return None, choices
-            if len(allowed) == 1:
-                step = bytes(allowed.astype(np.uint8))
-            else:
-                in_string = _is_in_string(allowed) if self._is_tag else scan.in_string
+            if matcher.is_completed():
+                return bytes(out), num_choices
+            self._pay(1)
+            step = matcher.find_jump_forward_string().encode()
+            if step and matcher.accept_string(step):
+                has_closed = False
+                out += step
+                scan.feed(step)
+                continue
+            in_string, closers = scan.in_string, list(_CLOSERS)
+            if self._is_tag:
+                allowed, _ = self._next(matcher)
+                in_string, closers = _is_in_string(allowed), [*_CLOSERS, b'"']
                 closes = in_string and 0x22 in allowed
-                if self._is_tag and closes and has_closed:
-                    return None, choices  # no string was closed: this is free text, which nothing here ends
+                if closes and has_closed:
+                    return None, num_choices  # no string was closed: this is free text, which nothing here ends
                 has_closed = closes
-                options = self._in_string(matcher, allowed) if in_string else self._outside(allowed)
-                if not options:
-                    return None, choices
-                step = options[min(detours.get(len(choices), 0), len(options) - 1)]
-                if len(options) > 1:
-                    choices.append(len(options))
-            if not matcher.accept_string(step):
-                return None, choices
+            for step in [b'"'] if in_string else closers:
+                if matcher.accept_string(step):
+                    break
+            else:
+                options = self._in_string(matcher) if in_string else self._outside(matcher)
+                skipped = detours.get(num_choices, 0)
+                step = next(islice(options, skipped, None), b"")
+                if not step and skipped:
+                    raise IndexError
+                if not step or not matcher.accept_string(step):
+                    return None, num_choices
+                num_choices += 1
             out += step
             scan.feed(step)
-        return None, choices
+        return None, num_choices
 
-    def _outside(self, allowed: NDArray[np.int64]) -> list[bytes]:
-        """Outside strings: the one byte that closes, or else each way to go on."""
-        known = set(allowed.tolist())
-        if self._is_tag and 0x22 in known and not known & set(_CLOSERS):
-            return [b'"']
-        for closer in _CLOSERS:
-            if closer in known:
-                return [bytes([closer])]
-        return [bytes([byte]) for byte in _VALUES if byte in known] or [bytes([int(allowed[0])])]
+    def _outside(self, matcher: GrammarMatcher) -> Iterator[bytes]:
+        """Ways to begin or go on with a value."""
+        found = False
+        for step in _VALUES:
+            self._pay(1)
+            if matcher.fork().accept_string(step):
+                found = True
+                yield step
+        if not found and len(allowed := self._next(matcher)[0]):
+            yield bytes([int(allowed[0])])
 
-    def _in_string(self, matcher: GrammarMatcher, allowed: NDArray[np.int64]) -> list[bytes]:
-        if 0x22 in allowed:
-            return [b'"']
-        names = [name + b'"' for name in self._names if self._is_name(matcher.fork(), name + b'"')]
-        return names or self._texts(matcher)
+    def _in_string(self, matcher: GrammarMatcher) -> Iterator[bytes]:
+        """Ways to end a string that cannot end here: first as the name of a property, then as a value."""
+        found = False
+        for name in self._names:
+            self._pay(1)
+            if matcher.fork().accept_string(name + b'":'):
+                found = True
+                yield name + b'"'
+        text = None if found else self._text(matcher)
+        if text:
+            yield text
 
-    def _is_name(self, matcher: GrammarMatcher, text: bytes) -> bool:
-        """Whether the string may end by ``text`` as the name of a property, and not as a value."""
-        return bool(matcher.accept_string(text)) and 0x3A in self._next(matcher)[0]
+    def _text(self, matcher: GrammarMatcher) -> bytes | None:
+        self._fill(matcher)
+        place = self._mask.tobytes()
+        known = self._known_texts.get(place)
+        if known is not None and matcher.fork().accept_string(known + b'"'):
+            return known
+        found = self._repeated(matcher) or self._search(matcher, lambda mask: 0x22 in self._vocabulary.allowed_bytes(mask))
+        if found:
+            self._known_texts[place] = found
+        return found
 
-    def _texts(self, matcher: GrammarMatcher) -> list[bytes]:
-        found = self._search(matcher, lambda mask: 0x22 in self._vocabulary.allowed_bytes(mask))
-        return [found] if found else []
+    def _repeated(self, matcher: GrammarMatcher) -> bytes | None:
+        """One character as often as it takes."""
+        for char in _FILLERS:
+            if not matcher.fork().accept_string(char):
+                continue
+            for num in _NUM_FILLERS:
+                self._pay(1)
+                if matcher.fork().accept_string(char * num + b'"'):
+                    return char * num
+        return None
 
     def _search(self, matcher: GrammarMatcher, is_goal: Callable[[NDArray[np.int32]], bool]) -> bytes | None:
+        """Over few bytes first, then, if that has found nothing at two thirds of what may still be spent, over more."""
+        spared = self._cost_left // 3
+        self._cost_left -= spared
+        try:
+            found = self._search_over(FEW, matcher, is_goal)
+        except _TooDearError:
+            found = None
+        self._cost_left += spared
+        return self._search_over(MANY, matcher, is_goal) if found is None else found
+
+    def _search_over(
+        self, num_bytes: int, matcher: GrammarMatcher, is_goal: Callable[[NDArray[np.int32]], bool]
+    ) -> bytes | None:
         """Breadth first, states with the same mask once per length."""
-        nodes, num_nodes = [(matcher.fork(), b"")], 0
+        self._fill(matcher)
+        nodes = [(matcher.fork(), self._mask.copy(), b"")]
         for _ in range(MAX_BYTES):
-            following: dict[bytes, tuple[GrammarMatcher, bytes]] = {}
-            for state, out in nodes:
-                allowed, _ = self._next(state)
-                if is_goal(self._mask):
+            following: dict[bytes, tuple[GrammarMatcher, NDArray[np.int32], bytes]] = {}
+            for state, mask, out in nodes:
+                if is_goal(mask):
                     return out
-                for byte in samples(allowed):
-                    num_nodes += 1
+                for byte in samples(self._vocabulary.allowed_bytes(mask), num_bytes):
                     child = state.fork()
                     if child.accept_string(bytes([byte])):
                         self._fill(child)
-                        following.setdefault(self._mask.tobytes(), (child, out + bytes([byte])))
+                        mask_after = self._mask.copy()
+                        following.setdefault(mask_after.tobytes(), (child, mask_after, out + bytes([byte])))
             nodes = list(following.values())[:MAX_WIDTH]
-            if not nodes or num_nodes > MAX_NODES:
+            if not nodes:
                 return None
         return None
 
@@ -165,7 +232,14 @@ class Closing:
         self._fill(matcher)
         return self._vocabulary.allowed_bytes(self._mask), self._vocabulary.allows_end(self._mask)
 
+    def _pay(self, cost: int) -> None:
+        """Raises _TooDearError: the search has cost too much."""
+        self._cost_left -= cost
+        if self._cost_left < 0:
+            raise _TooDearError
+
     def _fill(self, matcher: GrammarMatcher) -> None:
+        self._pay(FILL_COST)
         matcher.fill_next_token_bitmask(self._masks)
         if self._allowed is not None:
             self._mask &= self._allowed
@@ -175,17 +249,22 @@ def _is_in_string(allowed: NDArray[np.int64]) -> bool:
     """Whether a place in text with JSON is inside a string: it allows bytes that no place outside does; or no quote, bracket
     or value, as inside of names."""
     known = set(allowed.tolist())
-    return bool(known & set(_ONLY_IN_STRINGS)) or not known & set(b'"' + _CLOSERS + _VALUES)
+    return bool(known & _ONLY_IN_STRINGS) or not known & _STRUCTURE
 
 
-def samples(allowed: NDArray[np.int64]) -> list[int]:
+def samples(allowed: NDArray[np.int64], num_bytes: int = MANY) -> list[int]:
     """Bytes to try for all allowed ones: of letters and digits a few, since patterns seldom tell them apart."""
     every: list[int] = allowed.tolist()
     plain = [byte for byte in every if byte < 128 and byte != 0x5C]
     if not plain:
-        return every[:MAX_WIDTH]
-    if len(plain) <= MAX_WIDTH:
+        return every[:num_bytes]
+    if len(plain) <= num_bytes:
         return plain
     chars = [chr(byte) for byte in plain]
-    few = [char for kind in (str.islower, str.isupper, str.isdigit) for char in list(filter(kind, chars))[:2]]
-    return [ord(char) for char in (*few, *(char for char in chars if not char.isalnum()))]
+    few = [
+        char
+        for kind in (str.islower, str.isupper, str.isdigit)
+        for char in list(filter(kind, chars))[: 2 if num_bytes == MANY else 1]
+    ]
+    others = sorted((char for char in chars if not char.isalnum()), key=lambda char: (char not in _SEPARATORS, char))
+    return [ord(char) for char in (*few, *(others if num_bytes == MANY else others[:num_bytes]))]

@@ -23,7 +23,8 @@ from engine.grammar.vocabulary import GrammarVocabulary
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 256 * 2**20
+MAX_BYTES = 64 * 2**20  # of a compiled grammar
+MAX_TOTAL_BYTES = 256 * 2**20  # of those in memory, in use or not
 # As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
 SEPARATORS = (", ", ": ")
 
@@ -44,6 +45,10 @@ class CompiledGrammar:
         return GrammarState(self, token_ids, max_tokens)
 
     @property
+    def num_bytes(self) -> int:
+        return self.compiled.memory_size_bytes + len(self.grammar.source)
+
+    @property
     def is_json(self) -> bool:
         """Whether the whole output is one JSON value."""
         return self.grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
@@ -58,7 +63,12 @@ class Grammars:
         self._lock = threading.Lock()
         self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()  # those in use included
-        self._num_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether those in use, with one that was just compiled, take more memory than is allowed: it must be given up."""
+        with self._lock:
+            return self._num_bytes() > MAX_TOTAL_BYTES
 
     def known(self, grammar: Grammar) -> CompiledGrammar | None:
         """A grammar compiled before, unless it was evicted since and no request uses it."""
@@ -68,7 +78,10 @@ class Grammars:
             return self._alive.get(grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidField: it is malformed, or cannot be enforced; says why."""
+        """Grammars that no request uses are evicted where it needs their memory, least recently used first.
+
+        Raises InvalidField: it is malformed, too large, or cannot be enforced; says why.
+        """
         found = self.known(grammar)
         if found is not None:
             return found
@@ -91,12 +104,14 @@ class Grammars:
                 compiled = replace(compiled, shortest_len=len(self.vocabulary.tokens_of(end)) + 1)
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
             raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
+        if compiled.num_bytes > MAX_BYTES:
+            reason = f"takes {compiled.num_bytes >> 20} MiB compiled, at most {MAX_BYTES >> 20} are possible"
+            raise InvalidField(grammar.kind, grammar.source[:80], reason)
         with self._lock:
-            if grammar not in self._known:
-                self._known[grammar] = self._alive[grammar] = compiled
-                self._num_bytes += compiled.compiled.memory_size_bytes
-            while self._num_bytes > CACHE_BYTES and len(self._known) > 1:
-                self._num_bytes -= self._known.popitem(last=False)[1].compiled.memory_size_bytes
+            self._alive[grammar] = compiled
+            self._evict()
+            if self._num_bytes() <= MAX_TOTAL_BYTES:
+                self._known[grammar] = compiled
         return compiled
 
     def follow(self, sampling: SamplingParams, token_ids: Sequence[int]) -> GrammarState | None:
@@ -105,6 +120,19 @@ class Grammars:
         if sampling.grammar is None:
             return None
         return self.compile(sampling.grammar).follow(token_ids, sampling.max_tokens)
+
+    def _num_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in self._alive.values())
+
+    def _evict(self) -> None:
+        """A grammar that no request uses is freed at once when it leaves ``_known``."""
+        for grammar in tuple(self._known):
+            if self._num_bytes() <= MAX_TOTAL_BYTES:
+                return
+            del self._known[grammar]
+            used = self._alive.get(grammar)
+            if used is not None:
+                self._known[grammar] = used
 
     def _compile(self, kind: GrammarKind, source: str) -> xgrammar.CompiledGrammar:
         compiler = self._compiler

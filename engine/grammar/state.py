@@ -46,7 +46,7 @@ class GrammarState:
         """Follows committed tokens. What comes behind the end is ignored.
 
         Raises:
-            ValueError: the grammar does not allow them, which is a bug: the masks do not allow them either.
+            ValueError: the grammar does not allow them, which is a bug: the sampler ends such a request (``first_refused``).
         """
         num = self._accept(token_ids)
         for token_id in token_ids[:num] if self.grammar.is_json else ():
@@ -59,6 +59,13 @@ class GrammarState:
         num = self._accept(draft_ids)
         self._matcher.rollback(num)
         return num
+
+    def first_refused(self, token_ids: Sequence[int]) -> int | None:
+        """The index of the first of these tokens that the grammar refuses; those behind its end do not count."""
+        num = self._accept(token_ids)
+        has_ended = self.has_ended
+        self._matcher.rollback(num)
+        return None if has_ended or num == len(token_ids) else num
 
     def masks(self, draft_ids: Sequence[int], num_before: int, masked_ids: Sequence[int], num_masked: int) -> torch.Tensor:
         """The allowed tokens of rows ``num_before`` to len(draft_ids), packed as of `GrammarVocabulary.new_masks`.

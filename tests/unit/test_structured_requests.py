@@ -12,6 +12,7 @@ import pytest
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import TruncatedDrafter
 from cluster.config import DrafterConfig, NgramOptions
+from cluster.errors import Overloaded
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
@@ -20,6 +21,7 @@ from engine.draft_state import FORCED
 from engine.factory import load_target
 from engine.grammar import waiting
 from engine.grammar.compiling import Grammars
+from engine.grammar.state import GrammarState
 from engine.native import NativeTarget
 from router.cost_model import TableCost
 from tests.support.waiting import eventually
@@ -177,13 +179,37 @@ def test_a_compile_that_outlasts_its_deadline_ends_the_request(
         raise RuntimeError("nobody waits for this")
 
     monkeypatch.setattr(Grammars, "compile", never)
-    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(waiting, "COMPILE_S", 0.0)
     try:
         (done,) = cluster.complete([request(0, Grammar(GrammarKind.REGEX, "too|late"))])
     finally:
         release.set()
     assert done.commits[-1].finish is FinishReason.ERROR
     assert "was not compiled within" in str(done.commits[-1].error)
+
+
+def test_grammars_beyond_the_queue_are_refused_for_now(cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_QUEUED", 0)
+    with pytest.raises(Overloaded, match="try again later"):
+        cluster.complete([request(0, Grammar(GrammarKind.REGEX, "queue|full"))])
+
+
+def test_a_token_that_its_mask_allows_and_the_grammar_refuses_ends_its_request_alone(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    masks, defect = GrammarState.masks, Grammar(GrammarKind.EBNF, 'root ::= "yes, " [a-z]* "!"')
+
+    def all_allowed(self: GrammarState, *asked: Any) -> Any:
+        found = masks(self, *asked)
+        return found.fill_(-1) if self.grammar.grammar == defect else found
+
+    monkeypatch.setattr(GrammarState, "masks", all_allowed)
+    bad, good = cluster.complete([request(2, defect), request(1, GRAMMARS[0])])
+    assert bad.commits[-1].finish is FinishReason.ERROR
+    assert "the grammar refuses token" in str(bad.commits[-1].error)
+    assert good.commits[-1].finish is FinishReason.STOP
+    assert "a defect: the grammar refuses token" in caplog.text
+    assert cluster.complete([request(3, GRAMMARS[0])])[0].commits[-1].finish is FinishReason.STOP
 
 
 def test_a_preempted_request_goes_on_in_its_grammar(engine: NativeTarget) -> None:
