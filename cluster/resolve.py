@@ -112,9 +112,10 @@ def _target_resources(
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
     left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
     cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
-    # On a laptop drafters and target mostly take turns, so the target may use every core.
+    # On a laptop drafters and target mostly take turns, so the target may use every core. vLLM's server leaves one.
     most = max((node.num_threads for node in nodes.nodes), default=1.0)
-    threads = 1 if on_gpu else max(1, int(min(nodes.num_threads / num_ranks, most, max_threads or most)))
+    useful = min(nodes.num_threads / num_ranks, most, max_threads or most)
+    threads = 1 if on_gpu else max(1, int(useful) - (target.engine == "vllm"))
     return _filled(target.resources, cpus=cpus, gpus=1.0 if on_gpu else 0.0, threads=threads)
 
 

@@ -57,6 +57,12 @@ def test_a_laptop_holds_everything_by_shares() -> None:
     assert all(0 < bundle.cpus < 2 and bundle.gpus == 0 for group in plan.groups for bundle in group.bundles)
 
 
+@pytest.mark.parametrize(("engine", "num_cores", "threads"), [("native", 4, 4), ("vllm", 4, 3), ("vllm", 1, 1)])
+def test_vllm_leaves_a_core_to_its_scheduler(engine: str, num_cores: int, threads: int) -> None:
+    config = resolve(with_target(engine=engine), Inventory((Node("laptop", num_cores),)))
+    assert config.target.resources.threads == threads
+
+
 def test_one_core_is_enough() -> None:
     assert len(planned(Config(), Node("small", 1)).groups) == 4
 
