@@ -29,6 +29,7 @@ BENCHES = {
     "drafters": Bench("benchmarks.drafters", "acceptance, cost and speed-up of each drafter"),
     "early-exit": Bench("benchmarks.early_exit", "time of passes that rows of rejected drafts leave, over whole passes"),
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
+    "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on disjoint cores"),
     "packing": Bench("benchmarks.packing", "attention of verify spans: padded, decomposed and ragged"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),

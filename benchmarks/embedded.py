@@ -6,8 +6,9 @@ The very loops that the actors run. For tests, benchmarks, notebooks, and whoeve
 import asyncio
 import itertools
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from cluster.types import Commit, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
+from engine.partition import Partition
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 START_S = 10.0
+TARGET = "target"  # its name in partitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class EmbeddedCluster:
     """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop.
 
     ``clock`` is the target's: it stands still while the cluster is paused. Who measures seconds across a pause takes it.
+    ``partitions``: that the threads of drafters and of ``TARGET`` enter.
     """
 
     def __init__(
@@ -128,11 +132,13 @@ class EmbeddedCluster:
         clock: StoppableClock | None = None,
         grammars: "Grammars | None" = None,
         draft_length: DraftLengthConfig | None = None,
+        partitions: Mapping[str, Partition] | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
         self.grammars = grammars
         self._engine = engine
+        self._partitions = dict(partitions or {})
         self._mailbox = Mailbox()
         self.clock = clock or StoppableClock()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
@@ -356,7 +362,19 @@ class EmbeddedCluster:
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
 
     def _start_target(self) -> LoopThread:
-        return LoopThread("target", self.loop.run_resumably, self._mailbox.wake, on_end=self._on_end)
+        run = self._within(TARGET, self.loop.run_resumably)
+        return LoopThread(TARGET, run, self._mailbox.wake, on_end=self._on_end)
+
+    def _within(self, name: str, run: Callable[[threading.Event], None]) -> Callable[[threading.Event], None]:
+        partition = self._partitions.get(name)
+        if partition is None:
+            return run
+
+        def confined(stop: threading.Event) -> None:
+            partition.enter()
+            run(stop)
+
+        return confined
 
     def _on_end(self) -> None:
         if not self._is_paused:
@@ -367,7 +385,8 @@ class EmbeddedCluster:
             if not self._is_paused:
                 link.close()
 
-        return LoopThread(f"drafter-{name}", partial(loop.run, clock=time.monotonic), mailbox.wake, on_end=end)
+        run = self._within(name, partial(loop.run, clock=time.monotonic))
+        return LoopThread(f"drafter-{name}", run, mailbox.wake, on_end=end)
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

@@ -21,7 +21,7 @@ _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     """The kernels for activations and KV cache of ``dtype``. Raises NoCompiler: no compiler is there, it failed, or the
     library does not load."""
-    runtime, compiler = _openmp_runtime(), find_compiler()
+    runtime, compiler = openmp_runtime(), find_compiler()
     flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
     is_clang = compiler is not None and "clang" in compiler_version(compiler)
     if runtime is not None and is_clang and Path(runtime).name.startswith("libgomp"):
@@ -35,8 +35,8 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     return load_compiled("kernels", SOURCES, HEADERS, flags, folder)
 
 
-def _openmp_runtime() -> str | None:
-    """The OpenMP library that torch has loaded; None where this cannot be found out, and kernels run on one thread."""
+def openmp_runtime() -> str | None:
+    """Path of the OpenMP library that torch has loaded; None where it cannot be found, and kernels run on one thread."""
     try:
         mapped = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
