@@ -164,8 +164,8 @@ class DrafterLoop:
             if session.answered and not session.exhausted:
                 ahead_len = self._ahead_of(session)
                 limit = min(session.num_sent + ahead_len, session.end_len - session.committed_len - 1)
-                # Messages wait for a batch, and a chain verifies it in one pass.
-                num_tokens = min(max(1, ahead_len // 4), limit - len(session.ahead))
+                # Messages wait for a batch; a chain verifies it in one pass, so those of configured windows are longer.
+                num_tokens = min(max(1, self._ahead_len // 4), limit - len(session.ahead))
                 if num_tokens > 0:
                     yield session, num_tokens
 
