@@ -92,7 +92,8 @@ def _target_bytes(config: Config, plan: PlacementPlan, node: str) -> int:
         return 0
     replicas = [plan.group(target_name(replica)) for replica in range(config.target.replicas)]
     num_here = sum(bundle.node == node for group in replicas for bundle in group.bundles)
-    return num_here * _known("the target", target_footprint, config).total
+    num_ranks = config.target.tensor_parallel if config.target.engine == "vllm" else 1  # of one bundle
+    return num_here * num_ranks * _known("the target", target_footprint, config).total
 
 
 def _cpu(node: str) -> str:

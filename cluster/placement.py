@@ -71,11 +71,15 @@ def place(config: Config, inventory: Inventory) -> PlacementPlan:
     """Places a resolved configuration; raises PlacementError if something does not fit.
 
     The ranks of a target replica share a node if one is large enough (STRICT_PACK), otherwise as few nodes as possible
-    (PACK). Each drafter process goes to the node with the fewest drafters, on GPUs that no target uses.
+    (PACK). vLLM's are children of one process, which one bundle holds. Each drafter process goes to the node with the fewest
+    drafters, on GPUs that no target uses.
     """
     free, target = [_Free(node) for node in inventory.nodes], config.target
     names = map(target_name, range(target.replicas))
-    groups = [_place_target(name, target.tensor_parallel, target.resources, free) for name in names]
+    num_processes, resources = target.tensor_parallel, target.resources
+    if target.engine == "vllm":
+        num_processes, resources = 1, _times(resources, num_processes)
+    groups = [_place_target(name, num_processes, resources, free) for name in names]
     for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
         if drafter.is_colocated:
             continue  # in the target's process
@@ -169,6 +173,10 @@ def _misfit(process: str, num_processes: int, resources: Resources, free: Iterab
         f"{process} cannot be placed: it needs {each}{cpus:g} CPUs and {gpus:g} GPUs{where}, free are {left}; {reason}. "
         f"Ask for less (replicas, tensor_parallel, resources), or add nodes"
     )
+
+
+def _times(resources: Resources, num: int) -> Resources:
+    return resources.model_copy(update={"cpus": num * _number(resources.cpus), "gpus": num * _number(resources.gpus)})
 
 
 def _number(value: float | str) -> float:

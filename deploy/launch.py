@@ -17,6 +17,7 @@ from engine.cpu_setup import configure_cpu
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.tensor_parallel.sharding import check_ranks
+from engine.vllm.ranks import check_ranks as check_vllm_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,9 @@ def serve(config: Config) -> None:
         if config.api.api_keys_file is not None:
             ApiKeys.from_file(config.api.api_keys_file)  # refused here rather than in the API's process
         model_folder = ensure_model(config.model.name)
-        check_ranks(load_config(model_folder), config.target.tensor_parallel)
+        (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
+            load_config(model_folder), config.target.tensor_parallel
+        )
         check_memory(config)
         with run_folder() as folder:
             if config.cluster.ray_address is None:

@@ -149,6 +149,8 @@ class TargetLoop:
             while not stop.is_set():
                 report = self.step(self._clock())
                 if not report.executed:
+                    if not self._sequences:
+                        self._engine.check_integrity()
                     wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())
                     self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
         except BaseException as error:

@@ -69,7 +69,7 @@ class TargetEngine(Protocol):
     def capacity(self) -> Capacity: ...
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when blocks and sequences disagree."""
+        """For an idle engine. Raises AssertionError when blocks and sequences disagree; RankLost: it can compute no more."""
 
 
 class FeatureSource(Protocol):

@@ -41,26 +41,12 @@ class TargetConfig(Section):
     # Every running sequence computes a token in each pass.
     at_most = (("prefill_chunk_len", "max_pass_tokens"), ("max_num_sequences", "max_pass_tokens"))
 
-    @field_validator("tensor_parallel")
-    @classmethod
-    def _ranks_fit_engine(cls, num_ranks: int, info: ValidationInfo) -> int:
-        if num_ranks > 1 and info.data.get("engine") == "vllm":
-            raise ValueError(f"must be 1 on the vllm engine, got {num_ranks}; set target.replicas instead")
-        return num_ranks
-
     @field_validator("block_len")
     @classmethod
     def _block_fits_engine(cls, block_len: int, info: ValidationInfo) -> int:
         if info.data.get("engine") == "vllm" and block_len % 32:
             raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
         return block_len
-
-    @field_validator("device")
-    @classmethod
-    def _device_fits_engine(cls, device: str, info: ValidationInfo) -> str:
-        if info.data.get("engine") == "vllm" and device == "cuda":
-            raise ValueError("must be cpu or auto on the vllm engine, got 'cuda': its workers sample on CPUs so far")
-        return device
 
     @field_validator("early_exit")
     @classmethod

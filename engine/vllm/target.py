@@ -1,16 +1,20 @@
-"""`TargetEngine` over vLLM's engine core in this process."""
+"""`TargetEngine` over vLLM's engine core in this process, whose ranks, if there are several, are its children."""
 
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -19,10 +23,15 @@ from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
 from cluster.types import Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
+from engine.hidden_states import HiddenStateCache
+from engine.models.config import load_config
+from engine.models.weights import open_weights
 from engine.target import SpanInput, SpanOutcome
+from engine.vllm.executor import RankExecutor
+from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
-from engine.vllm.worker import EXTRA_ARG, FEATURE_LAYERS, ExactRunner, RequestSampling
+from engine.vllm.worker import EXTRA_ARG, FEATURE_LAYERS, ExactRunner, PassResult, RequestSampling
 from router.plan import Capacity
 
 MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
@@ -37,8 +46,11 @@ class VllmLimits:
     max_num_sequences: int
     max_pass_tokens: int
     block_len: int
-    kv_cache_bytes: int  # one block of it holds padding
+    kv_cache_bytes: int  # of one rank; one block of it holds padding
     tensor_parallel: int = 1
+    device: str = "cpu"
+    num_threads: int = 1  # of one of several ranks on CPUs
+    binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
     prefix_cache: bool = True
 
 
@@ -47,7 +59,7 @@ class VllmTarget:
     less, or preempt, and verifies no drafts of a request in the pass that admits it.
 
     An exception in ``execute`` leaves vLLM's scheduler between two states. From then on nothing can be computed: the process
-    must end.
+    must end. RankLost: one of several ranks has ended; the others have been killed.
 
     Eager mode: compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU. The environment of the process must have been set
     by `engine.vllm.environment` before vLLM was imported.
@@ -72,11 +84,12 @@ class VllmTarget:
             enable_prefix_caching=limits.prefix_cache,
             skip_tokenizer_init=True,
             tensor_parallel_size=limits.tensor_parallel,
+            distributed_executor_backend=RankExecutor if limits.tensor_parallel > 1 else None,
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            worker_cls="engine.vllm.worker.Worker",
+            worker_cls=f"engine.vllm.worker.{'Worker' if limits.device == 'cpu' else 'GpuWorker'}",
             scheduler_cls="engine.vllm.scheduler.PlannedScheduler",
             speculative_config={
                 "method": "custom_class",
@@ -86,10 +99,21 @@ class VllmTarget:
             additional_config={FEATURE_LAYERS: list(feature_layers)},
         )
         config = arguments.create_engine_config()
-        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        envs.disable_envs_cache()  # of an earlier engine in this process
+        with _threads(limits):
+            self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         assert isinstance(self._core.scheduler, PlannedScheduler)
         self._scheduler = self._core.scheduler
+        executor = self._core.model_executor
+        self._ranks = executor if isinstance(executor, RankExecutor) else None
+        self._folder = folder
         self._limits = limits
+        self._shape = load_config(folder)
+        self._dtype = config.model_config.dtype
+        # Hidden states lie in the slots of vLLM's KV cache, so that its prefix cache and preemption cover them.
+        num_blocks = self._scheduler.kv_cache_config.num_blocks
+        device = torch.device(limits.device)
+        self._features = HiddenStateCache(self._shape, feature_layers, num_blocks, limits.block_len, self._dtype, device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
@@ -132,7 +156,8 @@ class VllmTarget:
         if self._has_failed:
             raise RuntimeError("vLLM's engine computes nothing after an error")
         try:
-            return self._execute(spans)
+            with nullcontext() if self._ranks is None else self._ranks.guarded():
+                return self._execute(spans)
         except BaseException:
             self._has_failed = True
             raise
@@ -150,10 +175,14 @@ class VllmTarget:
             output = executor.sample_tokens(grammar)
         computed = {span.request_id: self._computed_len(span.request_id) for span in spans}
         prompt_lens = {name: self._prompt_len(name) for name in output.prompt_logprobs_dict}
+        result: PassResult | None = getattr(output, "outrider", None)
         with self._lock:
+            if result is not None and result.slots is not None and result.features is not None:
+                device = torch.device(self._limits.device)
+                self._features.write_slots(result.slots.to(device), result.features.to(device))
             scheduler.update_from_output(scheduled, output)
             self._computed_before.clear()
-        found = getattr(output, "outrider", {})
+        found = {} if result is None else result.outcomes
         outcomes = []
         for span in spans:
             outcome = found.get(span.request_id)
@@ -182,6 +211,8 @@ class VllmTarget:
         )
 
     def check_integrity(self) -> None:
+        if self._ranks is not None:
+            self._ranks.check_ranks()
         scheduler = self._scheduler
         if not scheduler.requests:
             assert not scheduler.running, "vLLM runs requests that it does not know"
@@ -194,11 +225,18 @@ class VllmTarget:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return self._runner.features.layers
+        return self._features.layers
 
-    @property
+    @cached_property
     def embedding(self) -> torch.Tensor:
-        return self._runner.embedding
+        """The whole table; that of several ranks, which hold parts of it, is read again."""
+        if self._ranks is None:
+            worker: Any = self._core.model_executor.driver_worker
+            runner = worker.worker.model_runner
+            assert isinstance(runner, ExactRunner)
+            return runner.embedding
+        with open_weights(self._folder, self._shape, self._dtype) as weights:
+            return weights.embedding().to(self._limits.device, copy=True)
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         with self._lock:
@@ -209,7 +247,7 @@ class VllmTarget:
                     f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
                 )
             (block_table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-            return self._runner.features.read(np.array(block_table, np.int32), start, stop)
+            return self._features.read(np.array(block_table, np.int32), start, stop)
 
     def close(self) -> None:
         self._core.shutdown()
@@ -219,16 +257,19 @@ class VllmTarget:
         assert isinstance(asked, RequestSampling)
         return asked.prompt_len
 
-    @property
-    def _runner(self) -> ExactRunner:
-        worker: Any = self._core.model_executor.driver_worker
-        runner = worker.worker.model_runner
-        assert isinstance(runner, ExactRunner)
-        return runner
-
     def _computed_len(self, request_id: str) -> int:
         request = self._scheduler.requests.get(request_id)
         return 0 if request is None else int(request.num_computed_tokens)
+
+
+def _threads(limits: VllmLimits) -> AbstractContextManager[None]:
+    if limits.tensor_parallel == 1 or limits.device != "cpu":
+        return nullcontext()
+    binding = NOT_BOUND
+    if limits.binds:
+        cores = {cpu.id: cpu.physical_core for cpu in get_allowed_cpu_list()}
+        binding = binding_of(cores, limits.tensor_parallel, limits.num_threads)
+    return threads_of_ranks(binding, limits.num_threads)
 
 
 def _prompt_logprobs(scored: LogprobsTensors, prompt_len: int) -> tuple[TokenLogprobs, ...]:

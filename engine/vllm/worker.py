@@ -1,9 +1,13 @@
 """vLLM's worker with our sampling rule (`engine.sampling`), by which any draft can be verified exactly.
 
-vLLM loads `Worker` and `NoProposer` by their qualified names, in the processes of all ranks. Each rank samples from the
-same gathered logits and so chooses the same tokens.
+vLLM loads the workers and `NoProposer` by their qualified names, in the processes of all ranks. Each rank samples from the
+same gathered logits and so chooses the same tokens, which its runner needs as the next inputs. Rank 0 answers for all.
 """
 
+import logging
+import multiprocessing
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.worker import cpu_worker
+from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
 from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
-from engine.hidden_states import HiddenStateCache
 from engine.models.config import load_config
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
 
 EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
 FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,16 @@ class RequestSampling:
     sampling: SamplingParams
     prompt_len: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Of one pass, from rank 0: the outcomes of the spans that were sampled, by request, and the hidden states after the
+    wanted layers of all rows, with their slots in the KV cache."""
+
+    outcomes: dict[str, SpanOutcome]
+    slots: torch.Tensor | None  # [rows]
+    features: torch.Tensor | None  # [rows, layers * hidden]
 
 
 class NoProposer:
@@ -48,11 +64,9 @@ class NoProposer:
         return [[] for _ in sampled_token_ids]
 
 
-class ExactRunner(CPUModelRunner):
-    """Chooses the target's token at each row, and accepts the drafts that equal it. Keeps hidden states for drafters, in the
-    slots of vLLM's KV cache: so its prefix cache and preemption cover them."""
-
-    features: HiddenStateCache
+class ExactRunner(GPUModelRunner):
+    """Chooses the target's token at each row, and accepts the drafts that equal it. vLLM's runner of any device, despite the
+    name of its base."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,17 +79,9 @@ class ExactRunner(CPUModelRunner):
         self._outcomes: dict[str, SpanOutcome] = {}
         self._samplers: dict[tuple[int, ...], Sampler] = {}
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        (group,) = kv_cache_config.kv_cache_groups
-        block_len, num_blocks = group.kv_cache_spec.block_size, kv_cache_config.num_blocks
-        self.features = HiddenStateCache(
-            self._model_shape, self._feature_layers, num_blocks, block_len, self.dtype, self.device
-        )
-
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocabulary, hidden]"""
+        """[vocabulary, hidden]; with several ranks only this one's rows."""
         weight: torch.Tensor = self.model.get_parameter("model.embed_tokens.weight")
         return weight.detach()[: self._model_shape.vocab_size]
 
@@ -83,20 +89,23 @@ class ExactRunner(CPUModelRunner):
         if self._aux_layers:
             self.model.set_aux_hidden_state_layers(self._aux_layers)
 
-    def _keep_features(self, state: Any) -> None:
+    def _features(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slots, features) of the rows of the pass. Several ranks share memory with nobody: they send copies."""
         num_rows = state.scheduler_output.total_num_scheduled_tokens
         found = dict(zip(self._aux_layers, state.aux_hidden_states or (), strict=True))
         rows = [found.get(layer + 1, state.hidden_states)[:num_rows] for layer in self._feature_layers]
         slots = self.input_batch.block_table[0].slot_mapping.gpu[:num_rows]
-        self.features.write_slots(slots, torch.cat(rows, -1))
+        features = torch.cat(rows, -1)
+        return (slots, features) if self.parallel_config.world_size == 1 else (slots.cpu().clone(), features.cpu())
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self._outcomes = {}
-        if self._feature_layers and self.execute_model_state is not None:
-            self._keep_features(self.execute_model_state)
+        slots = features = None
+        if self._feature_layers and self.execute_model_state is not None and self.parallel_config.rank == 0:
+            slots, features = self._features(self.execute_model_state)
         output = super().sample_tokens(grammar_output)
         if output is not None:
-            output.outrider = self._outcomes
+            output.outrider = PassResult(self._outcomes, slots, features)
         return output
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -134,7 +143,7 @@ class ExactRunner(CPUModelRunner):
                 if outcome.token_ids:
                     token_ids[i, : len(outcome.token_ids)] = outcome.token_ids
                     span.state.extend(outcome.token_ids)
-        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids), logprobs_tensors=None)
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids).to(self.device), logprobs_tensors=None)
 
     def _state(self, index: int, name: str) -> SamplingState:
         """Of the request at ``index`` of the batch, with all its committed tokens."""
@@ -156,7 +165,8 @@ class ExactRunner(CPUModelRunner):
         eos_token_ids = self._asked(name).eos_token_ids
         if eos_token_ids not in self._samplers:
             vocab_size = self.model_config.get_vocab_size()
-            self._samplers[eos_token_ids] = Sampler(vocab_size, eos_token_ids, make_gumbel_argmax(vocab_size, self.dtype))
+            kernel = make_gumbel_argmax(vocab_size, self.dtype) if self.device.type == "cpu" else None
+            self._samplers[eos_token_ids] = Sampler(vocab_size, eos_token_ids, kernel)
         return self._samplers[eos_token_ids]
 
     def _asked(self, name: str) -> RequestSampling:
@@ -165,13 +175,65 @@ class ExactRunner(CPUModelRunner):
         return asked
 
 
-class Worker(CPUWorker):
-    """vLLM's worker builds the runner that its module names: another one is named while it does."""
+class CpuRunner(ExactRunner, CPUModelRunner):
+    """On a CPU."""
+
+
+class RankWorker:
+    """What a worker in a process of its own adds to vLLM's: it ends with the target's process, and when it has failed.
+
+    vLLM lets it end by itself, which a rank in a collective of ranks that have ended never does.
+    """
+
+    rank: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        target = multiprocessing.parent_process()
+        self._is_child = target is not None and self.parallel_config.world_size > 1  # type: ignore[attr-defined]
+        if target is not None and self._is_child:
+            threading.Thread(target=_end_after, args=(target,), name="end with the target", daemon=True).start()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        except Exception:
+            self._end_unheard()
+            raise
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        try:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        except Exception:
+            self._end_unheard()
+            raise
+
+    def _end_unheard(self) -> None:
+        """Of rank 0 the executor hears the error. Another rank would go on, without the tokens of this pass."""
+        if self._is_child and self.rank > 0:
+            logger.exception("rank %d failed and ends", self.rank)
+            os._exit(1)
+
+
+def _end_after(target: Any) -> None:
+    target.join()
+    os._exit(1)
+
+
+class Worker(RankWorker, CPUWorker):
+    """On CPUs. vLLM's worker builds the runner that its module names: another one is named while it does."""
 
     def init_device(self) -> None:
         runner = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = ExactRunner
+        cpu_worker.CPUModelRunner = CpuRunner
         try:
             super().init_device()
         finally:
             cpu_worker.CPUModelRunner = runner
+
+
+class GpuWorker(RankWorker, gpu_worker.Worker):
+    """On GPUs; never run so far."""
+
+    def _make_model_runner(self) -> ExactRunner:
+        return ExactRunner(self.vllm_config, self.device)

@@ -30,7 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=128)
 
 
-@pytest.fixture(scope="module", params=["native", "native-2-ranks", pytest.param("vllm", marks=pytest.mark.vllm)])
+VLLM = [pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm-2-ranks")]
+
+
+@pytest.fixture(scope="module", params=["native", "native-2-ranks", *VLLM])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngine]:
     if request.param == "native-2-ranks":
         with closing(load_two_ranks(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN)) as two:
@@ -51,7 +54,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
         grammars = known_grammars(folder, config.vocab_size, config.eos_token_ids)
         yield NativeTarget(model, NativeLimits(NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN), grammars=grammars)
         return
-    target = make_vllm(folder)
+    target = make_vllm(folder, num_ranks=2 if request.param == "vllm-2-ranks" else 1)
     yield target
     target.close()
 

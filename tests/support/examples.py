@@ -9,6 +9,7 @@ MACHINES = {
     "laptop": Inventory((Node("laptop", 4),)),
     "laptop-tp2": Inventory((Node("laptop", 4),)),
     "vllm-cpu": Inventory((Node("laptop", 4),)),
+    "vllm-4gpu": Inventory((Node("server", 32, 4),)),
     "one-node-8gpu": Inventory((Node("server", 64, 8),)),
     "multi-node": Inventory(
         (

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request, TokenLogprobs
+from drafters.protocol import Demand, Drafter
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 
 Drafts = Callable[[str, int], Sequence[int]]  # request and committed length -> draft tokens
@@ -108,3 +109,26 @@ def _take(span: SpanInput, outcome: SpanOutcome, tokens: list[int], computed: di
     played.num_drafted += span.num_drafts
     played.num_accepted += outcome.num_accepted
     played.logprobs.setdefault(name, []).extend(outcome.logprobs)
+
+
+def play_with_drafter(
+    engine: TargetEngine, drafter: Drafter, asked: Mapping[str, Request], max_draft_len: int = 5
+) -> tuple[list[object], dict[tuple[str, int], tuple[int, ...]]]:
+    """Serves ``asked`` with a drafter in this process: (outputs, accepted and drafted tokens), all proposals."""
+    proposals = {}
+
+    def drafts(name: str, committed_len: int) -> Sequence[int]:
+        (draft,) = drafter.propose([Demand(f"1/{name}", max_draft_len)])
+        proposals[name, committed_len] = draft.token_ids
+        return tuple(draft.token_ids)
+
+    for name, one in asked.items():
+        drafter.open(f"1/{name}", one.prompt_token_ids, len(one.prompt_token_ids), one.sampling)
+    played = play(
+        engine,
+        {name: one.prompt_token_ids for name, one in asked.items()},
+        {name: one.sampling for name, one in asked.items()},
+        drafts,
+        on_tokens=lambda name, token_ids: drafter.extend(f"1/{name}", token_ids),
+    )
+    return [played.outputs, played.num_accepted, played.num_drafted], proposals

@@ -1,10 +1,12 @@
 """vLLM's engine over tiny models, in its own environment."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.target import LoadedTarget
@@ -13,7 +15,9 @@ BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multi
 EOS = 256
 
 
-def make_vllm(folder: Path, num_blocks: int = NUM_BLOCKS, feature_layers: Sequence[int] = ()) -> LoadedTarget:
+def make_vllm(
+    folder: Path, num_blocks: int = NUM_BLOCKS, feature_layers: Sequence[int] = (), num_ranks: int = 1
+) -> LoadedTarget:
     """A `VllmTarget` in fp32, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not in this environment: make test-vllm")
@@ -21,11 +25,23 @@ def make_vllm(folder: Path, num_blocks: int = NUM_BLOCKS, feature_layers: Sequen
     from engine.vllm.environment import prepare_environment
 
     prepare_environment()
+    from engine.vllm.ranks import shard_of
     from engine.vllm.target import VllmLimits, VllmTarget
 
-    kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4)
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes)
+    kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * shard_of(load_config(folder), num_ranks).kv_bytes_per_token(4)
+    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks)
     return VllmTarget(folder, limits, (EOS,), feature_layers)
+
+
+def rank_processes(of: int | None = None, before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """The processes of vLLM's ranks below this process, or another, by rank; without those of ``before``."""
+    found = {}
+    for process in psutil.Process(of).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            title = " ".join(process.cmdline())
+            if title.startswith("VLLM::Worker") and process not in before:
+                found[title] = process
+    return [found[title] for title in sorted(found)]
 
 
 class ConstantProposer:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from actors.gateway import LinkClient
 from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, NgramOptions
-from cluster.errors import LinkClosed, Overloaded
+from cluster.errors import LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
 from cluster.types import Commit, FinishReason, Request
 from drafters.sessions import SessionLimits
+from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
@@ -236,6 +238,23 @@ def test_a_failing_engine_ends_its_streams_with_the_reason() -> None:
         pass  # the link went before the word of it was read
     with pytest.raises(RuntimeError, match="the device is gone"):
         cluster.close()
+
+
+class _LosingTarget(ToyTarget):
+    is_lost = False
+
+    def check_integrity(self) -> None:
+        if self.is_lost:
+            raise RankLost("rank 1 ended")
+        super().check_integrity()
+
+
+def test_an_idle_engine_that_can_compute_no_more_ends_the_loop() -> None:
+    engine, stop = _LosingTarget(), threading.Event()
+    loop = TargetLoop(engine, MODEL, Mailbox(), COST, time.monotonic)
+    engine.is_lost = True
+    with pytest.raises(RankLost, match="rank 1 ended"):
+        loop.run(stop)
 
 
 def test_a_request_that_one_target_refuses_goes_to_another() -> None:

@@ -75,6 +75,15 @@ def test_a_target_group_is_packed_on_one_node_and_takes_the_tightest() -> None:
     assert [bundle.process for bundle in plan.group("target-0").bundles] == [f"target-0/{i}" for i in range(4)]
 
 
+def test_one_bundle_holds_all_ranks_of_vllm() -> None:
+    """Its executor starts them as children of the target's process, so they need one machine."""
+    config = with_target(engine="vllm", device="cuda", tensor_parallel=4, resources=Resources(cpus=2))
+    (bundle,) = planned(config, Node("two", 32, 2), Node("four", 32, 4)).group("target-0").bundles
+    assert (bundle.process, bundle.node, bundle.cpus, bundle.gpus) == ("target-0/0", "four", 8, 4)
+    with pytest.raises(PlacementError, match=r"needs 8 CPUs and 4 GPUs, .* no node has enough of it in one piece"):
+        planned(config, Node("two", 32, 2), Node("three", 32, 3))
+
+
 def test_a_group_larger_than_any_node_is_packed_on_few() -> None:
     plan = planned(with_target(tensor_parallel=6), Node("a", 16, 2), Node("b", 16, 4), Node("c", 16, 2))
     assert plan.group("target-0").strategy is Strategy.PACK
@@ -187,7 +196,10 @@ def test_an_example_loads_and_can_be_placed(name: str) -> None:
         assert plan.group(f"target-{replica}").strategy is Strategy.STRICT_PACK
 
 
-@pytest.mark.parametrize(("name", "num", "limit_mb"), [("laptop", 2, 30), ("one-node-8gpu", 1, 450), ("multi-node", 1, 450)])
+@pytest.mark.parametrize(
+    ("name", "num", "limit_mb"),
+    [("laptop", 2, 30), ("one-node-8gpu", 1, 450), ("multi-node", 1, 450), ("vllm-4gpu", 1, 450)],
+)
 def test_what_an_example_remembers_of_answers_stays_within_what_it_says(name: str, num: int, limit_mb: float) -> None:
     memories = [
         options.max_shared_tokens

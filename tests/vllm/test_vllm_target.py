@@ -16,7 +16,6 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
 from drafters.dspark.host import Host, make_dspark
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.target import LoadedTarget, SpanInput
@@ -24,7 +23,7 @@ from engine.target_probe import TargetProbe
 from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
 from tests.support.dspark import write_dspark
-from tests.support.target_driver import Drafts, play
+from tests.support.target_driver import Drafts, play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import BLOCK_LEN, EOS, MAX_MODEL_LEN, ConstantProposer, make_vllm
 
@@ -115,31 +114,10 @@ def test_dspark_drafts_as_beside_the_native_target(
     played = []
     for engine in (target, native):
         drafter = make_dspark(options, model_of(folder), Host(engine, folder))
-        played.append(_with_drafter(engine, drafter, asked))
+        played.append(play_with_drafter(engine, drafter, asked))
         drafter.check_integrity()
     assert played[0] == played[1]
     assert sum(map(len, played[0][1].values())) > 100
-
-
-def _with_drafter(engine: LoadedTarget, drafter: Any, asked: dict[str, Request]) -> tuple[list[Any], dict[Any, Any]]:
-    """(outputs and accepted tokens, all proposals)"""
-    proposals = {}
-
-    def drafts(name: str, committed_len: int) -> Sequence[int]:
-        (draft,) = drafter.propose([Demand(f"1/{name}", 5)])
-        proposals[name, committed_len] = draft.token_ids
-        return tuple(draft.token_ids)
-
-    for name, one in asked.items():
-        drafter.open(f"1/{name}", one.prompt_token_ids, len(one.prompt_token_ids), one.sampling)
-    played = play(
-        engine,
-        {name: one.prompt_token_ids for name, one in asked.items()},
-        {name: one.sampling for name, one in asked.items()},
-        drafts,
-        on_tokens=lambda name, token_ids: drafter.extend(f"1/{name}", token_ids),
-    )
-    return [played.outputs, played.num_accepted, played.num_drafted], proposals
 
 
 def test_a_cache_that_vllm_finds_full_changes_no_token(target: LoadedTarget, folder: Path) -> None:

@@ -1,0 +1,163 @@
+"""vLLM's engine over two ranks: what the contract of targets does not say."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.embedded import EmbeddedCluster
+from cluster.config import DSparkOptions
+from cluster.errors import RankLost
+from cluster.sampling_params import SamplingParams
+from cluster.types import FinishReason, ModelInfo, Request
+from drafters.dspark.host import Host, make_dspark
+from engine.models.tokenizer import fingerprint
+from engine.target import LoadedTarget, SpanInput
+from router.cost_model import TableCost
+from tests.support.dspark import write_dspark
+from tests.support.target_driver import play, play_with_drafter
+from tests.support.tiny_model import write_tiny_model
+from tests.support.vllm_engine import EOS, MAX_MODEL_LEN, make_vllm, rank_processes
+
+pytestmark = pytest.mark.vllm
+
+LAYERS = (-1, 0, 1)
+END_S = 30.0  # a second where nothing else computes
+ENGINE = """
+import sys
+from pathlib import Path
+from tests.support.vllm_engine import make_vllm
+from tests.support.target_driver import play
+from cluster.sampling_params import SamplingParams
+if __name__ == "__main__":
+    engine = make_vllm(Path(sys.argv[1]), num_ranks=2)
+    while True:
+        play(engine, {"a": (1, 2, 3)}, {"a": SamplingParams(max_tokens=200, ignore_eos=True)})
+        print("played", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> LoadedTarget:
+    return make_vllm(folder, feature_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[LoadedTarget]:
+    with closing(make_vllm(folder, feature_layers=LAYERS, num_ranks=2)) as engine:
+        ranks = rank_processes()
+        assert len(ranks) == 2
+        yield engine
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def requests(prefix: str, max_tokens: int = 40) -> list[Request]:
+    return [
+        Request(
+            f"{prefix}-{i}",
+            tuple(range(1 + i, 30 + 11 * i)),
+            SamplingParams(max_tokens, 0.8 * (i % 2), seed=i, ignore_eos=True, top_logprobs=2 if i == 3 else None),
+            arrival_s=0.0,
+        )
+        for i in range(5)
+    ]
+
+
+def test_two_ranks_choose_the_tokens_of_one(one: LoadedTarget, two: LoadedTarget) -> None:
+    asked = requests("same")
+    prompts = {request.id: request.prompt_token_ids for request in asked}
+    sampling = {request.id: request.sampling for request in asked}
+    alone = play(one, prompts, sampling)
+    assert play(two, prompts, sampling).outputs == alone.outputs
+    right = play(two, prompts, sampling, lambda name, length: (*alone.outputs[name][length - len(prompts[name]) :][:6], 7))
+    assert right.outputs == alone.outputs
+    assert right.num_passes < alone.num_passes / 3
+
+
+def test_hidden_states_and_embedding_are_those_of_one_rank(one: LoadedTarget, two: LoadedTarget) -> None:
+    torch.testing.assert_close(one.embedding, two.embedding)
+    (asked,) = requests("states")[:1]
+    found = []
+    for engine in (one, two):
+        engine.open(asked, asked.prompt_token_ids)
+        engine.execute([SpanInput(asked.id, 0, asked.prompt_token_ids[:16], samples=False)])
+        engine.execute([SpanInput(asked.id, 16, asked.prompt_token_ids[16:])])
+        found.append(engine.read_hidden_states(asked.id, 0, len(asked.prompt_token_ids)))
+        engine.release(asked.id)
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+
+
+def test_dspark_proposes_as_beside_one_rank(one: LoadedTarget, two: LoadedTarget, folder: Path, tmp_path: Path) -> None:
+    options = DSparkOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
+    asked = {request.id: request for request in requests("dspark", 20)}
+    played = []
+    for engine in (one, two):
+        drafter = make_dspark(options, model_of(folder), Host(engine, folder))
+        played.append(play_with_drafter(engine, drafter, asked))
+    assert played[0] == played[1]
+    assert sum(map(len, played[0][1].values())) > 100
+
+
+def model_of(folder: Path) -> ModelInfo:
+    return ModelInfo("tiny", 257, MAX_MODEL_LEN, (EOS,), fingerprint(folder))
+
+
+def test_a_rank_killed_in_a_pass_ends_the_engine(folder: Path) -> None:
+    """The other one waits for it in a collective."""
+    others = rank_processes()
+    engine = make_vllm(folder, num_ranks=2)
+    ranks, num_passes, execute = rank_processes(before=others), 0, engine.execute
+
+    def killing(spans: Sequence[SpanInput]) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes == 9:
+            ranks[0].kill()
+        return execute(spans)
+
+    engine.execute = killing  # type: ignore[method-assign]
+    cluster = EmbeddedCluster(engine, model_of(folder), TableCost((1, 32), (0.02, 0.03)), {})
+    completions = cluster.complete(requests("killed"))
+    lost = "RankLost: rank 0 (exit code -9) of the 2 ranks of vLLM ended"
+    assert all(completion.token_ids for completion in completions)
+    ends = [completion.commits[-1] for completion in completions]
+    assert {(end.finish, end.error) for end in ends} == {(FinishReason.ERROR, f"the target failed: {lost}")}
+    with pytest.raises(RuntimeError, match="the embedded target failed: RankLost"):
+        cluster.close()
+    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+    with pytest.raises(RuntimeError, match="computes nothing after an error"):
+        engine.execute([SpanInput("later", 0, (1, 2))])
+    engine.close()
+
+
+def test_ranks_end_with_the_process_of_the_target(folder: Path) -> None:
+    """Killed in the midst of passes, as Ray kills an actor."""
+    command = [sys.executable, "-c", ENGINE, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as target:
+        assert target.stdout is not None
+        assert target.stdout.readline() == "played\n"
+        ranks = rank_processes(target.pid)
+        assert len(ranks) == 2
+        target.kill()
+    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+
+
+def test_an_idle_engine_tells_of_a_lost_rank_and_leaves_none(two: LoadedTarget) -> None:
+    """The last test, since it ends the engine of the others."""
+    ranks = rank_processes()
+    two.check_integrity()
+    ranks[1].kill()
+    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+    with pytest.raises(RankLost, match=r"^rank 1 \(exit code -9\) of the 2 ranks of vLLM ended$"):
+        two.check_integrity()
