@@ -2,8 +2,9 @@
 
 A slot: 1,000 requests of several kinds and eight drafters with 256 places, reports in and a table out, as in the live
 router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
-A round: the plan of 256 decoding requests with a proposal each, by every verification policy and beside prompts, and all
-Python of a live round for 64 drafted requests (`benchmarks/round_python.py`).
+A round: for 256 decoding requests with a proposal each, the plan by every verification policy and beside prompts, and all
+that planning takes in a round by every draft-length policy: the plan, the budgets, and what is learned from the pass. And
+all Python of a live round for 64 drafted requests (`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.
@@ -20,17 +21,26 @@ from dataclasses import dataclass, replace
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.round_python import round_python_ms
 from cluster.config import (
+    AdaSpecLength,
     CollapseConfig,
+    DraftLengthConfig,
     EpsilonGreedyPolicy,
+    FaserLength,
+    FixedLength,
     FixedPolicy,
     GreedyLengthPolicy,
     HedgePolicy,
     LbssPolicy,
+    OutriderLength,
     PolicyConfig,
+    ThresholdLength,
+    TurboSpecLength,
 )
-from cluster.types import RoutingTable
+from cluster.types import Commit, RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
+from router.draft_length import BatchState, PassFeedback, build_draft_lengths
+from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
 from router.planner import PlannerSettings, StepPlanner
@@ -66,6 +76,15 @@ POLICIES: tuple[PolicyConfig, ...] = (
     FixedPolicy(),
 )
 
+DRAFT_LENGTH_CONFIGS: tuple[DraftLengthConfig, ...] = (
+    OutriderLength(),
+    FixedLength(),
+    ThresholdLength(),
+    AdaSpecLength(),
+    FaserLength(),
+    TurboSpecLength(),
+)
+
 
 def run(options: BenchOptions) -> BenchResult:
     num_slots = NUM_SLOTS_QUICK if options.quick else NUM_SLOTS
@@ -80,7 +99,9 @@ def run(options: BenchOptions) -> BenchResult:
     num_plans = NUM_PLANS_QUICK if options.quick else NUM_PLANS
     plans = {policy: plan_times(num_plans, policy) for policy in VERIFICATION_POLICIES}
     plans[f"{DEFAULT}, prompts"] = plan_times(num_plans, DEFAULT, NUM_PROMPTS)
-    default = plans[DEFAULT]
+    figures |= {"plan_p50_ms": plans[DEFAULT].p50_ms, "plan_p50_cpu_ms": plans[DEFAULT].p50_cpu_ms}
+    rounds = {config.kind: round_times(num_plans, config) for config in DRAFT_LENGTH_CONFIGS}
+    default = rounds[OutriderLength().kind]
     figures |= {"round_p50_ms": default.p50_ms, "round_p99_ms": default.p99_ms, "round_p50_cpu_ms": default.p50_cpu_ms}
     figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
     num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
@@ -96,14 +117,20 @@ def run(options: BenchOptions) -> BenchResult:
                 tuple(rows),
             ),
             Table(
-                f"a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
+                f"the plan of a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
                 ("planner.verify", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
                 tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in plans.items()),
+            ),
+            Table(
+                f"plan, budgets and learning of a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
+                ("planner.draft_length", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
+                tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in rounds.items()),
             ),
         ),
         notes=(
             f"a live round of {NUM_DRAFTED} drafted requests: {python_ms:.2f} ms of Python on the target's thread",
             "slot_p99_ms is that of hedge, the default",
+            "round_p50_ms is that of outrider, the default of both policies; plan_p50_ms is the plan alone",
             "the first slots, in which arrays grow, do not count",
         ),
     )
@@ -167,6 +194,45 @@ def plan_times(num_plans: int, policy: str, num_prompts: int = 0) -> DecisionTim
             with times.one():
                 planner.plan(batches[i % len(batches)], drafters, capacity, cost, 0.0)
     return times
+
+
+def round_times(num_rounds: int, config: DraftLengthConfig) -> DecisionTimes:
+    """Plan, budgets and learning. Reply times, the price of a row and the decode rate vary from round to round."""
+    rng = random.Random(_SEED)
+    batches = [sequences(rng) for _ in range(8)]
+    feedbacks = [_feedback(batch, rng) for batch in batches]
+    capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
+    planner, lengths = StepPlanner(), build_draft_lengths(config, {f"d{j}": DRAFT_LEN for j in range(NUM_DRAFTERS)})
+    times, cost = DecisionTimes(), step_cost()
+    with _collected_before():
+        for i in range(num_rounds):
+            views = {f"d{j}": _drafter_view(rng) for j in range(NUM_DRAFTERS)}
+            price, tokens_per_s = 0.05 * rng.uniform(0.9, 1.1), 2000.0 * rng.uniform(0.9, 1.1)
+            batch = batches[i % len(batches)]
+            with times.one():
+                planner.plan(batch, views, capacity, cost, 0.0)
+                lengths.budgets(batch, BatchState(cost, views, price, tokens_per_s))
+                lengths.learn(feedbacks[i % len(batches)])
+    return times
+
+
+def _drafter_view(rng: random.Random) -> DrafterView:
+    """Its drafts take 4 ms, and are far from being worth micro-batches or frontiers."""
+    reply_s, num_requests = 0.005 * rng.uniform(0.9, 1.1), NUM_SEQUENCES / NUM_DRAFTERS
+    return DrafterView(reply_s, 1.5, 0.6 + rng.uniform(-0.02, 0.02), 1.0, 0.004, num_requests, 0.0001, DRAFT_LEN)
+
+
+def _feedback(batch: list[SequenceView], rng: random.Random) -> PassFeedback:
+    commits, judgements = [], {}
+    for sequence in batch:
+        num_right = 0
+        while num_right < DRAFT_LEN and rng.random() < 0.6:
+            num_right += 1
+        token_ids = tuple(range(num_right + 1))
+        commits.append(Commit(sequence.request_id, sequence.committed_len, token_ids, DRAFT_LEN, num_right))
+        confidences = tuple(rng.random() for _ in range(min(num_right + 1, DRAFT_LEN)))
+        judgements[sequence.request_id] = Judgement(sequence.drafter or "", confidences, num_right)
+    return PassFeedback(commits, judgements, 0.1, 0.12)
 
 
 def prompts(num: int) -> list[SequenceView]:

@@ -1,6 +1,7 @@
 """What Python costs on a target's thread: rounds of the live loop over an engine and drafters that answer at once.
 
-The links are in memory and the clock is virtual, so what is timed is reading proposals, planning, judging and publishing.
+The links are in memory and the clock is virtual, so what is timed is reading proposals, planning, judging and publishing,
+by the default policies.
 """
 
 import gc
@@ -9,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from cluster.config import OutriderLength
 from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
@@ -18,6 +20,7 @@ from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
+from router.draft_length import build_draft_lengths
 from router.plan import Capacity
 
 NUM_DRAFTERS = 4
@@ -65,7 +68,10 @@ class _Rounds:
         self._num_requests = num_requests
         network, mailbox, names = LocalNetwork(), Mailbox(), [f"d{i}" for i in range(NUM_DRAFTERS)]
         table = RoutingTable(1, defaults=tuple((name,) for name in names))
-        self.loop = TargetLoop(self, _MODEL, mailbox, OnlineCost(cost), lambda: self.now_s, table=table)
+        lengths = build_draft_lengths(OutriderLength(), dict.fromkeys(names, DRAFT_LEN))
+        self.loop = TargetLoop(
+            self, _MODEL, mailbox, OnlineCost(cost), lambda: self.now_s, table=table, draft_lengths=lengths
+        )
         network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", _MODEL.vocab_size, "fake"))
         self._drafters = []
         for name in names:

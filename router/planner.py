@@ -5,6 +5,7 @@ Which requests a pass takes, and which wait for their proposals, is a policy of 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 from cluster.config import Config
@@ -63,16 +64,16 @@ class StepPlanner:
         now_s: float,
     ) -> StepPlan:
         running = [s for s in sequences if s.running]
-        decoding = [s for s in running if _remaining(s) == 1]
+        decoding = [s for s in running if s.committed_len - s.computed_len == 1]
         start = self._overlap.start(decoding, drafters, cost, now_s)
         ready, held = start.ready, start.held
         # Usually every sequence decodes: then there is nothing to sort.
         prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         if held and not ready and not prefilling and not waiting:
-            return StepPlan(spans=(), held=held, wake_s=min(held.values()))
+            return StepPlan(spans=(), held=held, wake_s=min(held.values()), frontiers=start.frontiers)
         if start.wake_s is not None:
-            return StepPlan(spans=(), held=held, wake_s=start.wake_s)
+            return StepPlan(spans=(), held=held, wake_s=start.wake_s, frontiers=start.frontiers)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
         limits = NO_LIMITS
@@ -94,7 +95,7 @@ class StepPlanner:
             survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass())
         )
         decode = _decode_spans(survivors, rows.verify_lens, blocks)
-        num_rows = sum(s.num_compute + s.num_verify for s in decode)
+        num_rows = len(decode) + sum([s.num_verify for s in decode])
         num_prompt_tokens = min(capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
         if num_prompt_tokens and decode and limits.limit_s is not None:  # not every policy regards both together
             left_s = limits.limit_s - cost.step_s(num_rows, sum(s.committed_len for s in survivors))
@@ -107,8 +108,7 @@ class StepPlanner:
         if not decode and not prefill and not preempted and not held and len(running) > 1:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
-        frontiers = self._overlap.frontiers(decoding, drafters, cost)
-        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held, frontiers=frontiers)
+        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held, frontiers=start.frontiers)
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: float = MAX_CHUNK_S) -> int:
@@ -138,7 +138,7 @@ class _Blocks:
     def needed_for_all(self, sequences: Iterable[SequenceView], num_tokens: Iterable[int]) -> int:
         block_len = self._block_len
         lens = zip(sequences, num_tokens, strict=True)
-        return sum(-(-(s.computed_len + n) // block_len) + -s.computed_len // block_len for s, n in lens)
+        return sum([-(-(s.computed_len + n) // block_len) + -s.computed_len // block_len for s, n in lens])
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> int:
         """The most of num_tokens that the free blocks still hold."""
@@ -159,6 +159,8 @@ def _make_room(
     """Preempts the youngest sequences until one more token of every other ready one has its block."""
     survivors = list(ready)
     preempted: list[str] = []
+    if len(survivors) <= blocks.num_free:  # a token takes one block at most
+        return survivors, preempted
     by_age = list(running)
     while len(by_age) > 1 and blocks.needed_for_all(survivors, [1] * len(survivors)) > blocks.num_free:
         youngest = by_age.pop()
@@ -169,11 +171,13 @@ def _make_room(
 
 
 def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], blocks: _Blocks) -> list[Span]:
-    wanted_lens = [1 + num_verify.get(sequence.request_id, 0) for sequence in ready]
+    ids = [sequence.request_id for sequence in ready]
+    verify_lens = [num_verify.get(request_id, 0) for request_id in ids]
+    wanted_lens = [1 + length for length in verify_lens]
     needed = blocks.needed_for_all(ready, wanted_lens)
     if needed <= blocks.num_free:
         blocks.num_free -= needed
-        return [Span(s.request_id, 1, wanted - 1) for s, wanted in zip(ready, wanted_lens, strict=True)]
+        return list(map(Span, ids, repeat(1), verify_lens))
     for sequence in ready:  # committed tokens come before drafts
         blocks.take(sequence, 1)
     spans = []

@@ -1,7 +1,8 @@
 """The default: a request is drafted for while that pays, and each draft goes on while its next token does.
 
 The target sets prices; the drafter, which knows its confidences, decides at each step (`router/draft_length/stopping.py`).
-A request for which nothing pays gets a budget of 0 tokens and is decoded plainly, until prices fall or a trial is due.
+A request for which nothing pays gets a budget of 0 tokens and is decoded plainly, until prices fall or a trial is due. Where
+a drafter pays for no request, one request at a time tries it, or its reply time would never be measured again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ from math import inf
 from cluster.types import StopRule
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback
 from router.draft_length.prices import QuotedPrice
-from router.estimates.drafter_stats import Judgement
+from router.estimates.decayed import DecayedMean
 from router.estimates.exploration import Pause
 from router.plan import NO_DRAFTS, UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
 
@@ -23,6 +24,7 @@ _PRIOR_TOKENS = 8.0  # draft tokens that the acceptance of its drafter counts fo
 _FIRST_DRAFTS = 4  # judged drafts of a request at any price that could pay
 _TRIAL_DRAFTS = 4
 _TRIAL_TOKENS = 16.0  # what was learned of a request before a trial counts for no more draft tokens than that
+_TRIAL_ROUNDS = 8  # in which one request tries a drafter that pays for none
 _RESUME = 1.1  # a request resumes where its acceptance exceeds the break-even so far
 _STEPS = 20  # of bisection
 _SLACK = 256  # requests that may be remembered beyond twice the live ones
@@ -33,23 +35,12 @@ class _Request:
     """What is known of a request with its drafter."""
 
     drafter: str
-    num_right: float = 0.0
-    num_tried: float = 0.0
+    acceptance: DecayedMean = field(default_factory=DecayedMean)  # of its draft tokens
     num_drafts_left: int = _FIRST_DRAFTS  # before it may be paused
     pause: Pause = field(default_factory=Pause)
 
-    def acceptance(self, usual: float) -> float:
-        return (self.num_right + _PRIOR_TOKENS * usual) / (self.num_tried + _PRIOR_TOKENS)
-
-    def learn(self, judgement: Judgement) -> None:
-        num_tried = judgement.num_right + (judgement.num_right < judgement.num_judged)
-        kept = max(0.0, 1.0 - num_tried / _MEMORY)
-        self.num_right = kept * self.num_right + judgement.num_right
-        self.num_tried = kept * self.num_tried + num_tried
-
     def begin_trial(self) -> None:
-        kept = min(1.0, _TRIAL_TOKENS / self.num_tried) if self.num_tried else 1.0
-        self.num_right, self.num_tried = kept * self.num_right, kept * self.num_tried
+        self.acceptance.fade(_TRIAL_TOKENS)
         self.num_drafts_left = _TRIAL_DRAFTS
 
 
@@ -63,6 +54,23 @@ class _Terms:
         self._second_price = QuotedPrice(_SHARE, _LEAST_PER_S)
         self._wait = QuotedPrice(_SHARE, _LEAST_WAIT)
         self._row_price = 0.0
+        self._pause = Pause()
+        self._num_trial_rounds_left = 0
+
+    @property
+    def pays(self) -> bool:
+        """For a request whose draft tokens are all accepted."""
+        return self.least_acceptance <= 1.0
+
+    def tries(self) -> bool:
+        """Whether one request tries a drafter that does not pay. Once a round."""
+        if self._num_trial_rounds_left:
+            self._num_trial_rounds_left -= 1
+            return True
+        if self._pause.count_round():
+            self._num_trial_rounds_left = _TRIAL_ROUNDS - 1
+            return True
+        return False
 
     def follow(self, view: DrafterView, row_price: float, per_second: float, max_len: int) -> bool:
         """``per_second``: tokens that one request is decoded in a second. Returns whether the break-even may have moved."""
@@ -73,6 +81,9 @@ class _Terms:
         if changed:
             self._row_price = row_price
             self.least_acceptance = break_even_acceptance(row_price, self._wait.value, max_len)
+            if self.pays:
+                self._pause.reset()
+                self._num_trial_rounds_left = 0
         if changed or second_changed:
             stop = StopRule(second_price=self._second_price.value)
             self.drafting, self.plain = DraftBudget(max_len, row_price, stop), DraftBudget(0, row_price, stop)
@@ -87,13 +98,21 @@ class Outrider(DraftLengths):
         self._requests: dict[str, _Request] = {}
         self._paused: set[str] = set()
         self._terms: dict[str, _Terms] = {}
+        self._moved: set[str] = set()  # drafters whose break-even moved in this round
+        self._tried: set[str] = set()  # drafters that one request tries in this round
         self._per_second = 0.0  # tokens that one request is decoded
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
         num_decoding = len([None for s in sequences if s.running])
         self._per_second = (batch.tokens_per_s or 0.0) / max(1, num_decoding)
+        self._moved.clear()
+        self._tried.clear()
         budgets = super().budgets(sequences, batch)
+        if self._moved:
+            for request_id, known in self._requests.items():
+                if known.drafter in self._moved:
+                    self._reconsider(request_id, known, self._terms[known.drafter])
         if len(self._requests) > 2 * len(sequences) + _SLACK:  # some were aborted
             live = {sequence.request_id for sequence in sequences}
             self._requests = {key: one for key, one in self._requests.items() if key in live}
@@ -101,30 +120,42 @@ class Outrider(DraftLengths):
         for sequence in sequences if self._paused else ():
             if sequence.request_id in self._paused and sequence.drafter is not None:
                 self._decide_paused(sequence.request_id, sequence.drafter, budgets)
+        for sequence in sequences if self._tried else ():
+            if sequence.drafter in self._tried and sequence.running and sequence.max_new_tokens > 1:
+                self._tried.discard(sequence.drafter)
+                budgets[sequence.request_id] = self._terms[sequence.drafter].drafting
         return budgets
 
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         terms = self._terms.setdefault(drafter, _Terms())
         view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
         if terms.follow(view, self.row_price, self._per_second, self.max_len(drafter)):
-            for request_id, known in self._requests.items():
-                if known.drafter == drafter:
-                    self._reconsider(request_id, known, terms)
-        return terms.plain if terms.least_acceptance > 1.0 else terms.drafting
+            self._moved.add(drafter)
+        if terms.pays:
+            return terms.drafting
+        if terms.tries():
+            self._tried.add(drafter)
+        return terms.plain
 
     def learn(self, feedback: PassFeedback) -> None:
+        all_terms, requests = self._terms, self._requests
         for request_id, judgement in feedback.judgements.items():
-            terms = self._terms.get(judgement.drafter)
-            if terms is None or not judgement.confidences:
+            drafter, num_right, num_judged = judgement.drafter, judgement.num_right, len(judgement.confidences)
+            terms = all_terms.get(drafter)
+            if terms is None or not num_judged:
                 continue
-            known = self._requests.get(request_id)
-            if known is None or known.drafter != judgement.drafter:
-                known = self._requests[request_id] = _Request(judgement.drafter)
+            known = requests.get(request_id)
+            if known is None or known.drafter != drafter:
+                known = requests[request_id] = _Request(drafter)
                 self._paused.discard(request_id)
-            known.learn(judgement)
-            if known.num_drafts_left:
-                known.num_drafts_left -= 1
-            if not known.num_drafts_left and request_id not in self._paused:
+            acceptance = known.acceptance
+            acceptance.add_all(num_right, num_right + (num_right < num_judged), _MEMORY)
+            num_left = known.num_drafts_left
+            if num_left:
+                known.num_drafts_left = num_left - 1
+            # Its shrunk acceptance lies between its own and its drafter's.
+            least = terms.least_acceptance
+            if num_left == 1 or (not num_left and (acceptance.value < least or terms.usual < least)):
                 self._reconsider(request_id, known, terms)
         for commit in feedback.commits:
             if commit.finish is not None:
@@ -133,7 +164,7 @@ class Outrider(DraftLengths):
 
     def _reconsider(self, request_id: str, known: _Request, terms: _Terms) -> None:
         """Pauses or resumes a request by what is known of it."""
-        acceptance = known.acceptance(terms.usual)
+        acceptance = known.acceptance.shrunk(terms.usual, _PRIOR_TOKENS)
         if request_id in self._paused:
             if acceptance > _RESUME * terms.least_acceptance:
                 self._paused.discard(request_id)

@@ -74,6 +74,17 @@ class DecayedMean:
         self.num = min(self.num + 1.0, memory)
         self.value += (sample - self.value) / self.num
 
+    def add_all(self, total: float, num: int, memory: float) -> None:
+        """As ``add`` of ``num`` samples with this sum, at least one."""
+        self.num += num
+        if self.num > memory:
+            self.num = max(memory, num)
+        self.value += (total - num * self.value) / self.num
+
+    def shrunk(self, prior: float, num_prior: float) -> float:
+        """The mean with ``num_prior`` more samples of ``prior``."""
+        return (self.num * self.value + num_prior * prior) / (self.num + num_prior)
+
     def fade(self, num: float) -> None:
         """Caps the weight of the present mean at ``num`` samples."""
         self.num = min(self.num, num)

@@ -71,5 +71,4 @@ class MarginalGain:
 
     def _expected(self, at: int) -> float:
         """Expected gain; optimistic while little is known."""
-        gain = self._gains[at]
-        return (_PRIOR_TRIALS * _PRIOR_GAIN + gain.num * gain.value) / (_PRIOR_TRIALS + gain.num)
+        return self._gains[at].shrunk(_PRIOR_GAIN, _PRIOR_TRIALS)

@@ -1,13 +1,14 @@
 """The default: the mode with the shortest expected round."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from router.cost_model import CostModel
 from router.draft_wait import held_until
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
 from router.overlap.rules import by_gain, in_micro_batches
-from router.plan import DrafterView, Frontier, SequenceView
+from router.plan import DrafterView, SequenceView
 
 
 class ByGain:
@@ -21,16 +22,8 @@ class ByGain:
         self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        num = Pipeline(decoding, drafters, cost).num_micro_batches()
-        if num > 1:
-            return in_micro_batches(decoding, held, num)
-        return by_gain(decoding, held, drafters, cost, now_s)
-
-    def frontiers(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
-    ) -> Mapping[str, Frontier]:
         pipeline = Pipeline(decoding, drafters, cost)
-        if pipeline.num_micro_batches() > 1:
-            return {}  # drafters have the other micro-batches to draft for
-        found = {name: pipeline.frontier(name) for name in pipeline.drafters}
-        return {name: frontier for name, frontier in found.items() if frontier is not None}
+        num = pipeline.num_micro_batches()
+        if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier
+            return in_micro_batches(decoding, held, num)
+        return replace(by_gain(decoding, held, drafters, cost, now_s), frontiers=pipeline.frontiers())

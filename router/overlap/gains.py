@@ -13,7 +13,9 @@ tokens, bonus token included, at acceptance a per token.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, DrafterView, Frontier, SequenceView
@@ -23,29 +25,29 @@ MAX_CHUNK_LEN = 16
 # Shares of the time that overlap must be expected to save. Simulated micro-batches fall behind the prediction by up to 0.15,
 # since the proposals of one do not come all together.
 FRONTIER_MARGIN, MICRO_BATCH_MARGIN = 0.05, 0.15
+_DRAFTER = attrgetter("drafter")
 
 
 class Pipeline:
     """The requests that drafters draft for, and the times of their rounds."""
 
     def __init__(self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel) -> None:
-        counts: dict[str, int] = {}
-        self.num_context = 0
-        for sequence in decoding:
-            if sequence.drafter is not None and sequence.max_new_tokens > 1:
-                counts[sequence.drafter] = counts.get(sequence.drafter, 0) + 1
-                self.num_context += sequence.committed_len
+        drafted = [s for s in decoding if s.drafter is not None and s.max_new_tokens > 1]
+        counts: Counter[str] = Counter(map(_DRAFTER, drafted))
+        self.num_context = sum([s.committed_len for s in drafted])
         self.drafters = {name: (drafters.get(name, UNKNOWN_DRAFTER), num) for name, num in counts.items()}
-        self.num_requests = sum(counts.values())
+        self.num_requests = len(drafted)
         self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
         self._cost = cost
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
-    def round_s(self, num_micro_batches: int) -> float:
-        """Expected seconds until all requests are verified once more."""
+    def round_s(self, num_micro_batches: int, limit_s: float = math.inf) -> float:
+        """Expected seconds until all requests are verified once more; a lower bound of it once that is ``limit_s``."""
         num = num_micro_batches
         pass_s = self._cost.step_s(max(1, math.ceil(self._num_rows / num)), self.num_context // num)
         longest_s = num * pass_s
+        if longest_s >= limit_s:
+            return longest_s
         for drafter, num_requests in self.drafters.values():
             batch = math.ceil(num_requests / num)
             longest_s = max(longest_s, pass_s + drafter.replies_s(batch))
@@ -55,23 +57,28 @@ class Pipeline:
 
     def num_micro_batches(self, least: int = 1) -> int:
         """That with the shortest round; SPIN's search, over the cost model instead of measured throughput."""
+        if least == 1 and self.shares_device:
+            return 1
         best, best_s = least, self.round_s(least)
         if least == 1:
-            if self.shares_device:
-                return 1
             best_s *= 1.0 - MICRO_BATCH_MARGIN
         for num in range(least + 1, min(self.num_requests, MAX_MICRO_BATCHES) + 1):
-            seconds = self.round_s(num)
+            seconds = self.round_s(num, best_s)
             if seconds < best_s:
                 best, best_s = num, seconds
         return best
+
+    def frontiers(self, always: bool = False) -> dict[str, Frontier]:
+        """By drafter, of those that have one."""
+        found = {name: self.frontier(name, always) for name in self.drafters}
+        return {name: frontier for name, frontier in found.items() if frontier is not None}
 
     def frontier(self, name: str, always: bool = False) -> Frontier | None:
         """The best chunk of a drafter, and how far it drafts ahead of it; None if awaiting whole proposals is faster, unless
         ``always``, or if its times are not known."""
         drafter, num_requests = self.drafters[name]
-        if drafter.shares_device and not always:
-            return None
+        if not always and (drafter.shares_device or drafter.acceptance ** (2 * num_requests) <= FRONTIER_MARGIN):
+            return None  # since x <= p_m <= p_1, and overlap saves less than the share x of the time
         token_s = drafter.drafts_s(num_requests) / max(1.0, drafter.draft_len)
         if token_s <= 0.0:
             return None

@@ -15,6 +15,7 @@ class PassStart:
     ready: Sequence[SequenceView]  # it takes these; others wait for their proposal or for a later micro-batch
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
     wake_s: float | None = None  # no pass now: decide again then, or when mail comes
+    frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # by drafter; others draft whole proposals and stop
 
 
 class OverlapPolicy(Protocol):
@@ -23,8 +24,3 @@ class OverlapPolicy(Protocol):
     ) -> PassStart:
         """``decoding``: requests without prompt tokens to compute, in order of arrival. Pure. A request is held for at most
         the maximum hold after its commit, so that a dead drafter costs no more than that."""
-
-    def frontiers(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
-    ) -> Mapping[str, Frontier]:
-        """By drafter. Drafters that are not named draft whole proposals, and nothing beyond them."""

@@ -1,12 +1,13 @@
 """Passes by rule: of all requests at once, of micro-batches in turn, or of chunks while drafters draft ahead."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from router.cost_model import CostModel
 from router.draft_wait import due_s, held_until, split_s
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
-from router.plan import DrafterView, Frontier, SequenceView
+from router.plan import DrafterView, SequenceView
 
 
 def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float], num_micro_batches: int) -> PassStart:
@@ -64,11 +65,6 @@ class Barrier:
     ) -> PassStart:
         return in_micro_batches(decoding, held_for(decoding, self._max_hold_s, now_s), 1)
 
-    def frontiers(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
-    ) -> Mapping[str, Frontier]:
-        return {}
-
 
 class MicroBatches(Barrier):
     """The batch is cut into micro-batches, two or more: one is verified while others are drafted for (SPIN, figure 6b)."""
@@ -87,11 +83,5 @@ class FrontierAlways(Barrier):
         self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        return by_gain(decoding, held, drafters, cost, now_s)
-
-    def frontiers(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel
-    ) -> Mapping[str, Frontier]:
-        pipeline = Pipeline(decoding, drafters, cost)
-        found = {name: pipeline.frontier(name, always=True) for name in pipeline.drafters}
-        return {name: frontier for name, frontier in found.items() if frontier is not None}
+        frontiers = Pipeline(decoding, drafters, cost).frontiers(always=True)
+        return replace(by_gain(decoding, held, drafters, cost, now_s), frontiers=frontiers)

@@ -9,6 +9,7 @@ from benchmarks import decisions
 from benchmarks.report import BenchOptions
 from cluster.config import HedgePolicy
 from cluster.types import RoutingTable
+from router.draft_length import DRAFT_LENGTHS
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,10 @@ def test_a_round_is_of_the_size_that_is_promised() -> None:
     assert all(view.num_drafted == 7 and view.running for view in views)
 
 
+def test_every_draft_length_policy_is_timed() -> None:
+    assert {config.kind for config in decisions.DRAFT_LENGTH_CONFIGS} == set(DRAFT_LENGTHS)
+
+
 def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_SLOTS_QUICK", 3)
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)
@@ -44,5 +49,6 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "POLICIES", (HedgePolicy(),))
     figures = decisions.run(BenchOptions(quick=True)).figures
     assert {"slot_p99_ms", "slot_p99_cpu_ms", "round_p50_ms", "round_p50_cpu_ms", "round_python_ms.64"} <= set(figures)
+    assert {"plan_p50_ms", "plan_p50_cpu_ms"} <= set(figures)
     assert all(math.isfinite(value) and value > 0 for value in figures.values())
     assert figures["slot_p99_ms"] == figures["slot_p99_ms.hedge"] >= figures["slot_p50_ms.hedge"]

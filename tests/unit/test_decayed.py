@@ -34,6 +34,19 @@ def test_a_mean_is_of_all_samples_first_and_of_the_newest_then() -> None:
     assert ema(ema(None, 2.0), 4.0, 0.5) == 3.0
 
 
+def test_samples_that_are_added_together_count_as_many() -> None:
+    one_by_one, together = DecayedMean(), DecayedMean()
+    for sample in (1.0, 1.0, 0.0, 1.0, 0.0):
+        one_by_one.add(sample, memory=8.0)
+    together.add_all(2.0, 3, memory=8.0)
+    together.add_all(1.0, 2, memory=8.0)
+    assert together == one_by_one
+    assert together.shrunk(0.0, 1.0) == pytest.approx(3.0 / 6.0)
+    for _ in range(50):
+        together.add_all(4.0, 4, memory=8.0)
+    assert (together.num, together.value) == (8.0, pytest.approx(1.0))
+
+
 def test_pauses_double_with_each_trial_in_vain() -> None:
     pause = Pause(first=2, longest=6)
     trials = [number for number in range(1, 22) if pause.count_round()]

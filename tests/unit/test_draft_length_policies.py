@@ -138,6 +138,19 @@ class TestOutrider:
         overlapped = {"d": DrafterView(1.0, 3.0, 0.9, exposure=0.0)}
         assert set(lens(lengths.budgets(sequences, BatchState(FLAT, overlapped, 0.0, 400.0))).values()) == {MAX_LEN}
 
+    def test_a_drafter_that_pays_for_nobody_is_tried_by_one_request_and_taken_again_once_it_is_fast(self) -> None:
+        """Else its reply time would stay what it was when it was last used."""
+        sequences, lengths = [view("a"), view("b")], policy(OutriderLength())
+        slow, fast = {"d": DrafterView(1.0, 3.0, 0.9)}, {"d": DrafterView(0.001, 3.0, 0.9)}
+        drafted = []
+        for number in range(8 * FIRST_PAUSE):
+            found = lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0)))
+            assert found["b"] == 0
+            drafted += [number] if found["a"] else []
+        assert drafted[0] == FIRST_PAUSE - 1
+        assert 0 < len(drafted) <= 3 * 8, "three trials of eight rounds: pauses double"
+        assert lens(lengths.budgets(sequences, BatchState(FLAT, fast, 0.0, 400.0))) == {"a": MAX_LEN, "b": MAX_LEN}
+
     def test_the_price_of_a_second_is_what_the_request_itself_could_decode(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         half = {"d": DrafterView(0.0, 3.0, 0.9, exposure=0.5)}

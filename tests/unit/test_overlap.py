@@ -8,8 +8,9 @@ import pytest
 from router.cost_model import TableCost
 from router.overlap import OVERLAP_POLICIES
 from router.overlap.chunks import Chunks
-from router.overlap.gains import Pipeline, expected_tokens, remote_bound
-from router.plan import DraftBudget, DrafterView, Frontier, SequenceView
+from router.overlap.gains import FRONTIER_MARGIN, MAX_CHUNK_LEN, Pipeline, expected_tokens, remote_bound
+from router.plan import Capacity, DraftBudget, DrafterView, Frontier, SequenceView
+from router.planner import PlannerSettings, StepPlanner
 
 # A pass costs 20 ms and 1 ms for each row; drafts 5 ms for each request.
 COST = TableCost((0, 1000), (0.02, 1.02))
@@ -96,13 +97,45 @@ def test_the_default_is_the_rule_by_gain_unless_overlap_pays() -> None:
 @pytest.mark.parametrize("acceptance", [0.1, 0.95])
 def test_a_frontier_pays_where_guesses_come_true(acceptance: float) -> None:
     drafter = replace(SLOW, acceptance=acceptance, draft_s=0.03, batch=1.0, draft_len=4.0)
-    found = OVERLAP_POLICIES["gain"](MAX_HOLD_S).frontiers([ready("a")], {"d": drafter}, COST)
+    found = start("gain", [ready("a")], drafter=drafter).frontiers
     assert bool(found) == (acceptance > 0.9)
     for frontier in found.values():
         assert 1 <= frontier.chunk_len < frontier.ahead_len
-    always = OVERLAP_POLICIES["frontier"](MAX_HOLD_S).frontiers([ready("a")], {"d": drafter}, COST)
+    always = start("frontier", [ready("a")], drafter=drafter).frontiers
     assert set(always) == {"d"}
-    assert OVERLAP_POLICIES["frontier"](MAX_HOLD_S).frontiers([ready("a")], {}, COST) == {}, "its times are not known"
+    assert start("frontier", [ready("a")], drafter=replace(drafter, draft_s=0.0)).frontiers == {}, "its times are not known"
+
+
+def test_a_plan_that_waits_keeps_the_frontiers() -> None:
+    """Else budgets would change twice a round, and whole proposals be drafted meanwhile."""
+    drafter = replace(SLOW, draft_s=0.03, batch=1.0, reply_s=0.01)
+    batch = [awaiting("a"), ready("b")]
+    capacity = Capacity(16, 64, 64, 8, 64, 256)
+    planner = StepPlanner(PlannerSettings(max_hold_s=MAX_HOLD_S, overlap="frontier"))
+    waiting = planner.plan(batch[:1], {"d": drafter}, capacity, COST, 1.001)
+    assert not waiting.spans
+    assert set(waiting.frontiers) == {"d"} == set(planner.plan(batch, {"d": drafter}, capacity, COST, 2.0).frontiers)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 4])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97, 0.999])
+@pytest.mark.parametrize("token_s", [0.001, 0.006, 0.03])
+def test_a_frontier_that_is_dismissed_at_once_would_not_pay(num_requests: int, acceptance: float, token_s: float) -> None:
+    """The bound on what overlap saves dismisses none that the search would choose."""
+    drafter = replace(SLOW, acceptance=acceptance, draft_s=4 * token_s, batch=1.0, request_s=0.0, draft_len=4.0)
+    batch = [ready(str(i)) for i in range(num_requests)]
+    found = Pipeline(batch, {"d": drafter}, COST).frontier("d")
+    barrier_rate = rate = 0.0
+    for length in range(1, MAX_CHUNK_LEN + 1):
+        pass_s = COST.step_s(num_requests * (1 + length), 20 * num_requests)
+        barrier_rate = max(barrier_rate, expected_tokens(acceptance, length) / (pass_s + length * token_s))
+        next_len = min(length, int(pass_s / token_s) - 1)
+        if next_len >= 1:
+            hit, next_hit = (acceptance ** ((n + 1) * num_requests) for n in (length, next_len))
+            share = hit / (1.0 - next_hit + hit)
+            tokens = share * expected_tokens(acceptance, next_len) + (1.0 - share) * expected_tokens(acceptance, length)
+            rate = max(rate, tokens / (pass_s + (1.0 - share) * (length + 0.5) * token_s))
+    assert (found is not None) == (rate * (1.0 - FRONTIER_MARGIN) > barrier_rate)
 
 
 def test_budgets_are_cut_to_chunks() -> None:
