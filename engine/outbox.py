@@ -110,9 +110,10 @@ class DrafterOutbox:
         self.followed.add(request.id)
         self._releases.discard(request.id)
         self._extends.pop(request.id, None)
-        self._opens[request.id] = Open(
-            request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling, proposers
-        )
+        sampling = request.sampling
+        if sampling.grammar is not None:  # no drafter masks: its proposals are cut to what the grammar allows
+            sampling = replace(sampling, grammar=None)
+        self._opens[request.id] = Open(request.id, tuple(sequence.token_ids), sequence.prompt_len, sampling, proposers)
         self._budgets[request.id] = budget
 
     def _next_opens(self) -> dict[str, Open]:

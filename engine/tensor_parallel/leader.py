@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from cluster.errors import RankLost
+from cluster.grammar import Grammar
 from cluster.messages import Open
 from cluster.types import Request
 from engine.forward import CausalModel
@@ -48,7 +50,10 @@ class LeadingTarget(NativeTarget):
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         computed_len = super().open(request, token_ids)
-        opened = Open(request.id, tuple(token_ids), len(request.prompt_token_ids), request.sampling)
+        sampling = request.sampling
+        if sampling.grammar is not None:  # the others need to know only that there is one: rank 0 masks
+            sampling = replace(sampling, grammar=Grammar(sampling.grammar.kind))
+        opened = Open(request.id, tuple(token_ids), len(request.prompt_token_ids), sampling)
         self._changes.append(RankChange(open=opened))
         return computed_len
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.errors import LinkClosed, LinkFull, WireError
+from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, Request
@@ -58,6 +59,16 @@ def test_a_drafter_that_comes_back_is_told_everything_in_messages_of_bounded_siz
     assert messages[0].releases == ("gone",)
     port.flush(4)
     assert len(link.sent) == 4, "nothing is said twice"
+
+
+def test_drafters_are_not_sent_the_grammar() -> None:
+    link, grammar = FakeLink(), Grammar(GrammarKind.REGEX, "a+")
+    port = DrafterOutbox(link)
+    port.open(LiveSequence(Request("r", (1, 2), SamplingParams(max_tokens=9, seed=4, grammar=grammar), 0.0), [1, 2]))
+    port.flush(1)
+    (message,) = link.sent
+    assert isinstance(message, DraftRound)
+    assert message.opens[0].sampling == SamplingParams(max_tokens=9, seed=4)
 
 
 def test_what_a_full_link_refused_goes_with_the_next_round() -> None:

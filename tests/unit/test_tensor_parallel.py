@@ -223,8 +223,8 @@ def test_rank_0_has_the_whole_embedding_for_drafters_in_its_process(uneven: Path
         assert torch.equal(leader.embedding, plain.embedding)
 
 
-def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path) -> None:
-    """Compiling may take longer than another rank waits for a sum."""
+def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling may take longer than another rank waits for a sum. The others are not even sent it."""
     sampling = SamplingParams(24, 0.8, seed=5, grammar=Grammar(GrammarKind.REGEX, "[a-f]{100,200}"))
     asked, options = {"a": [1, 2, 3], "b": [4, 5, 6, 7]}, {"dtype": "float32", "kv_cache_bytes": 2**22}
     requests = {"a": sampling, "b": replace(sampling, grammar=None, ignore_eos=True)}
@@ -236,7 +236,11 @@ def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path) -> None:
         assert leader.grammars is not None
         assert other.grammars is None
         following = group.submit(Follower(other, group.ranks[1]).run)
+        sent, send = list[bytes](), group.ranks[0].send
+        monkeypatch.setattr(group.ranks[0], "send", lambda message: (sent.append(message), send(message)))
         with closing(leader):
             assert play(leader, asked, requests).outputs == expected
         following.result()
+    assert any(b"regex" in message for message in sent)
+    assert not any(b"[a-f]" in message for message in sent)
     assert len(set(expected["a"])) <= 6 < len(set(expected["b"]))
