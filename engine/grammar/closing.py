@@ -1,7 +1,8 @@
 """The shortest end of an output that one can find quickly: how a request ends within its max_tokens.
 
 JSON, alone or in a structural tag, is closed greedily: at each byte a string, array or object ends where the grammar lets
-it; where it does not, the text of the string or number is searched breadth first. Other grammars are searched breadth first.
+it; where it does not, the text of the string or number is searched breadth first. Where a rest of a known output fits, it is
+taken. Other grammars are searched breadth first. All searches give up at a fixed cost: every other stream waits for them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,16 @@ FEW, MANY = 6, 24  # bytes that are all tried after a state; of more, some are
 MAX_DETOURS = 12  # choices of a greedy end that are tried another way
 MAX_COST = 3072  # of one search; the cost of asking a matcher, about 5 us. Every other stream waits meanwhile
 FILL_COST = 8  # of a mask
+MAX_RESTS = 8  # first steps of a greedy end at which the rests of a known output are tried
+SHORT = 512  # bytes of an output of which all rests are tried, and not those alone that begin with a bracket or quote
+PROBE_LEN = 16  # bytes of a rest that are tried before all of it
+MAX_FORCED_WORDS = 16  # of a mask that leaves no choice
 
 _CLOSERS = (b"}", b"]", b",", b":")
 _VALUES = tuple(bytes([byte]) for byte in b'0123456789ntf"-[{')  # how a value begins, the shortest first
 
 _SEPARATORS = "-@.:/_ "  # that patterns often demand
+_RESTS = b'"}],'  # what a rest begins with
 _ONLY_IN_STRINGS = frozenset(b"#!qZ")
 _STRUCTURE = frozenset(b'"'.join((*_CLOSERS, *_VALUES)))
 _FILLERS = (b"a", b"0", b"A")
@@ -63,6 +69,7 @@ class Closing:
         kind: of the grammar.
         allowed: mask of the tokens that outputs can hold; None: what the grammar allows.
         names: the property names that are tried first where an object needs one more: the required ones.
+        whole: a short output. A rest of it may end another one.
     """
 
     def __init__(
@@ -71,23 +78,26 @@ class Closing:
         kind: GrammarKind,
         names: Sequence[bytes] = (),
         allowed: NDArray[np.int32] | None = None,
+        whole: bytes = b"",
     ) -> None:
         self._vocabulary = vocabulary
         self._is_greedy = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.STRUCTURAL_TAG)
         self._is_tag = kind is GrammarKind.STRUCTURAL_TAG
         self._names = names
         self._allowed = allowed
+        self._whole = whole
+        self._starts = [i for i in reversed(range(len(whole))) if not i or len(whole) <= SHORT or whole[i] in _RESTS]
         self._masks = vocabulary.new_masks(1)
         self._mask: NDArray[np.int32] = self._masks[0].numpy()
         self._cost_left = 0
         self._known_texts: dict[bytes, bytes] = {}  # of this search: by what a string may hold next, a text that ends it
 
-    def shortest(self, matcher: GrammarMatcher, scan: JsonScan) -> bytes | None:
-        """An end of the output that ``matcher`` has followed; b"" if it may end here. None: none was found at MAX_COST.
+    def shortest(self, matcher: GrammarMatcher, scan: JsonScan, max_cost: int = MAX_COST) -> bytes | None:
+        """An end of the output that ``matcher`` has followed; b"" if it may end here. None: none was found at that cost.
 
         A function of the matcher's place alone. ``matcher`` is left as it was.
         """
-        self._cost_left = MAX_COST
+        self._cost_left = max_cost
         self._known_texts.clear()
         try:
             if not self._is_greedy:
@@ -115,39 +125,66 @@ class Closing:
         the first. Raises IndexError: there are not so many options."""
         matcher, scan, out, num_choices = matcher.fork(), scan.copy(), bytearray(), 0
         has_closed = False  # a string, by the last byte
-        while len(out) < MAX_BYTES:
-            if matcher.is_completed():
-                return bytes(out), num_choices
+        for num_steps in range(MAX_BYTES):
             self._pay(1)
-            step = matcher.find_jump_forward_string().encode()
-            if step and matcher.accept_string(step):
-                has_closed = False
-                out += step
-                scan.feed(step)
-                continue
-            in_string, closers = scan.in_string, list(_CLOSERS)
-            if self._is_tag:
+            if matcher.is_completed() or len(out) > MAX_BYTES:
+                return (bytes(out) if matcher.is_completed() else None), num_choices
+            if num_steps < MAX_RESTS:
+                rest = self._rest(matcher)
+                if rest is not None:
+                    return bytes(out) + rest, num_choices
+            in_string, step = scan.in_string, b""
+            if not self._is_tag:
+                step = next((one for one in ((b'"',) if in_string else _CLOSERS) if matcher.accept_string(one)), b"")
+            if not step:
                 allowed, _ = self._next(matcher)
-                in_string, closers = _is_in_string(allowed), [*_CLOSERS, b'"']
-                closes = in_string and 0x22 in allowed
-                if closes and has_closed:
-                    return None, num_choices  # no string was closed: this is free text, which nothing here ends
-                has_closed = closes
-            for step in [b'"'] if in_string else closers:
-                if matcher.accept_string(step):
-                    break
-            else:
-                options = self._in_string(matcher) if in_string else self._outside(matcher)
-                skipped = detours.get(num_choices, 0)
-                step = next(islice(options, skipped, None), b"")
-                if not step and skipped:
-                    raise IndexError
+                step = self._forced()
+                if step:
+                    has_closed = False
+                elif self._is_tag:
+                    in_string = _is_in_string(allowed)
+                    closes = in_string and 0x22 in allowed
+                    if closes and has_closed:
+                        return None, num_choices  # no string was closed: this is free text, which nothing here ends
+                    has_closed = closes
+                    closers = (b'"',) if in_string else (*_CLOSERS, b'"')
+                    step = next((one for one in closers if one[0] in allowed), b"")
+                if not step:
+                    options = self._in_string(matcher) if in_string else self._outside(matcher)
+                    skipped = detours.get(num_choices, 0)
+                    step = next(islice(options, skipped, None), b"")
+                    if not step and skipped:
+                        raise IndexError
+                    num_choices += 1
                 if not step or not matcher.accept_string(step):
                     return None, num_choices
-                num_choices += 1
             out += step
             scan.feed(step)
         return None, num_choices
+
+    def _rest(self, matcher: GrammarMatcher) -> bytes | None:
+        """The shortest rest of ``whole`` that ends the output."""
+        self._pay(1 + len(self._starts) // 4)
+        trial = matcher.fork()
+        for start in self._starts:
+            rest = self._whole[start:]
+            if trial.accept_string(rest[:PROBE_LEN]):
+                self._pay(1 + len(rest) // 64)
+                if (len(rest) <= PROBE_LEN or trial.accept_string(rest[PROBE_LEN:])) and trial.is_completed():
+                    return rest
+                trial = matcher.fork()
+        return None
+
+    def _forced(self) -> bytes:
+        """The longest of the tokens that the mask allows, if the others are parts of it: text without a choice."""
+        words = np.flatnonzero(self._mask).tolist()
+        if len(words) > MAX_FORCED_WORDS:
+            return b""
+        bits = [(word, int(self._mask[word])) for word in words]
+        token_ids = [32 * word + bit for word, value in bits for bit in range(32) if value >> bit & 1]
+        spelled = [self._vocabulary.token_bytes[i] for i in token_ids if i < self._vocabulary.size]
+        longest = max(spelled, key=len, default=b"")
+        return longest if all(one and longest.startswith(one) for one in spelled) else b""
 
     def _outside(self, matcher: GrammarMatcher) -> Iterator[bytes]:
         """Ways to begin or go on with a value."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
+from engine.grammar.closing import MAX_COST
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
 from engine.grammar.tag_rules import checked_tag
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 64 * 2**20  # of a compiled grammar
 MAX_TOTAL_BYTES = 256 * 2**20  # of those in memory, in use or not
+WHOLE_COST = 64 * MAX_COST  # to find a short output; no round waits for it
 # As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
 SEPARATORS = (", ", ": ")
 
@@ -38,7 +40,8 @@ class CompiledGrammar:
     vocabulary: GrammarVocabulary
     required_names: frozenset[str] = frozenset()  # of the objects of its JSON schemas
     allowed: NDArray[np.int32] | None = None  # mask of tokens that outputs can hold; None: what the grammar allows
-    shortest_len: int | None = None  # tokens of a short output, its end included; None: none was found
+    shortest: bytes = b""  # a short output, if one was found
+    shortest_len: int | None = None  # its tokens, with the end of sequence; None: none was found
 
     def follow(self, token_ids: Sequence[int], max_tokens: int = 0) -> GrammarState:
         """A new state after the output so far, which has at most ``max_tokens`` in all."""
@@ -99,9 +102,9 @@ class Grammars:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:
             compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names, allowed)
-            end = compiled.follow(()).shortest_end()
-            if end is not None:
-                compiled = replace(compiled, shortest_len=len(self.vocabulary.tokens_of(end)) + 1)
+            whole = compiled.follow(()).shortest_end(WHOLE_COST)
+            if whole is not None:
+                compiled = replace(compiled, shortest=whole, shortest_len=len(self.vocabulary.tokens_of(whole)) + 1)
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
             raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
         if compiled.num_bytes > MAX_BYTES:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from xgrammar import GrammarMatcher
 
-from engine.grammar.closing import Closing, JsonScan
+from engine.grammar.closing import MAX_COST, Closing, JsonScan
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar
@@ -33,7 +33,7 @@ class GrammarState:
         )  # of the tokens left: ends are looked for then
         self._matcher = GrammarMatcher(grammar.compiled)
         names = [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in sorted(grammar.required_names)]
-        self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, names, grammar.allowed)
+        self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, names, grammar.allowed, grammar.shortest)
         self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)
 
@@ -154,9 +154,9 @@ class GrammarState:
         end = self._closing.shortest(matcher, scan)
         return inf if end is None else len(self.grammar.vocabulary.tokens_of(end)) + 1
 
-    def shortest_end(self) -> bytes | None:
-        """The rest of a short output from here; None: none was found."""
-        return self._closing.shortest(self._matcher, self._scan)
+    def shortest_end(self, max_cost: int = MAX_COST) -> bytes | None:
+        """The rest of a short output from here; None: none was found at that cost (`engine.grammar.closing`)."""
+        return self._closing.shortest(self._matcher, self._scan, max_cost)
 
     def fork(self) -> GrammarMatcher:
         """A matcher of its own at this place."""

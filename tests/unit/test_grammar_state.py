@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.json_schemas import make_schemas
 from cluster.grammar import Grammar, GrammarKind
-from engine.grammar import checking
+from engine.grammar import checking, closing
 from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
 from engine.grammar.state import GrammarState
 
@@ -203,3 +203,60 @@ def test_a_grammar_whose_ends_are_found_slowly_is_refused(grammars: Grammars, mo
 def test_an_output_that_cannot_end_in_time_is_left_alone(grammars: Grammars) -> None:
     state = of_schema(grammars, PERSON).follow((), 5)
     assert state.end_in_time((), 0, tokens(grammars, "{"), 5) == tokens(grammars, "{")
+
+
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(150)}}
+HOSTILE = (
+    WIDE | {"required": list(WIDE["properties"])},
+    {"type": "array", "minItems": 3, "items": {"type": "string", "minLength": 200, "maxLength": 400}},
+    {"type": "array", "items": {"type": "string", "pattern": "^([a-f][0-9]{3}|[g-k]{9}){6}(x|y)$"}, "minItems": 4},
+    {"$defs": {"n": {"type": "array", "minItems": 2, "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+    {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"type": "string"}}, "required": ["a"]},
+    {"anyOf": [{"type": "object", "properties": {f"{i}{j}": {"type": "number"} for j in range(9)}} for i in range(20)]},
+)
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_search_for_an_end_asks_matchers_a_bounded_number_of_times(
+    grammars: Grammars, schema: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stream of the target waits for it."""
+    grammar, num_asked = of_schema(grammars, schema), 0
+
+    class Counting:
+        def __init__(self, matcher: Any) -> None:
+            self._counted = matcher
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._counted, name)
+
+            def counted(*args: Any) -> Any:
+                nonlocal num_asked
+                num_asked += 1
+                answer = found(*args)
+                return Counting(answer) if name == "fork" else answer
+
+            return counted
+
+    choose, state = random.Random(0), grammar.follow((), 400)
+    for _ in range(60):
+        num_asked = 0
+        state._closing.shortest(Counting(state.fork()), state._scan.copy())  # type: ignore[arg-type]
+        assert num_asked <= 4 * closing.MAX_COST
+        mask = state.masks((), 0, (), 0)[0].numpy()
+        options = grammars.vocabulary.tokens_of(bytes(grammars.vocabulary.allowed_bytes(mask).tolist()))
+        if not options:
+            break
+        state.advance([choose.choice(options)])
+
+
+def test_a_large_object_ends_in_time(grammars: Grammars) -> None:
+    """Larger than outputs all of whose rests are tried."""
+    names = list(WIDE["properties"])[:60]
+    grammar = of_schema(grammars, WIDE | {"properties": {name: {"type": "string"} for name in names}, "required": names})
+    assert len(grammar.shortest) > closing.SHORT
+    assert grammar.shortest_len is not None
+    ids = output(grammars, grammar, grammar.shortest_len + 20, seed=0)
+    assert ids[-1] == EOS
+    text = b"".join(grammars.vocabulary.token_bytes[i] for i in ids).decode(errors="replace")
+    assert len(json.loads(text)) == 60
