@@ -31,6 +31,7 @@ BENCHES = {
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
     "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on disjoint cores"),
     "packing": Bench("benchmarks.packing", "attention of verify spans: padded, decomposed and ragged"),
+    "policies": Bench("benchmarks.policies", "policies of draft length, verification and overlap, simulated"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),
     "routing": Bench("benchmarks.routing", "assignment policies on recorded agreement against hindsight, simulated"),

@@ -129,6 +129,8 @@ class SimulationResult:
     num_events: int = 0
     num_passes: int = 0
     num_rows: int = 0
+    num_verified: int = 0  # draft tokens
+    num_accepted: int = 0  # of these
     num_preempted: int = 0
     num_unfinished: int = 0
     target_busy: float = 0.0  # share of the time, mean over targets
@@ -315,6 +317,9 @@ class Simulation:
         outcome.num_events = self._events.num
         outcome.num_passes = sum(one.num_passes for one in telemetry)
         outcome.num_rows = sum(one.num_rows for one in telemetry)
+        stats = [drafter for one in telemetry for drafter in one.drafters.values()]
+        outcome.num_verified = sum(drafter.num_proposed for drafter in stats)
+        outcome.num_accepted = sum(drafter.num_accepted for drafter in stats)
         outcome.num_preempted = sum(one.num_preempted for one in telemetry)
         outcome.num_unfinished = len(self._gateway.open)
         chains = {view.request_id: view.chain for target in self._targets for view in target.loop.requests()}

@@ -8,7 +8,8 @@ so that requests are hard or easy for all (z), and drafters differ in what is ha
 partly the same for all drafters: with probability ``shared`` a token's difficulty is common. A draft is right up to its
 first miss. With probability ``clumps`` a token is hit or missed as the one before it was: that keeps a_ij, and makes runs
 longer, as those of lookups are. With ``decay`` the probability falls by that factor with each position, as of block
-drafters.
+drafters. With ``token_spread`` tokens differ, too: logit a_ijt = logit a_ij + token_spread e_t, and a drafter's confidence
+in a token is its a_ijt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,12 @@ from itertools import pairwise
 from typing import Annotated, Self
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from cluster.config import Section
-from simulator.agreement import Agreement, AgreementAnswer
+from simulator.agreement import CONFIDENCE_STEPS, Agreement, AgreementAnswer
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -36,6 +38,13 @@ class DrafterFamily(Section):
     clumps: Annotated[float, Field(ge=0, lt=1)] = 0.0
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     silence: Probability = 0.0  # that it says nothing where its first token would be wrong
+    token_spread: Annotated[float, Field(ge=0, le=5)] = 0.0  # of the tokens of a request, in logits
+
+    @model_validator(mode="after")
+    def _confident(self) -> Self:
+        if self.token_spread and self.clumps:
+            raise ValueError("of clumps and token_spread only one may be given: clumps leave no confidence of a token")
+        return self
 
 
 class Family(Section):
@@ -67,9 +76,15 @@ class Family(Section):
         rates = self.rates(random)
         common = random.random(output_len)
         hits: dict[str, Bools] = {}
+        token_rates: dict[str, Floats] = {}
         for name, rate in rates.items():
             own = random.random(output_len)
-            drawn = np.where(random.random(output_len) < self.shared, common, own) < rate
+            limit: float | Floats = rate
+            if spread := self.drafters[name].token_spread:
+                noise = spread * random.standard_normal(output_len + draft_len)
+                token_rates[name] = limits = np.clip(1.0 / (1.0 + np.exp(-_logit(rate) - noise)), _LEAST, 1.0 - _LEAST)
+                limit = limits[:output_len]
+            drawn = np.where(random.random(output_len) < self.shared, common, own) < limit
             hits[name] = _clumped(drawn, random, self.drafters[name].clumps)
         by_drafter = {}
         for name, one in self.drafters.items():
@@ -83,7 +98,12 @@ class Family(Section):
             flat = tuple(
                 (np.where(np.arange(draft_len) == 0, rates[name], later) * one.decay ** np.arange(draft_len)).tolist()
             )
-            by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), flat=flat)
+            confidences = None
+            if name in token_rates:
+                of_tokens = sliding_window_view(token_rates[name], draft_len)[:output_len]
+                decayed = of_tokens * one.decay ** np.arange(draft_len)
+                confidences = np.rint(decayed * CONFIDENCE_STEPS).astype(np.uint16)
+            by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), confidences, flat)
         inner = {}
         for a, b in pairs:
             both_wrong = ~hits[a] & ~hits[b] & (random.random(output_len) < self.alike)

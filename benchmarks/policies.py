@@ -1,0 +1,280 @@
+"""``outrider bench policies``: named policies of draft length, verification and overlap, each against all others.
+
+Simulated with the live loops on a virtual clock. In a closed loop goodput is committed tokens per second. On traces it is
+given by the arrivals, so arms are compared by ``request_speed``: tokens per second of a request, from arrival to end.
+
+- ``outrider_over_best_fixed``: the default over the best of the fixed lengths, worst over the traces.
+- ``outrider_over_best_paper``: over the best of the papers' policies, worst over the traces.
+- ``worst_over_plain.simulated``: over plain decoding, worst over batches of the closed loop, by goodput.
+- ``slo_attainment.adaspec``, ``.outrider``: share of requests that meet a TPOT objective, which all know, on the trace where
+  AdaSpec attains about 0.90.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.policy_scenarios import (
+    ARMS,
+    DEFAULT,
+    FIGURE_15,
+    FIXED,
+    LENGTHS,
+    PAPERS,
+    PLAIN,
+    TABLE_2,
+    VERIFICATIONS,
+    Machine,
+    Workload,
+    gpu_machine,
+    this_machine,
+    workloads,
+)
+from benchmarks.pool import pool
+from benchmarks.record import DEFAULT_PATH, record
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from benchmarks.routing import measured_cost
+from profiler.hardware import num_cores
+from router.overlap.gains import remote_bound
+from simulator.plots import Panel, plot
+from simulator.speculation import Arm, ArmResult, best, run_arm
+
+PLOT = Path("outrider-policies.png")
+SLO_LEVELS = (0.8, 1.0, 1.2)  # of the P90 of plain decoding's TPOT
+SLO_TARGET = 0.90  # attainment of AdaSpec, at which the default is compared
+SLO_STEPS = 4
+BOUND_LEN = 4
+ABLATIONS = (*TABLE_2, *FIGURE_15, *LENGTHS, *VERIFICATIONS)
+GPUS = (("a100-70b", "middle-1b"), ("h100-32b", "qwen-1.5b"))
+DRAFTER = "cascade"  # of this machine's
+
+Results = Mapping[str, ArmResult]  # by arm
+
+
+class Case(NamedTuple):
+    machine: str
+    workload: str
+
+
+class Job(NamedTuple):
+    machine: Machine
+    workload: Workload
+    arm: Arm
+    tpot_slo_s: float | None = None
+
+
+def run(options: BenchOptions) -> BenchResult:
+    console = Console(stderr=True)
+    machines = (_here(options), *(gpu_machine(*one) for one in GPUS))
+    loads = workloads(options.data, options.quick)
+    traces = [load for load in loads if load.is_trace]
+    ablated = traces[:1] if options.quick else loads
+    jobs = [
+        Job(machine, load, arm)
+        for machine in machines
+        for load in loads
+        for arm in ((*ARMS, *ABLATIONS) if load in ablated else ARMS)
+    ]
+    with ProcessPoolExecutor(num_cores(), get_context("spawn")) as processes:
+        console.print(f"policies: {len(jobs)} simulations", highlight=False)
+        found: dict[Case, dict[str, ArmResult]] = {}
+        for job, result in zip(jobs, processes.map(simulated, jobs), strict=True):
+            found.setdefault(Case(job.machine.name, job.workload.name), {})[job.arm.name] = result
+        searches = [(machine, load, found[Case(machine.name, load.name)]) for machine in machines for load in traces[:1]]
+        objectives = list(processes.map(at_objective, searches))
+    batches = {load.name: load.batch for load in loads if load.batch is not None}
+    draw(found, machines, batches, PLOT)
+    return BenchResult(
+        "policies",
+        figures(found, set(batches)) | _slo_figures(objectives),
+        tables=(
+            *(_table(case, results) for case, results in found.items()),
+            _ablation("lengths, all verified by the rule `outrider`: over the best", found, LENGTHS),
+            _ablation("verification, of drafts of 8 tokens: over the best", found, VERIFICATIONS),
+            _paper_table(found),
+            _slo_table([(machine.name, load.name) for machine, load, _ in searches], objectives),
+        ),
+        notes=(
+            "simulated: all figures. here: costs measured on this machine, recorded agreement of its drafter "
+            f"{DRAFTER}. Others: costs of a roofline, agreement of synthetic families.",
+            f"drawn in {PLOT}, with the bound 1 + K t_d / t_v for drafts of {BOUND_LEN} tokens that are never awaited.",
+        ),
+    )
+
+
+def _here(options: BenchOptions) -> Machine:
+    path = options.recording or DEFAULT_PATH
+    if not path.exists():
+        record(options).save(path)
+    config = next(config for config in pool(options.model) if config.name == DRAFTER)
+    return this_machine(measured_cost(options.model, [config]), config, path)
+
+
+def simulated(job: Job) -> ArmResult:
+    machine, load = job.machine, job.workload
+    spec, settings = machine.spec(), machine.settings()
+    return run_arm(spec, settings, job.arm, load.load(machine), load.until_s(machine), job.tpot_slo_s)
+
+
+def at_objective(search: tuple[Machine, Workload, Results]) -> dict[str, tuple[float, float, float]]:
+    """Attainment, goodput and request speed of AdaSpec, of the default and of plain decoding, at the TPOT objective at which
+    AdaSpec attains SLO_TARGET."""
+    machine, load, results = search
+    adaspec = next(arm for arm in PAPERS if arm.name == "adaspec")
+    low, high = 0.0, 2.0 * float(np.quantile(results[adaspec.name].tpot_s, SLO_TARGET))
+    objective_s = high / 2.0
+    for _ in range(SLO_STEPS):
+        attained = simulated(Job(machine, load, adaspec, objective_s)).attainment(objective_s)
+        if abs(attained - SLO_TARGET) < 0.01:
+            break
+        low, high = (low, objective_s) if attained > SLO_TARGET else (objective_s, high)
+        objective_s = (max(low, 0.6 * objective_s) + min(high, 1.4 * objective_s)) / 2.0
+    found = {}
+    for arm in (adaspec, DEFAULT, PLAIN):
+        result = simulated(Job(machine, load, arm, objective_s))
+        found[arm.name] = (result.attainment(objective_s), result.goodput, result.request_speed)
+    return found
+
+
+def _speed(case: Case, result: ArmResult, closed: set[str]) -> float:
+    return result.goodput if case.workload in closed else result.request_speed
+
+
+def figures(found: Mapping[Case, Results], closed: set[str]) -> dict[str, float]:
+    """``closed``: names of the workloads that are closed loops."""
+    told: dict[str, float] = {}
+    fixed, papers = [arm.name for arm in (PLAIN, *FIXED)], [arm.name for arm in PAPERS]
+    for name, arms in (("fixed", fixed), ("paper", papers)):
+        ratios = {case: _over_best(case, results, arms, closed) for case, results in found.items()}
+        told[f"outrider_over_best_{name}"] = min(r for case, r in ratios.items() if case.workload not in closed)
+        told[f"outrider_over_best_{name}.closed"] = min((r for c, r in ratios.items() if c.workload in closed), default=1.0)
+    over_plain = [
+        results[DEFAULT.name].goodput / results[PLAIN.name].goodput
+        for case, results in found.items()
+        if case.workload in closed
+    ]
+    told["worst_over_plain.simulated"] = min(over_plain, default=1.0)
+    return told
+
+
+def _over_best(case: Case, results: Results, names: Sequence[str], closed: set[str]) -> float:
+    def speed(result: ArmResult) -> float:
+        return _speed(case, result, closed)
+
+    return speed(results[DEFAULT.name]) / speed(results[best(results, names, speed)])
+
+
+def _slo_figures(objectives: Sequence[Mapping[str, tuple[float, float, float]]]) -> dict[str, float]:
+    """Of the machine on which the default attains least over AdaSpec."""
+    worst = min(objectives, key=lambda one: one[DEFAULT.name][0] - one["adaspec"][0])
+    return {
+        "slo_attainment.adaspec": worst["adaspec"][0],
+        "slo_attainment.outrider": worst[DEFAULT.name][0],
+        "slo_goodput_over_adaspec": min(one[DEFAULT.name][1] / one["adaspec"][1] for one in objectives),
+    }
+
+
+def _table(case: Case, results: Results) -> Table:
+    limit_s = float(np.quantile(results[PLAIN.name].tpot_s, 0.9)) if len(results[PLAIN.name].tpot_s) else 0.0
+    plain = results[PLAIN.name]
+    rows: list[tuple[Cell, ...]] = []
+    for arm in ARMS:
+        result = results[arm.name]
+        tpots = 1e3 * result.tpot_s
+        ttfts = 1e3 * result.ttft_s
+        rows.append(
+            (
+                arm.name,
+                result.goodput,
+                result.goodput / plain.goodput,
+                result.request_speed / plain.request_speed,
+                float(tpots.mean()) if len(tpots) else "-",
+                float(np.quantile(tpots, 0.99)) if len(tpots) else "-",
+                float(ttfts.mean()) if len(ttfts) else "-",
+                *(result.attainment(level * limit_s) if len(tpots) else "-" for level in SLO_LEVELS),
+                result.accepted_len,
+                result.rejected_share,
+                result.verified_len,
+            )
+        )
+    columns = (
+        "arm",
+        "tokens/s",
+        "over plain",
+        "request speed over plain",
+        "TPOT mean ms",
+        "p99",
+        "TTFT mean ms",
+        *(f"met at {level:g}" for level in SLO_LEVELS),
+        "accepted length",
+        "rejected share",
+        "verified a round",
+    )
+    return Table(f"simulated: {case.machine}, {case.workload}", columns, tuple(rows))
+
+
+def _ablation(title: str, found: Mapping[Case, Results], arms: Sequence[Arm]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for case, results in found.items():
+        if any(arm.name not in results for arm in arms):
+            continue
+        closed = {case.workload} if case.workload.startswith("batch") else set()
+        speeds = [_speed(case, results[arm.name], closed) for arm in arms]
+        rows.append((f"{case.machine}, {case.workload}", *(speed / max(speeds) for speed in speeds)))
+    return Table(title, ("case", *(arm.name.partition(" ")[2] for arm in arms)), tuple(rows))
+
+
+def _paper_table(found: Mapping[Case, Results]) -> Table:
+    """The papers' ablations, on traces: those of AdaSpec's table 2 and of FASER's figure 15."""
+    rows: list[tuple[Cell, ...]] = []
+    for case, results in found.items():
+        plain = results[PLAIN.name]
+        for name in ("threshold", "adaspec-", "adaspec", "fixed-4", "faser", "faser-overlap"):
+            if name in results and not case.workload.startswith("batch"):
+                one = results[name]
+                speedup = one.request_speed / plain.request_speed
+                accepted = one.accepted_len - 1.0
+                rows.append(
+                    (f"{case.machine}, {case.workload}", name, one.verified_len, accepted, 1 - one.rejected_share, speedup)
+                )
+    columns = ("case", "arm", "draft tokens verified a round", "accepted", "acceptance", "speed-up in latency")
+    return Table("simulated: ablations of AdaSpec (table 2) and FASER (figure 15)", columns, tuple(rows))
+
+
+def _slo_table(cases: Sequence[tuple[str, str]], objectives: Sequence[Mapping[str, tuple[float, float, float]]]) -> Table:
+    rows = tuple(
+        (", ".join(case), name, *values)
+        for case, objective in zip(cases, objectives, strict=True)
+        for name, values in objective.items()
+    )
+    columns = ("case", "arm", "attained", "tokens/s", "tokens/s of a request")
+    return Table("simulated: where adaspec attains about 0.90 of a TPOT objective", columns, rows)
+
+
+def draw(found: Mapping[Case, Results], machines: Sequence[Machine], batches: Mapping[str, int], picture: Path) -> None:
+    panels = []
+    for machine in machines:
+        names = [name for name in batches if Case(machine.name, name) in found]
+        at = [float(batches[name]) for name in names]
+        results = [found[Case(machine.name, name)] for name in names]
+        over_plain = {
+            arm.name: (at, [one[arm.name].goodput / one[PLAIN.name].goodput for one in results]) for arm in ARMS[1:]
+        }
+        bound = f"bound of remote over awaited, K = {BOUND_LEN}"
+        over_plain[bound] = (at, [_bound(machine, batches[name]) for name in names])
+        verified = {arm.name: (at, [one[arm.name].verified_len for one in results]) for arm in (*PAPERS, DEFAULT)}
+        dashed = frozenset({bound})
+        panels.append(Panel(f"{machine.name}: goodput over plain", over_plain, "batch", log_x=True, dashed=dashed))
+        panels.append(Panel(f"{machine.name}: draft tokens verified a round", verified, "batch", log_x=True))
+    plot(panels, "simulated: policies of speculation", picture)
+
+
+def _bound(machine: Machine, batch: int) -> float:
+    draft_s = machine.cost.draft_s(machine.drafter.name, batch, BOUND_LEN) or 0.0
+    pass_s = machine.cost.step_s(batch * (1 + BOUND_LEN), batch * 512)
+    return remote_bound(BOUND_LEN, draft_s / BOUND_LEN, pass_s)

@@ -1,0 +1,108 @@
+"""Speculation policies on the same requests: each arm drafts, verifies and overlaps by other rules, all else equal."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.config import DraftLengthConfig, FixedPolicy
+from cluster.types import Slo
+from router.planner import PlannerSettings, StepPlanner
+from router.policies import build_policy
+from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Rules of speculation. ``draft_length`` None: plain decoding."""
+
+    name: str
+    draft_length: DraftLengthConfig | None
+    verification: str = "outrider"
+    overlap: str = "gain"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What came of an arm.
+
+    ``num_tokens`` of all requests, ``request_s``: their time from arrival to end; both up to ``end_s``.
+    """
+
+    end_s: float
+    num_tokens: int
+    request_s: float
+    tpot_s: Floats  # by request that ended
+    ttft_s: Floats
+    accepted_len: float
+    rejected_share: float  # of verified draft tokens
+    verified_len: float  # draft tokens of a request and round
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.end_s
+
+    @property
+    def request_speed(self) -> float:
+        """Tokens per second of a request, from arrival to end. It tells how long requests took where arrivals are given, and
+        with them goodput."""
+        return self.num_tokens / self.request_s
+
+    def attainment(self, tpot_s: float) -> float:
+        """Share of requests that took no longer per token."""
+        return float(np.mean(self.tpot_s <= tpot_s))
+
+
+def run_arm(
+    spec: ClusterSpec,
+    settings: PlannerSettings,
+    arm: Arm,
+    load: Load,
+    until_s: float | None = None,
+    tpot_slo_s: float | None = None,
+) -> ArmResult:
+    """``spec`` has one drafter, which all requests use; the arm replaces its planner and draft length.
+
+    Args:
+        settings: of the planner, beside the arm's rules.
+        tpot_slo_s: objective that every request asks for.
+    """
+    ruled = replace(settings, verification=arm.verification, overlap=arm.overlap)
+    spec = replace(spec, planner=lambda: StepPlanner(ruled), sheds=False)
+    if arm.draft_length is not None:
+        spec = replace(spec, draft_length=arm.draft_length)
+    if tpot_slo_s is not None:
+        slo = Slo(tpot_s=tpot_slo_s, name="all")
+        load = replace(load, requests=(replace(one, slo=slo) for one in load.requests))
+    chain = () if arm.draft_length is None else (spec.drafters[0].name,)
+    outcome = simulate(spec, build_policy(FixedPolicy(chain=chain)), load, until_s=until_s)
+    return _result(outcome, load.concurrency)
+
+
+def _result(outcome: SimulationResult, concurrency: int | None) -> ArmResult:
+    served = outcome.served
+    if concurrency is None:
+        request_s = sum(one.end_s - one.request.arrival_s for one in served)
+    else:
+        request_s = concurrency * outcome.end_s
+    rounds = sum(one.num_rounds - 1 for one in served)
+    share = sum(one.num_tokens for one in served) / max(1, outcome.num_tokens)
+    return ArmResult(
+        outcome.end_s,
+        outcome.num_tokens,
+        request_s,
+        outcome.tpot_s(),
+        outcome.ttft_s() if concurrency is None else np.zeros(0),
+        outcome.accepted_len,
+        1.0 - outcome.num_accepted / outcome.num_verified if outcome.num_verified else 0.0,
+        outcome.num_verified * share / rounds if rounds else 0.0,
+    )
+
+
+def best(results: Mapping[str, ArmResult], names: Iterable[str], value: Callable[[ArmResult], float]) -> str:
+    """The arm with the greatest value."""
+    return max((name for name in names if name in results), key=lambda name: value(results[name]))
