@@ -44,6 +44,14 @@ def rank_processes(of: int | None = None, before: Sequence[psutil.Process] = ())
     return [found[title] for title in sorted(found)]
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Without waiting for it, which is its parent's affair."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class ConstantProposer:
     """Of vLLM's ``custom_class``: proposes the same token after every other."""
 

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -23,7 +22,8 @@ from router.cost_model import TableCost
 from tests.support.dspark import write_dspark
 from tests.support.target_driver import play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
-from tests.support.vllm_engine import EOS, MAX_MODEL_LEN, make_vllm, rank_processes
+from tests.support.vllm_engine import EOS, MAX_MODEL_LEN, has_ended, make_vllm, rank_processes
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +59,7 @@ def two(folder: Path) -> Iterator[LoadedTarget]:
         ranks = rank_processes()
         assert len(ranks) == 2
         yield engine
-    assert not any(rank.is_running() for rank in ranks)
+    assert all(map(has_ended, ranks))
 
 
 def requests(prefix: str, max_tokens: int = 40) -> list[Request]:
@@ -135,7 +135,7 @@ def test_a_rank_killed_in_a_pass_ends_the_engine(folder: Path) -> None:
     assert {(end.finish, end.error) for end in ends} == {(FinishReason.ERROR, f"the target failed: {lost}")}
     with pytest.raises(RuntimeError, match="the embedded target failed: RankLost"):
         cluster.close()
-    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+    eventually(lambda: all(map(has_ended, ranks)), END_S)
     with pytest.raises(RuntimeError, match="computes nothing after an error"):
         engine.execute([SpanInput("later", 0, (1, 2))])
     engine.close()
@@ -150,7 +150,7 @@ def test_ranks_end_with_the_process_of_the_target(folder: Path) -> None:
         ranks = rank_processes(target.pid)
         assert len(ranks) == 2
         target.kill()
-    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+    eventually(lambda: all(map(has_ended, ranks)), END_S)
 
 
 def test_an_idle_engine_tells_of_a_lost_rank_and_leaves_none(two: LoadedTarget) -> None:
@@ -158,6 +158,6 @@ def test_an_idle_engine_tells_of_a_lost_rank_and_leaves_none(two: LoadedTarget) 
     ranks = rank_processes()
     two.check_integrity()
     ranks[1].kill()
-    assert not psutil.wait_procs(ranks, timeout=END_S)[1]
+    eventually(lambda: all(map(has_ended, ranks)), END_S)
     with pytest.raises(RankLost, match=r"^rank 1 \(exit code -9\) of the 2 ranks of vLLM ended$"):
         two.check_integrity()
