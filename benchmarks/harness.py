@@ -9,7 +9,7 @@ from functools import partial
 
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
-from cluster.config import DrafterConfig
+from cluster.config import DrafterConfig, DraftLengthConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from deploy.api.tokenizer import Tokenizer
@@ -44,6 +44,8 @@ DEADLINE_S = 60.0
 # tokens, not whether they are worth their time.
 PATIENT = PlannerSettings(verification="all", max_hold_s=DEADLINE_S, max_chunk_len=MAX_PASS_TOKENS)
 PRECIOUS_PASSES = TableCost((1,), (100 * DEADLINE_S,))
+# As long, and each row more adds a fiftieth: verification policies leave out draft tokens that are not likely enough.
+PRECIOUS_ROWS = TableCost((1, 51), (100 * DEADLINE_S, 200 * DEADLINE_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class RunConditions:
     successor: Callable[[], Drafter] | None = None
     preempt: bool = False
     num_ranks: int = 1
+    planner: PlannerSettings = PATIENT
+    draft_length: DraftLengthConfig | None = None  # the default
+    cost: TableCost = PRECIOUS_PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +122,15 @@ class Harness:
             pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=True)
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         half_done = threading.Event()
-        planner: Planner = StepPlanner(PATIENT)
+        planner: Planner = StepPlanner(circumstances.planner)
         if circumstances.preempt:
             planner = MidRequest(planner, self._max_tokens // 2, every_second)
         elif circumstances.kill is not None:
             planner = MidRequest(planner, self._max_tokens // 2, _setting(half_done))
         with (
-            EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
+            EmbeddedCluster(
+                engine, self._info, circumstances.cost, pool, planner, table, draft_length=circumstances.draft_length
+            ) as cluster,
             _killer(cluster, circumstances, capacity, half_done),
         ):
             completions = cluster.complete(self.requests if circumstances.num_ranks == 1 else self._half_without_logprobs())

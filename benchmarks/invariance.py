@@ -13,22 +13,37 @@ from rich.console import Console
 
 from benchmarks.comparison import TIE_MARGIN, RunComparison, Verdict, compare
 from benchmarks.fault_injection import TruncatedDrafter, truncate_by_content
-from benchmarks.harness import Harness, Run, RunConditions
+from benchmarks.harness import DRAFT_LEN, PATIENT, PRECIOUS_ROWS, Harness, Run, RunConditions
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import (
     DEFAULT_DRAFTERS,
+    AdaSpecLength,
     DrafterConfig,
+    DraftLengthConfig,
+    FaserLength,
+    FixedLength,
     ModelOptions,
+    ThresholdLength,
+    TurboSpecLength,
 )
 from cluster.types import Request
 from drafters.protocol import Drafter
+from router.overlap import OVERLAP_POLICIES
+from router.verify_length import VERIFICATION_POLICIES
 
 NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
 NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24
 SMALL_BATCH = 5
 SELF = "itself"
+DRAFT_LENGTHS: tuple[DraftLengthConfig, ...] = (
+    FixedLength(),
+    ThresholdLength(),
+    AdaSpecLength(),
+    FaserLength(),
+    TurboSpecLength(),
+)  # beside the default, by which other scenarios draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,7 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         "no drafts, small batches": RunConditions(max_num_sequences=SMALL_BATCH),
         **{config.name: RunConditions(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
         **{f"pool's {config.name}": alone(config) for config in others},
+        **planning(mixed),
         SELF: RunConditions(pool(own)),
         "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": RunConditions(cut(truncate_by_content)),
@@ -127,6 +143,19 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
             f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)
             for config in colocated
         },
+    }
+
+
+def planning(drafters: Callable[[], Mapping[str, Drafter]]) -> dict[str, RunConditions]:
+    """Conditions for every policy of the planner that other scenarios lack."""
+    plain = RunConditions(drafters)
+    verified = replace(plain, draft_length=FixedLength(num_tokens=DRAFT_LEN), cost=PRECIOUS_ROWS)
+    verify = [name for name in VERIFICATION_POLICIES if name != PATIENT.verification]
+    overlap = [name for name in OVERLAP_POLICIES if name != PATIENT.overlap]
+    return {
+        **{f"draft_length {config.kind}": replace(plain, draft_length=config) for config in DRAFT_LENGTHS},
+        **{f"verify {name}": replace(verified, planner=replace(PATIENT, verification=name)) for name in verify},
+        **{f"overlap {name}": replace(plain, planner=replace(PATIENT, overlap=name)) for name in overlap},
     }
 
 
