@@ -1,5 +1,6 @@
 """vLLM's executor of several ranks, which are child processes of the target's: they live and die together."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -10,6 +11,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from cluster.errors import RankLost
 
 EXIT_S = 1.0  # until the exit code of a process that is ending is known
+
+_noting = threading.Lock()  # two threads that wait for one process would take its exit code from each other
 
 
 class RankExecutor(MultiprocExecutor):
@@ -42,11 +45,12 @@ class RankExecutor(MultiprocExecutor):
 
     def _note_loss(self) -> bool:
         """vLLM's monitor sets ``is_failed`` before it calls ``shutdown``, from a thread of its own."""
-        if self._loss is None and getattr(self, "is_failed", False):
-            closed = wait([worker.proc.sentinel for worker in self.workers], timeout=0)
-            lost = [worker for worker in self.workers if worker.proc.sentinel in closed]
-            for worker in lost:
-                worker.proc.join(EXIT_S)  # a process closes its files first
-            ended = [f"rank {worker.rank} (exit code {worker.proc.exitcode})" for worker in lost]
-            self._loss = f"{' and '.join(ended)} of the {len(self.workers)} ranks of vLLM ended"
+        with _noting:
+            if self._loss is None and getattr(self, "is_failed", False):
+                closed = wait([worker.proc.sentinel for worker in self.workers], timeout=0)
+                lost = [worker for worker in self.workers if worker.proc.sentinel in closed]
+                for worker in lost:
+                    worker.proc.join(EXIT_S)  # a process closes its files first
+                ended = [f"rank {worker.rank} (exit code {worker.proc.exitcode})" for worker in lost]
+                self._loss = f"{' and '.join(ended)} of the {len(self.workers)} ranks of vLLM ended"
         return self._loss is not None
