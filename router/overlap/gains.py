@@ -66,7 +66,27 @@ class Pipeline:
             seconds = self.round_s(num, best_s)
             if seconds < best_s:
                 best, best_s = num, seconds
+        if least == 1 and best > 1 and self._shorter_barrier_is_faster(best_s):
+            return 1
         return best
+
+    def _shorter_barrier_is_faster(self, round_s: float) -> bool:
+        """Whether a barrier with shorter drafts yields more tokens per second than rounds of ``round_s`` with the present
+        ones: drafts grow where they take no time of their own, and then make a barrier look slow."""
+        now = barrier = 0.0
+        for drafter, num in self.drafters.values():
+            now += num * expected_tokens(drafter.acceptance, round(drafter.draft_len))
+        longest = max(round(drafter.draft_len) for drafter, _ in self.drafters.values())
+        for length in range(1, longest):
+            tokens = reply_s = 0.0
+            for drafter, num in self.drafters.values():
+                own_len = min(length, round(drafter.draft_len))
+                tokens += num * expected_tokens(drafter.acceptance, own_len)
+                saved_s = drafter.drafts_s(num) * (1.0 - own_len / max(1.0, drafter.draft_len))
+                reply_s = max(reply_s, drafter.replies_s(num) - saved_s)
+            pass_s = self._cost.step_s(self.num_requests * (1 + length), self.num_context)
+            barrier = max(barrier, tokens / (pass_s + reply_s))
+        return barrier * round_s > now
 
     def frontiers(self, always: bool = False) -> dict[str, Frontier]:
         """By drafter, of those that have one."""
