@@ -17,7 +17,8 @@ from statistics import fmean
 
 import numpy as np
 
-from cluster.config import FixedPolicy, GreedyLengthPolicy, HedgePolicy, PolicyConfig
+from cluster.config import FixedLength, FixedPolicy, GreedyLengthPolicy, HedgePolicy, PolicyConfig
+from cluster.types import MAX_DRAFT_LEN
 from router.planner import Planner, PlannerSettings, StepPlanner
 from router.policies import build_policy
 from simulator.agreement import SimulatedRequest
@@ -128,6 +129,7 @@ def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: l
         slot_s=scenario.slot_s,
         keeps_in_step=variant.keeps_in_step,
         jitter=scenario.jitter,
+        draft_length=FixedLength(num_tokens=MAX_DRAFT_LEN),  # what the drafter can, as SPIN has it
     )
     load = in_turn(requests, scenario.batch)
     return simulate(spec, build_policy(variant.policy), load, scenario.seed, scenario.horizon_s).goodput

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.replay_lens import replay_lens
-from cluster.config import NgramOptions
+from cluster.config import FixedLength, NgramOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
@@ -50,9 +50,10 @@ def test_a_replay_gets_accepted_what_the_engine_accepts(folder: Path, temperatur
     drafter = make(NgramOptions(min_match_len=1), Site(info, "cpu"))
     pool = {"ngram": PoolEntry(drafter, DRAFT_LEN)}
     table = RoutingTable(version=0, defaults=(("ngram",),))
-    planner = StepPlanner(PlannerSettings(verification="all", max_hold_s=60.0))
+    planner = StepPlanner(PlannerSettings(verification="all", max_hold_s=60.0, overlap="barrier"))
     requests = [request(f"r{i}", 10 * i, temperature) for i in range(4)]
-    with EmbeddedCluster(engine, info, PRECIOUS_PASSES, pool, planner, table) as cluster:
+    length = FixedLength(num_tokens=DRAFT_LEN)
+    with EmbeddedCluster(engine, info, PRECIOUS_PASSES, pool, planner, table, draft_length=length) as cluster:
         served = [cluster.complete([r])[0] for r in requests]
     recordings = [
         Recording(f"0/{r.id}", "d", r.prompt_token_ids, tuple(c.token_ids), r.sampling)

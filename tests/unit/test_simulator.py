@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, LbssPolicy, PolicyConfig
+from cluster.config import EpsilonGreedyPolicy, FixedLength, FixedPolicy, HedgePolicy, LbssPolicy, PolicyConfig
 from cluster.types import FinishReason
 from router.assignment import Positions
 from router.cost_model import TableCost
@@ -276,7 +276,8 @@ def test_policies_lie_between_chance_and_hindsight() -> None:
     family = Family(drafters=drafters, common=0.0)
     random = np.random.default_rng(5)
     load = [SimulatedRequest(f"r{i}", 0.0, 30, 150, family.answer(random, 150, 4)) for i in range(60)]
-    spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()))
+    length = FixedLength(num_tokens=4)
+    spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()), draft_length=length)
     contest = compete(spec, [HedgePolicy(), LbssPolicy()], load, 8)
     figures = contest.figures()
     assert figures["hindsight_over_best_single"] > 1.1
