@@ -163,7 +163,7 @@ def test_the_bias_of_dsparks_sequential_head_lies_in_memory_once(
 
 
 class Counted:
-    """A target that computes nothing."""
+    """A target that always chooses the same token."""
 
     def __init__(self) -> None:
         self.passes: list[int] = []
@@ -173,7 +173,7 @@ class Counted:
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         self.passes.append(sum(len(span.token_ids) for span in spans))
-        return [SpanOutcome(span.request_id, (), 0) for span in spans]
+        return [SpanOutcome(span.request_id, (0,), 0) for span in spans]
 
     def release(self, request_id: str) -> None:
         pass
@@ -193,7 +193,7 @@ def test_with_a_stored_profile_a_target_still_computes_before_it_serves(
     monkeypatch.setattr(loading, "load_engine", lambda *_: (engine, ModelInfo("m", 10, 8, (), "")))
     monkeypatch.setattr(loading, "ProfiledCost", lambda *_: SimpleNamespace())
     loading.load_target(Config(target=TargetConfig(device=device)), profile=SimpleNamespace())  # type: ignore[arg-type]
-    assert engine.passes == warmed
+    assert engine.passes[1::2] == warmed  # each after the pass that admits its requests
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
