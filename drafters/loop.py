@@ -3,18 +3,20 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import DraftTiming, LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import score_shadows
-from drafters.draft_stops import DraftStops, cut_lens
-from drafters.protocol import Drafter
+from drafters.protocol import Demand, Drafter
 from drafters.session import Session, TargetPeer
 from drafters.sessions import SessionLimits, TargetSessions
 from router.assignment import drafter_of
+
+if TYPE_CHECKING:
+    from drafters.draft_stops import DraftStops
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class DrafterLoop:
         self._num_drafting = 0  # requests of the batch under way
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
-        self._stops = DraftStops()  # for drafters that do not end drafts themselves
+        self._stops: DraftStops | None = None  # for drafters that do not end drafts themselves
 
     def step(self, now_s: float) -> bool:
         """Drafts at most one batch and sends at most one message per link. Returns whether there was anything to do beside
@@ -175,11 +177,17 @@ class DrafterLoop:
         drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]
         if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
-            lens = cut_lens(demands, [draft.confidences for draft in drafts], self._stops)
+            lens = self._cut_lens(demands, [draft.confidences for draft in drafts])
         for (session, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):
             session.ahead.extend(draft.token_ids[:length])
             session.confidences.extend(draft.confidences[:length])
             session.exhausted = length < num_tokens
+
+    def _cut_lens(self, demands: Sequence[Demand], drafted: Sequence[Sequence[float]]) -> list[int]:
+        from drafters.draft_stops import DraftStops, cut_lens  # needs numpy; processes of lookups do without otherwise
+
+        self._stops = self._stops or DraftStops()
+        return cut_lens(demands, drafted, self._stops)
 
     def _send_proposals(
         self,

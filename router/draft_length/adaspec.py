@@ -2,7 +2,7 @@
 
 The target tells each drafter what a row and a second cost, in tokens of plain decoding, and the mean confidence of former
 drafts. The drafter drafts a step for the whole batch while the predicted throughput rises, and corrects the prediction by
-the confidences of each step (`router/draft_length/stopping.py`).
+the confidences of each step (`router/draft_stopping.py`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """The default: a request is drafted for while that pays, and each draft goes on while its next token does.
 
-The target sets prices; the drafter, which knows its confidences, decides at each step (`router/draft_length/stopping.py`).
+The target sets prices; the drafter, which knows its confidences, decides at each step (`router/draft_stopping.py`).
 A request for which nothing pays gets a budget of 0 tokens and is decoded plainly, until prices fall or a trial is due. Where
 a drafter pays for no request, one request at a time tries it, or its reply time would never be measured again.
 """

@@ -17,7 +17,7 @@ from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.estimates.draft_shares import OnTimeRates
-from router.plan import Span
+from router.plan import DraftBudget, Span
 from router.policies import build_policy
 from tests.support.observations import right_at
 
@@ -52,6 +52,10 @@ class Target:
         self.drafters.assign(sequence)
         return sequence
 
+    def _allow(self, sequence: LiveSequence) -> None:
+        """As a plan does: without a budget nothing is asked for."""
+        self.drafters.set_budgets({sequence.request.id: DraftBudget(4)})
+
     def hear(self, sequence: LiveSequence, *token_ids: int) -> None:
         """A proposal for what is committed."""
         confidences = (0.5,) * len(token_ids)
@@ -66,6 +70,7 @@ class Target:
         span = self.sequences.span_input(Span(request_id, num_left, 4))
         drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
         num_right = next((i for i, token in enumerate(drafts) if token != RIGHT), len(drafts))
+        self._allow(sequence)
         commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
         assert commit is not None
         self.drafters.publish(sequence, commit, self.now_s)
