@@ -62,6 +62,9 @@ class Pipeline:
         best, best_s = least, self.round_s(least)
         if least == 1:
             best_s *= 1.0 - MICRO_BATCH_MARGIN
+            # Passes over shares take together no less than one over all: overlap saves at most the wait for drafts.
+            if self._cost.step_s(max(1, math.ceil(self._num_rows)), self.num_context) >= best_s:
+                return 1
         for num in range(least + 1, min(self.num_requests, MAX_MICRO_BATCHES) + 1):
             seconds = self.round_s(num, best_s)
             if seconds < best_s:
