@@ -6,7 +6,7 @@ from functools import partial
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.stopwatch import OwnTime
+from profiler.stopwatch import OwnTime, Stopwatch
 from router.cost_model import ROWS, TableCost, monotone
 
 _CONTEXT_LEN = 512
@@ -17,11 +17,13 @@ BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, and again fo
 _MIN_POINTS = 3
 
 
-def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monotonic) -> TableCost:
+def measure_cost(
+    target: TargetEngine, clock: Callable[[], float] = time.monotonic, stopwatch: Stopwatch | None = None
+) -> TableCost:
     """Measures step time over rows and per token of context on ``target``, which must hold no request. Takes the minimum of
     several repeats, since disturbances only add time. A slow machine measures as much as BUDGET_S allows."""
     start_s = clock()
-    capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
+    capacity, probe = target.capacity(), TargetProbe(target, stopwatch or OwnTime())
     points: list[tuple[int, float]] = []
     for rows in _measured_rows(capacity.prepared_rows):
         if not probe.fits(rows, 0):

@@ -7,7 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
-from engine import loading, pass_timing
+from engine import loading
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
 from engine.pass_timing import BUDGET_S, measure_cost
@@ -113,10 +113,22 @@ class SlowTarget(ToyTarget):
         return replace(super().capacity(), max_model_len=512)
 
 
-def test_a_slow_target_is_measured_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+class VirtualWatch:
+    """By the clock of a target."""
+
+    def __init__(self, target: SlowTarget) -> None:
+        self._target, self._start_s = target, 0.0
+
+    def start(self) -> None:
+        self._start_s = self._target.now_s
+
+    def stop(self) -> float:
+        return self._target.now_s - self._start_s
+
+
+def test_a_slow_target_is_measured_for_a_bounded_time() -> None:
     target = SlowTarget(num_blocks=256, max_pass_tokens=512)
-    monkeypatch.setattr(pass_timing.time, "perf_counter", lambda: target.now_s)
-    cost = measure_cost(target, clock=lambda: target.now_s)
+    cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert cost.rows == (1, 2, 4)
     assert cost.step_s(512, 0) == pytest.approx(512.0)  # what was not measured follows the last points
     assert target.now_s < 5 * BUDGET_S
@@ -136,8 +148,7 @@ class GraphedTarget(SlowTarget):
         return replace(super().capacity(), prepared_rows=(1, 2, 4))
 
 
-def test_the_cliff_behind_the_largest_graph_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cliff_behind_the_largest_graph_is_measured() -> None:
     target = GraphedTarget(num_blocks=256, max_pass_tokens=64)
-    monkeypatch.setattr(pass_timing.time, "perf_counter", lambda: target.now_s)
-    cost = measure_cost(target, clock=lambda: target.now_s)
+    cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert [cost.step_s(rows, 0) for rows in (1, 4, 5, 6)] == pytest.approx([0.0001, 0.0001, 0.01, 0.01])
