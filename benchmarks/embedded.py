@@ -245,6 +245,11 @@ class EmbeddedCluster:
         """After ``pause``: requests under way end with an error."""
         self.loop.fail_all("the embedded target has stopped")
 
+    def read_mail(self) -> None:
+        """After ``abort``: drafters read what the target has sent."""
+        for drafter in self._drafters.values():
+            drafter.loop.begin(time.monotonic())
+
     def hang_up(self) -> None:
         """Whoever waits for an answer gets LinkClosed, and so does who asks for another. Drafters are unlinked, too."""
         self._listener.close()
