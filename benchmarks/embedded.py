@@ -218,10 +218,7 @@ class EmbeddedCluster:
 
     def pause(self) -> None:
         """All threads end: one that has made products slows those of others even while it waits (engine.threads). Requests
-        under way wait, and what the loops have learned stays.
-
-        Raises:
-            RuntimeError: the loop has failed meanwhile.
+        under way wait, and what the loops have learned stays. Raises RuntimeError: the loop has failed meanwhile.
         """
         self._is_paused = True
         self._target.stop()
