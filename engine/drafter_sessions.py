@@ -94,18 +94,16 @@ class DrafterSessions:
 
     # ---- what drafters send
 
-    def receive(
-        self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None
-    ) -> tuple[str, ...]:
+    def receive(self, link: Link, message: ProposalRound, arrived_s: float, after_pass: bool = False) -> tuple[str, ...]:
         """Takes the sound message (`cluster.message_checks`) of a known link. Returns its faults: parts that contradict what
-        the drafter was sent, and were ignored. ``unread_since_s``: of older mail, since when it may lie unread."""
+        the drafter was sent, and were ignored. ``after_pass``: it may have waited for the end of a pass."""
         name = link.peer.name
         outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
         faults: list[str] = []
         lens = [num for one in message.proposals if (num := len(one.token_ids))]
         for timing in message.timings:
             stats.drafted(timing.num_requests, timing.seconds, lens)
-        offers = [self._offer(one, outbox, stats, now_s, unread_since_s, faults) for one in message.proposals]
+        offers = [self._offer(one, outbox, stats, arrived_s, after_pass, faults) for one in message.proposals]
         taken = [sequence for sequence in offers if sequence is not None]
         if taken:
             confidences = [one.draft.proposal.confidences for one in taken if one.draft.proposal is not None]
@@ -125,8 +123,8 @@ class DrafterSessions:
         proposal: Proposal,
         outbox: DrafterOutbox,
         stats: DrafterStats,
-        now_s: float,
-        unread_since_s: float | None,
+        arrived_s: float,
+        after_pass: bool,
         faults: list[str],
     ) -> LiveSequence | None:
         """Returns the request whose proposal this now is, if it was taken."""
@@ -141,9 +139,8 @@ class DrafterSessions:
         if proposal.token_ids:
             sent_s = sequence.draft.sent_s(proposal.base_len)
             if sent_s is not None:
-                at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - sent_s)
-                stats.replied(now_s - sent_s, at_least_s)
-                stats.awaited(unread_since_s is None or self._colocated.shares_device(proposal.drafter))
+                stats.replied(max(0.0, arrived_s - sent_s))
+                stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
         if sequence.draft.offer(proposal):
             return sequence
         stats.num_stale += 1

@@ -32,12 +32,12 @@ class TargetInbox:
         self._submit = submit
         self._inspection = Inspection("the target")
 
-    def read(self, now_s: float, unread_since_s: float | None) -> None:
-        """Args: ``unread_since_s``: as of `DrafterSessions.receive`."""
+    def read(self, now_s: float, after_pass: bool) -> None:
+        """Args: ``after_pass``: mail may have waited for the end of a pass."""
         for event in self._mailbox.drain():
             match event:
-                case Received(link, message):
-                    self._receive(link, message, now_s, unread_since_s)
+                case Received(link, message, arrived_s):
+                    self._receive(link, message, now_s, arrived_s, after_pass)
                 case LinkUp(link) if link.peer.role is Role.GATEWAY:
                     self._gateways.link_up(link)
                 case LinkUp(link):
@@ -45,7 +45,7 @@ class TargetInbox:
                 case LinkDown(link, reason):
                     self._link_down(link, reason)
 
-    def _receive(self, link: Link, message: Message, now_s: float, unread_since_s: float | None) -> None:
+    def _receive(self, link: Link, message: Message, now_s: float, arrived_s: float, after_pass: bool) -> None:
         if not (self._gateways.knows(link) or self._drafters.knows(link)):
             return  # it went down before its mail was read
         num_unsound = self._inspection.num_unsound
@@ -57,7 +57,7 @@ class TargetInbox:
                 for request_id in message.aborts:
                     self._gateways.abort(link, request_id)
             case ProposalRound(), Role.DRAFTER:
-                faults = self._drafters.receive(link, message, now_s, unread_since_s)
+                faults = self._drafters.receive(link, message, arrived_s, after_pass)
                 if faults:
                     self._inspection.note(link, faults)
                 self._telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound

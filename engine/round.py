@@ -84,6 +84,7 @@ class TargetLoop:
         sheds: bool = True,
     ) -> None:
         self.mailbox = mailbox
+        mailbox.clock = clock
         self.telemetry = Telemetry()
         self._engine = engine
         self._model = model
@@ -103,7 +104,7 @@ class TargetLoop:
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
         self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
         self._draining = False
-        self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
+        self._after_pass = False  # the last step had one
         self._pass_s = 0.0  # of the last pass
         self._last_end_s: float | None = None  # of it; None: no request has been live since
         self._judgements: dict[str, Judgement] = {}  # of proposals, in the last pass
@@ -178,8 +179,8 @@ class TargetLoop:
     def begin(self, now_s: float) -> PendingPass | StepReport:
         """The first half of a round: mail and plan. A report instead of a pass: there is nothing to compute now."""
         self._drafters.follow(self._newest_table)
-        self._inbox.read(now_s, self._unread_since_s)
-        self._unread_since_s = None
+        self._inbox.read(now_s, self._after_pass)
+        self._after_pass = False
         self._follow_grammars(now_s)
         plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
         self._drafters.note_plan(plan, now_s)
@@ -191,7 +192,7 @@ class TargetLoop:
                 self._pass_costs.interrupt()
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
-        self._unread_since_s = now_s
+        self._after_pass = True
         return PendingPass(plan, now_s)
 
     def execute(self, begun: PendingPass) -> Sequence[SpanOutcome]:

@@ -20,6 +20,8 @@ class VirtualMailbox(Mailbox):
         return bool(self._unread)
 
     def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
+        if isinstance(event, Received):
+            event.arrived_s = self.clock()
         self._unread.append(event)
         self._on_mail()
         return True

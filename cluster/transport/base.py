@@ -1,12 +1,12 @@
 """The protocols of links and listeners, and the mailbox that receives their events."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.fast_dataclass import record
 from cluster.messages import Hello, Message
 
 
@@ -64,10 +64,11 @@ class LinkDown:
     reason: str
 
 
-@record
+@dataclass(slots=True)
 class Received:
     link: Link
     message: Message
+    arrived_s: float = field(default=0.0, compare=False)  # by the clock of the mailbox, which sets it
 
 
 Event = LinkUp | LinkDown | Received
@@ -76,10 +77,12 @@ Event = LinkUp | LinkDown | Received
 class Mailbox:
     """A bounded, thread-safe inbox for the events of any number of links.
 
-    A full one refuses messages, which pushes back to the sender, but no ``LinkUp`` or ``LinkDown``.
+    A full one refuses messages, which pushes back to the sender, but no ``LinkUp`` or ``LinkDown``. ``clock`` stamps
+    messages: set it to the clock with whose times the stamps are compared.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
+        self.clock: Callable[[], float] = time.monotonic
         self._events: deque[Event] = deque()
         self._awaiting_room: list[Callable[[], None]] = []
         self._capacity = capacity
@@ -89,10 +92,12 @@ class Mailbox:
     def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
         """Whether it took the event. Else ``on_room`` is called once after the next drain, on the draining thread."""
         with self._ready:
-            if isinstance(event, Received) and len(self._events) >= self._capacity:
-                if on_room is not None:
-                    self._awaiting_room.append(on_room)
-                return False
+            if isinstance(event, Received):
+                if len(self._events) >= self._capacity:
+                    if on_room is not None:
+                        self._awaiting_room.append(on_room)
+                    return False
+                event.arrived_s = self.clock()
             self._events.append(event)
             self._ready.notify_all()
             return True

@@ -75,11 +75,8 @@ class DrafterStats:
             return [()] * len(drafts)
         return self.calibration.survival(drafts)
 
-    def replied(self, reply_s: float, at_least_s: float | None = None) -> None:
-        """Adds a reply time. With ``at_least_s`` the reply lay unread for a while, and ``reply_s`` is an upper bound: the
-        estimate then moves only as far as the bounds require, since passes would else count as reply time."""
-        if at_least_s is not None and self.reply_s is not None:
-            reply_s = min(max(self.reply_s, at_least_s), reply_s)
+    def replied(self, reply_s: float) -> None:
+        """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""
         self.reply_s = ema(self.reply_s, reply_s)
 
     def awaited(self, was_awaited: bool) -> None:

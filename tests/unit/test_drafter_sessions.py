@@ -14,7 +14,6 @@ from engine.sequences import Sequences
 from engine.telemetry import Telemetry
 from router import assignment
 from router.assignment import Positions
-from router.estimates.drafter_stats import DrafterStats
 from router.plan import DraftBudget
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -175,17 +174,18 @@ def test_whoever_wants_the_target_alone_teaches_nothing() -> None:
     assert Request("r", (1, 2), sampling, arrival_s=0.0, chain=("a",)).teaches
 
 
-def test_how_long_a_pass_takes_is_not_taken_for_how_long_drafting_does() -> None:
-    """A reply that came during a pass is read at its end: that says at most how long it took."""
-    stats = DrafterStats()
-    stats.replied(0.005)
-    stats.replied(0.030, at_least_s=0.0)
-    assert stats.view.reply_s == pytest.approx(0.005)
-    stats.replied(0.030, at_least_s=0.010)
-    assert stats.view.reply_s > 0.005, "it had not come before the pass began"
-    before = stats.view.reply_s
-    stats.replied(0.002, at_least_s=0.0)
-    assert stats.view.reply_s < before
+def test_a_reply_counts_from_the_commit_to_its_arrival() -> None:
+    """It came 4 ms after the commit and lay unread until a pass of 40 ms ended."""
+    sequences, telemetry = Sequences(MODEL), Telemetry()
+    drafters = sessions(sequences, telemetry, RoutingTable(0, defaults=(("a",),)))
+    link = Link(hello("a"))
+    drafters.link_up(link)
+    sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0), 0.0)
+    drafters.assign(sequence)
+    sequence.draft.set_budget(DraftBudget(1))
+    sequence.draft.expect(1.0, is_queried=True)
+    drafters.receive(link, ProposalRound(0, (Proposal("r", 2, (5,), (0.9,), "a"),)), 1.004, after_pass=True)
+    assert telemetry.drafter("a").view.reply_s == pytest.approx(0.004)
 
 
 def test_a_drafter_reports_on_the_models_of_its_own_process_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from actors.gateway import LinkClient
 from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
-from cluster.config import DrafterConfig, NgramOptions
+from cluster.config import DrafterConfig, FixedLength, NgramOptions
 from cluster.errors import LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
@@ -37,7 +37,9 @@ def drafter(error: float = 0.2) -> PoolEntry:
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, {"a": drafter(), "b": drafter(0.9)}) as running:
+    """It drafts although a toy's pass takes no longer than a draft."""
+    pool, lengths = {"a": drafter(), "b": drafter(0.9)}, FixedLength()
+    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, pool, draft_length=lengths) as running:
         yield running
 
 
