@@ -276,7 +276,7 @@ class TargetLoop:
         views = self._sequences.views()
         drafters, costs = self._drafters.views(), self._pass_costs
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
-        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s)
+        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)

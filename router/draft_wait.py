@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from router.cost_model import CostModel
-from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
+from router.plan import NO_PROMPTS, UNKNOWN_DRAFTER, DrafterView, PromptRows, SequenceView
 
 # Minimum hold, in one-row steps: without it an estimate of zero accepted tokens could never recover.
 MIN_HOLD_STEPS = 0.05
@@ -28,18 +28,33 @@ def held_until(
     return held
 
 
-def due_s(held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]) -> float:
-    """When the last awaited proposal should be there: after twice its drafter's usual time, within the hold."""
-    latest_s = 0.0
+def replies_s(
+    held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]
+) -> tuple[float, float]:
+    """When the last awaited proposal should be there, and until when it is waited for: after the usual time of its drafter,
+    and after twice that, within the hold."""
+    expected_s = latest_s = 0.0
     for sequence in decoding:
         if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
-            reply_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s
-            latest_s = max(latest_s, min(sequence.awaiting_since_s + 2 * reply_s, held[sequence.request_id]))
-    return latest_s
+            reply_s, since_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s, sequence.awaiting_since_s
+            expected_s = max(expected_s, since_s + reply_s)
+            latest_s = max(latest_s, min(since_s + 2 * reply_s, held[sequence.request_id]))
+    return expected_s, latest_s
 
 
-def split_s(num_held: int, ready: Sequence[SequenceView], decoding: Sequence[SequenceView], cost: CostModel) -> float:
-    """How much longer two passes take than one: the longest that ready sequences wait for held ones."""
+def split_s(
+    num_held: int,
+    ready: Sequence[SequenceView],
+    decoding: Sequence[SequenceView],
+    cost: CostModel,
+    prompts: PromptRows = NO_PROMPTS,
+) -> float:
+    """How much longer passes take if held sequences are verified in the next one: the longest that ready ones wait for them.
+    Where prompts fill both passes, that is next to nothing."""
     context = sum(s.committed_len for s in decoding)
-    apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
-    return apart_s - cost.step_s(len(decoding), context)
+
+    def pass_s(num_rows: int) -> float:
+        return cost.step_s(num_rows, context) if num_rows else 0.0
+
+    apart_s = pass_s(max(len(ready) + prompts.now, 1)) + pass_s(num_held + prompts.next)
+    return apart_s - pass_s(len(decoding) + prompts.now) - pass_s(prompts.next)

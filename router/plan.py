@@ -116,6 +116,17 @@ class Span:
 
 
 @record
+class PromptRows:
+    """Prompt tokens that can be computed in this pass and in the one after it, however many requests decode in them."""
+
+    now: int = 0
+    next: int = 0
+
+
+NO_PROMPTS = PromptRows()
+
+
+@record
 class StepPlan:
     """The next target pass, and draft budgets for the proposals after it."""
 
@@ -126,6 +137,7 @@ class StepPlan:
     wake_s: float | None = None  # when to plan again if no mail comes; None unless every request is held
     budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
     frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # drafter -> it drafts ahead; others do not
+    num_micro_batches: int = 1  # that requests are verified in, in turn
 
     @property
     def is_empty(self) -> bool:

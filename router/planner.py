@@ -4,14 +4,14 @@ Which requests a pass takes, and which wait for their proposals, is a policy of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Protocol
 
 from cluster.config import Config
 from router.cost_model import CostModel
 from router.overlap import OVERLAP_POLICIES
-from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.plan import NO_PROMPTS, Capacity, DrafterView, PromptRows, SequenceView, Span, StepPlan
 from router.slo import NO_LIMITS, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
@@ -65,29 +65,34 @@ class StepPlanner:
     ) -> StepPlan:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if s.committed_len - s.computed_len == 1]
-        start = self._overlap.start(decoding, drafters, cost, now_s)
-        ready, held = start.ready, start.held
         # Usually every sequence decodes: then there is nothing to sort.
         prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
+        admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
+        num_remaining = sum(map(_remaining, (*prefilling, *admissible)))
+        has_slo = any(s.slo is not None for s in sequences)
+        # A pass that prompts fill is long: who misses it for a late draft may miss the objective. Then every pass waits.
+        prompt_rows = NO_PROMPTS if has_slo else self._prompt_rows(num_remaining, capacity)
+        start = self._overlap.start(decoding, drafters, cost, now_s, prompt_rows)
+        ready, held = start.ready, start.held
+        none = StepPlan(spans=(), held=held, frontiers=start.frontiers, num_micro_batches=start.num_micro_batches)
         if held and not ready and not prefilling and not waiting:
-            return StepPlan(spans=(), held=held, wake_s=min(held.values()), frontiers=start.frontiers)
+            return replace(none, wake_s=min(held.values()))
         if start.wake_s is not None:
-            return StepPlan(spans=(), held=held, wake_s=start.wake_s, frontiers=start.frontiers)
+            return replace(none, wake_s=start.wake_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
         limits = NO_LIMITS
         prompts = prefilling + waiting
         num_context = sum(s.computed_len for s in running) if prompts else 0
-        if any(s.slo is not None for s in sequences):
+        if has_slo:
             prompts = by_deadline(prompts, now_s)
             limits = round_limits(decoding, prompts, num_context, cost, now_s)
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
         if survivors or held:  # streams are live
             num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
         if prompts:
-            admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
-            num_prompt_tokens = min(num_prompt_tokens, sum(map(_remaining, (*prefilling, *admissible))))
+            num_prompt_tokens = min(num_prompt_tokens, num_remaining)
             num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost, min(MAX_CHUNK_S, limits.chunk_s))
         else:
             num_prompt_tokens = 0
@@ -108,7 +113,15 @@ class StepPlanner:
         if not decode and not prefill and not preempted and not held and len(running) > 1:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
-        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held, frontiers=start.frontiers)
+        spans = (*decode, *prefill)
+        return replace(none, spans=spans, admitted=tuple(admitted), preempted=tuple(preempted), held=held)
+
+    def _prompt_rows(self, num_remaining: int, capacity: Capacity) -> PromptRows:
+        if not num_remaining:
+            return NO_PROMPTS
+        longest = min(self._settings.max_chunk_len, capacity.max_pass_tokens)
+        now = min(longest, num_remaining)
+        return PromptRows(now, min(longest, num_remaining - now))
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: float = MAX_CHUNK_S) -> int:

@@ -1,8 +1,11 @@
 """The default: a request is drafted for while that pays, and each draft goes on while its next token does.
 
 The target sets prices; the drafter, which knows its confidences, decides at each step (`router/draft_stopping.py`).
-A request for which nothing pays gets a budget of 0 tokens and is decoded plainly, until prices fall or a trial is due. Where
-a drafter pays for no request, one request at a time tries it, or its reply time would never be measured again.
+
+- A batch of drafts costs the wait of all requests for it. A drafter whose drafts gain less, at the best length, gets budgets
+  of 0 tokens: its requests are decoded plainly. One at a time tries it, or its reply time would never be measured again.
+- A request that joins a batch which is drafted anyway costs its rows, and what it adds to the time of the batch. One whose
+  acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +13,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from cluster.types import StopRule
+from router.assignment import drafter_of
+from router.cost_model import CostModel
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback
 from router.draft_length.prices import QuotedPrice
 from router.estimates.decayed import DecayedMean
@@ -18,7 +23,7 @@ from router.plan import NO_DRAFTS, UNKNOWN_DRAFTER, DraftBudget, DrafterView, Se
 
 _SHARE = 0.25  # quoted prices of time stay while the true ones are so near
 _LEAST_PER_S = 0.5  # tokens per second
-_LEAST_WAIT = 1 / 64  # tokens
+_LEAST_JOIN = 1 / 64  # tokens
 _MEMORY = 64.0  # draft tokens of a request that count
 _PRIOR_TOKENS = 8.0  # draft tokens that the acceptance of its drafter counts for
 _FIRST_DRAFTS = 4  # judged drafts of a request at any price that could pay
@@ -26,6 +31,7 @@ _TRIAL_DRAFTS = 4
 _TRIAL_TOKENS = 16.0  # what was learned of a request before a trial counts for no more draft tokens than that
 _TRIAL_ROUNDS = 8  # in which one request tries a drafter that pays for none
 _RESUME = 1.1  # a request resumes where its acceptance exceeds the break-even so far
+_RETAIN = 0.9  # share of its price that a drafter in use must gain
 _STEPS = 20  # of bisection
 _SLACK = 256  # requests that may be remembered beyond twice the live ones
 
@@ -45,22 +51,18 @@ class _Request:
 
 
 class _Terms:
-    """What one drafter is told, and the acceptance from which on it pays."""
+    """What one drafter is told, whether it pays, and the acceptance from which on a request joins its batch."""
 
     def __init__(self) -> None:
         self.usual = UNKNOWN_DRAFTER.acceptance
         self.least_acceptance = 0.0
+        self.pays = True
         self.drafting = self.plain = NO_DRAFTS
         self._second_price = QuotedPrice(_SHARE, _LEAST_PER_S)
-        self._wait = QuotedPrice(_SHARE, _LEAST_WAIT)
+        self._join = QuotedPrice(_SHARE, _LEAST_JOIN)
         self._row_price = 0.0
         self._pause = Pause()
         self._num_trial_rounds_left = 0
-
-    @property
-    def pays(self) -> bool:
-        """For a request whose draft tokens are all accepted."""
-        return self.least_acceptance <= 1.0
 
     def tries(self) -> bool:
         """Whether one request tries a drafter that does not pay. Once a round."""
@@ -72,22 +74,61 @@ class _Terms:
             return True
         return False
 
-    def follow(self, view: DrafterView, row_price: float, per_second: float, max_len: int) -> bool:
-        """``per_second``: tokens that one request is decoded in a second. Returns whether the break-even may have moved."""
-        self.usual = view.acceptance
-        second_changed = self._second_price.follow(view.exposure * per_second)
-        wait_changed = self._wait.follow(view.exposure * view.reply_s * per_second)
-        changed = wait_changed or row_price != self._row_price or self.drafting is NO_DRAFTS
+    def follow(self, times: "_DraftTimes", row_price: float, tokens_per_s: float) -> bool:
+        """``tokens_per_s``: decoded while drafts are waited for. Returns whether the break-even may have moved."""
+        self.usual = times.view.acceptance
+        self._row_price, former = row_price, self._row_price
+        second_changed = self._second_price.follow(tokens_per_s / times.num_requests)
+        changed = self._join.follow(times.request_s * tokens_per_s) or row_price != former or self.drafting is NO_DRAFTS
         if changed:
-            self._row_price = row_price
-            self.least_acceptance = break_even_acceptance(row_price, self._wait.value, max_len)
-            if self.pays:
-                self._pause.reset()
-                self._num_trial_rounds_left = 0
+            self.least_acceptance = break_even_acceptance(row_price, self._join.value, times.max_len)
+        self.pays = self._gains(times, tokens_per_s / times.num_requests)
+        if self.pays:
+            self._pause.reset()
+            self._num_trial_rounds_left = 0
         if changed or second_changed:
             stop = StopRule(second_price=self._second_price.value)
-            self.drafting, self.plain = DraftBudget(max_len, row_price, stop), DraftBudget(0, row_price, stop)
+            self.drafting, self.plain = DraftBudget(times.max_len, row_price, stop), DraftBudget(0, row_price, stop)
         return changed
+
+    def _gains(self, times: "_DraftTimes", second_price: float) -> bool:
+        """Whether drafts of any length, for all requests, gain more than the wait for them costs."""
+        if self.pays:
+            second_price *= _RETAIN
+        survival, total = 1.0, 0.0
+        for length in range(1, times.max_len + 1):
+            survival *= self.usual
+            if survival <= self._row_price:
+                return False
+            total += survival - self._row_price
+            if total > times.batch_s(length) * second_price:
+                return True
+        return False
+
+
+class _DraftTimes:
+    """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured."""
+
+    def __init__(self, drafter: str, view: DrafterView, num_requests: int, max_len: int, cost: CostModel) -> None:
+        self.view = view
+        self.num_requests = num_requests
+        self.max_len = max_len
+        self._name, self._cost = drafter_of(drafter), cost
+        self._usual_len = view.draft_len or max_len
+
+    def batch_s(self, length: int) -> float:
+        """Drafts of so many tokens each. Without a profile proportional to the length, as in TurboSpec."""
+        profiled_s = self._cost.draft_s(self._name, self.num_requests, length)
+        if profiled_s is not None:
+            return profiled_s
+        return (self.view.drafts_s(self.num_requests) or self.view.reply_s) * length / self._usual_len
+
+    @property
+    def request_s(self) -> float:
+        """What one request more adds."""
+        length = max(1, round(self._usual_len))
+        more_s = self._cost.draft_s(self._name, self.num_requests + 1, length)
+        return self.view.request_s if more_s is None else max(0.0, more_s - self.batch_s(length))
 
 
 class Outrider(DraftLengths):
@@ -100,12 +141,12 @@ class Outrider(DraftLengths):
         self._terms: dict[str, _Terms] = {}
         self._moved: set[str] = set()  # drafters whose break-even moved in this round
         self._tried: set[str] = set()  # drafters that one request tries in this round
-        self._per_second = 0.0  # tokens that one request is decoded
+        self._tokens_per_s, self._num_decoding = 0.0, 1
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
-        num_decoding = len([None for s in sequences if s.running])
-        self._per_second = (batch.tokens_per_s or 0.0) / max(1, num_decoding)
+        self._num_decoding = max(1, len([None for s in sequences if s.running]))
+        self._tokens_per_s = batch.tokens_per_s or 0.0
         self._moved.clear()
         self._tried.clear()
         budgets = super().budgets(sequences, batch)
@@ -129,7 +170,9 @@ class Outrider(DraftLengths):
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         terms = self._terms.setdefault(drafter, _Terms())
         view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
-        if terms.follow(view, self.row_price, self._per_second, self.max_len(drafter)):
+        times = _DraftTimes(drafter, view, self._num_decoding, self.max_len(drafter), batch.cost)
+        exposure = view.exposure if batch.num_micro_batches > 1 else 1.0
+        if terms.follow(times, self.row_price, exposure * self._tokens_per_s):
             self._moved.add(drafter)
         if terms.pays:
             return terms.drafting
@@ -187,9 +230,9 @@ class Outrider(DraftLengths):
             budgets[request_id] = terms.plain
 
 
-def break_even_acceptance(row_price: float, wait: float, max_len: int) -> float:
+def break_even_acceptance(row_price: float, price: float, max_len: int) -> float:
     """The acceptance a of a draft token above which drafting gains: sum over k = 1 .. ``max_len`` of max(0, a^k - row price)
-    exceeds ``wait``, the tokens that the request could be decoded while it waits for drafts. Above 1: none does."""
+    exceeds ``price``, in tokens. Above 1: none does."""
 
     def gain(acceptance: float) -> float:
         survival, total = 1.0, 0.0
@@ -200,10 +243,10 @@ def break_even_acceptance(row_price: float, wait: float, max_len: int) -> float:
             total += survival - row_price
         return total
 
-    if gain(1.0) <= wait:
+    if gain(1.0) <= price:
         return inf
     low, high = 0.0, 1.0
-    for _ in range(_STEPS if row_price or wait else 0):
+    for _ in range(_STEPS if row_price or price else 0):
         middle = (low + high) / 2
-        low, high = (low, middle) if gain(middle) > wait else (middle, high)
+        low, high = (low, middle) if gain(middle) > price else (middle, high)
     return low

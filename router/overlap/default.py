@@ -8,7 +8,7 @@ from router.draft_wait import held_until
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
 from router.overlap.rules import by_gain, in_micro_batches
-from router.plan import DrafterView, SequenceView
+from router.plan import NO_PROMPTS, DrafterView, PromptRows, SequenceView
 
 
 class ByGain:
@@ -19,11 +19,16 @@ class ByGain:
         self._max_hold_s = max_hold_s
 
     def start(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+        self,
+        decoding: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        cost: CostModel,
+        now_s: float,
+        prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
         pipeline = Pipeline(decoding, drafters, cost)
         num = pipeline.num_micro_batches()
         if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier
             return in_micro_batches(decoding, held, num)
-        return replace(by_gain(decoding, held, drafters, cost, now_s), frontiers=pipeline.frontiers())
+        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=pipeline.frontiers())

@@ -6,6 +6,8 @@ tokens, bonus token included, at acceptance a per token.
 - barrier: t_v(B) + max_j t_d,j(b_j). All drafters are awaited, then all requests are verified.
 - n micro-batches (SPIN, V.B; MineDraft's alternation is n = 2): a round of all takes
   max(n t_v(B/n), max_j t_v(B/n) + reply_j(b_j/n), max_j n t_d,j(b_j/n)).
+  They are compared with a barrier by tokens per second, each at its best length of drafts: drafts that take no time of the
+  target grow, and long drafts make a barrier look slow.
 - frontier (FASER, 4.3) of chunks of c tokens: while one is verified, m = min(c, t_v/t - 1) tokens and the bonus token are
   drafted from the drafter's own guess (t: one token of drafts for all). They are right with probability p_c = a^((c+1) B),
   behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes t_v and has L(m) tokens; others take
@@ -22,8 +24,7 @@ from router.plan import UNKNOWN_DRAFTER, DrafterView, Frontier, SequenceView
 
 MAX_MICRO_BATCHES = 8
 MAX_CHUNK_LEN = 16
-# Shares of the time that overlap must be expected to save. Simulated micro-batches fall behind the prediction by up to 0.15,
-# since the proposals of one do not come all together.
+# Shares of the time that overlap must be expected to save. Simulated micro-batches fall behind the prediction by up to 0.15.
 FRONTIER_MARGIN, MICRO_BATCH_MARGIN = 0.05, 0.15
 _DRAFTER = attrgetter("drafter")
 
@@ -41,55 +42,57 @@ class Pipeline:
         self._cost = cost
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
-    def round_s(self, num_micro_batches: int, limit_s: float = math.inf) -> float:
-        """Expected seconds until all requests are verified once more; a lower bound of it once that is ``limit_s``."""
+    def round_s(self, num_micro_batches: int, draft_len: int | None = None, limit_s: float = math.inf) -> float:
+        """Expected seconds until all requests are verified once more; a lower bound of it once that is ``limit_s``.
+
+        Args:
+            draft_len: of all drafts, no longer than at present; None: as at present.
+        """
         num = num_micro_batches
-        pass_s = self._cost.step_s(max(1, math.ceil(self._num_rows / num)), self.num_context // num)
+        num_rows = self._num_rows if draft_len is None else self._rows(draft_len)
+        pass_s = self._cost.step_s(max(1, math.ceil(num_rows / num)), self.num_context // num)
         longest_s = num * pass_s
         if longest_s >= limit_s:
             return longest_s
         for drafter, num_requests in self.drafters.values():
             batch = math.ceil(num_requests / num)
-            longest_s = max(longest_s, pass_s + drafter.replies_s(batch))
+            share = 1.0 if draft_len is None else _own_len(drafter, draft_len) / max(1.0, drafter.draft_len)
+            draft_s = drafter.drafts_s(batch)
+            longest_s = max(longest_s, pass_s + drafter.replies_s(batch) - (1.0 - share) * draft_s)
             if num > 1:
-                longest_s = max(longest_s, num * drafter.drafts_s(batch))
+                longest_s = max(longest_s, num * share * draft_s)
         return longest_s
 
     def num_micro_batches(self, least: int = 1) -> int:
-        """That with the shortest round; SPIN's search, over the cost model instead of measured throughput."""
-        if least == 1 and self.shares_device:
-            return 1
-        best, best_s = least, self.round_s(least)
+        """That with the most tokens per second; SPIN's search, over the cost model instead of measured throughput."""
+        numbers = range(max(2, least), min(self.num_requests, MAX_MICRO_BATCHES) + 1)
+        if not numbers or (least == 1 and (self.shares_device or self._barrier_is_good())):
+            return least
+        lens = range(1, max([1, *[round(drafter.draft_len) for drafter, _ in self.drafters.values()]]) + 1)
+        tokens = {length: self._tokens(length) for length in lens}
+        best, best_rate = least, 0.0
         if least == 1:
-            best_s *= 1.0 - MICRO_BATCH_MARGIN
-            # Passes over shares take together no less than one over all: overlap saves at most the wait for drafts.
-            if self._cost.step_s(max(1, math.ceil(self._num_rows)), self.num_context) >= best_s:
-                return 1
-        for num in range(least + 1, min(self.num_requests, MAX_MICRO_BATCHES) + 1):
-            seconds = self.round_s(num, best_s)
-            if seconds < best_s:
-                best, best_s = num, seconds
-        if least == 1 and best > 1 and self._shorter_barrier_is_faster(best_s):
-            return 1
+            best_rate = max(tokens[length] / self.round_s(1, length) for length in lens) / (1.0 - MICRO_BATCH_MARGIN)
+        for num in numbers:
+            for length in lens:
+                limit_s = tokens[length] / best_rate if best_rate else math.inf
+                seconds = self.round_s(num, length, limit_s)
+                if seconds < limit_s:
+                    best, best_rate = num, tokens[length] / seconds
         return best
 
-    def _shorter_barrier_is_faster(self, round_s: float) -> bool:
-        """Whether a barrier with shorter drafts yields more tokens per second than rounds of ``round_s`` with the present
-        ones: drafts grow where they take no time of their own, and then make a barrier look slow."""
-        now = barrier = 0.0
-        for drafter, num in self.drafters.values():
-            now += num * expected_tokens(drafter.acceptance, round(drafter.draft_len))
-        longest = max(round(drafter.draft_len) for drafter, _ in self.drafters.values())
-        for length in range(1, longest):
-            tokens = reply_s = 0.0
-            for drafter, num in self.drafters.values():
-                own_len = min(length, round(drafter.draft_len))
-                tokens += num * expected_tokens(drafter.acceptance, own_len)
-                saved_s = drafter.drafts_s(num) * (1.0 - own_len / max(1.0, drafter.draft_len))
-                reply_s = max(reply_s, drafter.replies_s(num) - saved_s)
-            pass_s = self._cost.step_s(self.num_requests * (1 + length), self.num_context)
-            barrier = max(barrier, tokens / (pass_s + reply_s))
-        return barrier * round_s > now
+    def _barrier_is_good(self) -> bool:
+        """Passes over shares take together no less than one over all: overlap saves at most the wait for drafts."""
+        pass_s = self._cost.step_s(max(1, math.ceil(self._num_rows)), self.num_context)
+        return pass_s >= (1.0 - MICRO_BATCH_MARGIN) * self.round_s(1)
+
+    def _rows(self, draft_len: int) -> int:
+        return sum([num * (1 + _own_len(drafter, draft_len)) for drafter, num in self.drafters.values()])
+
+    def _tokens(self, draft_len: int) -> float:
+        """Of a round of all requests."""
+        pairs = self.drafters.values()
+        return sum([num * expected_tokens(drafter.acceptance, _own_len(drafter, draft_len)) for drafter, num in pairs])
 
     def frontiers(self, always: bool = False) -> dict[str, Frontier]:
         """By drafter, of those that have one."""
@@ -123,6 +126,10 @@ class Pipeline:
         if not best or (not always and best_rate * (1.0 - FRONTIER_MARGIN) <= barrier_rate):
             return None
         return Frontier(best, min(MAX_CHUNK_LEN, max(best + 1, math.ceil(best_pass_s / token_s))))
+
+
+def _own_len(drafter: DrafterView, draft_len: int) -> int:
+    return min(draft_len, max(1, round(drafter.draft_len)))
 
 
 def expected_tokens(acceptance: float, draft_len: int) -> float:

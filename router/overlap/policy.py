@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.cost_model import CostModel
-from router.plan import DrafterView, Frontier, SequenceView
+from router.plan import NO_PROMPTS, DrafterView, Frontier, PromptRows, SequenceView
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,17 @@ class PassStart:
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
     wake_s: float | None = None  # no pass now: decide again then, or when mail comes
     frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # by drafter; others draft whole proposals and stop
+    num_micro_batches: int = 1
 
 
 class OverlapPolicy(Protocol):
     def start(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+        self,
+        decoding: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        cost: CostModel,
+        now_s: float,
+        prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         """``decoding``: requests without prompt tokens to compute, in order of arrival. Pure. A request is held for at most
         the maximum hold after its commit, so that a dead drafter costs no more than that."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from router.cost_model import CostModel
-from router.draft_wait import due_s, held_until, split_s
+from router.draft_wait import held_until, replies_s, split_s
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
-from router.plan import DrafterView, SequenceView
+from router.plan import NO_PROMPTS, DrafterView, PromptRows, SequenceView
 
 
 def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float], num_micro_batches: int) -> PassStart:
@@ -18,11 +18,12 @@ def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float]
     size = -(-len(drafted) // num_micro_batches)
     ready = [s for s in drafted if s.request_id not in held]
     if len(ready) < size and held:
-        return PassStart((), held, min(held.values()))
+        return PassStart((), held, min(held.values()), num_micro_batches=num_micro_batches)
     if len(ready) > size:
         ready = sorted(ready, key=lambda s: s.committed_s)[:size]
     taken = {s.request_id for s in ready}
-    return PassStart([s for s in decoding if s.request_id in taken or not (s.num_drafted or s.request_id in held)], held)
+    rest = [s for s in decoding if s.request_id in taken or not (s.num_drafted or s.request_id in held)]
+    return PassStart(rest, held, num_micro_batches=num_micro_batches)
 
 
 def by_gain(
@@ -31,14 +32,15 @@ def by_gain(
     drafters: Mapping[str, DrafterView],
     cost: CostModel,
     now_s: float,
+    prompts: PromptRows = NO_PROMPTS,
 ) -> PassStart:
-    """A pass waits for held requests while that costs less than splitting the batch."""
+    """A pass waits for held requests while that should cost less than splitting the batch."""
     if not held:
         return PassStart(decoding)
     ready = [s for s in decoding if s.request_id not in held]
-    replies_s = due_s(held, decoding, drafters)
-    if now_s < replies_s < now_s + split_s(len(held), ready, decoding, cost):
-        return PassStart(ready, held, replies_s)
+    expected_s, latest_s = replies_s(held, decoding, drafters)
+    if now_s < latest_s and expected_s < now_s + split_s(len(held), ready, decoding, cost, prompts):
+        return PassStart(ready, held, latest_s)
     return PassStart(ready, held)
 
 
@@ -61,7 +63,12 @@ class Barrier:
         self._max_hold_s = max_hold_s
 
     def start(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+        self,
+        decoding: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        cost: CostModel,
+        now_s: float,
+        prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         return in_micro_batches(decoding, held_for(decoding, self._max_hold_s, now_s), 1)
 
@@ -70,7 +77,12 @@ class MicroBatches(Barrier):
     """The batch is cut into micro-batches, two or more: one is verified while others are drafted for (SPIN, figure 6b)."""
 
     def start(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+        self,
+        decoding: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        cost: CostModel,
+        now_s: float,
+        prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         held = held_for(decoding, self._max_hold_s, now_s)
         return in_micro_batches(decoding, held, Pipeline(decoding, drafters, cost).num_micro_batches(least=2))
@@ -80,8 +92,13 @@ class FrontierAlways(Barrier):
     """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
 
     def start(
-        self, decoding: Sequence[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+        self,
+        decoding: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        cost: CostModel,
+        now_s: float,
+        prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
         frontiers = Pipeline(decoding, drafters, cost).frontiers(always=True)
-        return replace(by_gain(decoding, held, drafters, cost, now_s), frontiers=frontiers)
+        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=frontiers)

@@ -136,7 +136,23 @@ class TestOutrider:
         lengths = policy(OutriderLength())
         assert set(lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0))).values()) == {0}
         overlapped = {"d": DrafterView(1.0, 3.0, 0.9, exposure=0.0)}
-        assert set(lens(lengths.budgets(sequences, BatchState(FLAT, overlapped, 0.0, 400.0))).values()) == {MAX_LEN}
+        in_turn = BatchState(FLAT, overlapped, 0.0, 400.0, num_micro_batches=2)
+        assert set(lens(lengths.budgets(sequences, in_turn)).values()) == {MAX_LEN}
+        at_once = BatchState(FLAT, overlapped, 0.0, 400.0)
+        assert set(lens(lengths.budgets(sequences, at_once)).values()) == {0}, "they would wait for it from now on"
+
+    def test_a_request_that_is_drafted_for_beside_others_costs_them_no_wait(self) -> None:
+        """Drafts of 8 tokens for a batch take 80 ms, in which it could decode 4 tokens: 2 each of the two, of which `bad`
+        gains 0.2 and `good` gains 4."""
+        drafters = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.0, draft_len=8.0)}
+        lengths, batch = policy(OutriderLength()), BatchState(FLAT, drafters, 0.0, 50.0)
+        for _ in range(30):
+            budgets = lengths.budgets([view("good"), view("bad")], batch)
+            lengths.learn(passed({name: right for name, right in (("good", 3), ("bad", 0)) if budgets[name].num_tokens}))
+        assert lens(budgets) == {"good": MAX_LEN, "bad": MAX_LEN}
+        adding = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.02, draft_len=8.0)}
+        costly = BatchState(FLAT, adding, 0.0, 50.0)  # a token of the batch for each request more
+        assert lens(lengths.budgets([view("good"), view("bad")], costly)) == {"good": MAX_LEN, "bad": 0}
 
     def test_a_drafter_that_pays_for_nobody_is_tried_by_one_request_and_taken_again_once_it_is_fast(self) -> None:
         """Else its reply time would stay what it was when it was last used."""
@@ -154,8 +170,10 @@ class TestOutrider:
     def test_the_price_of_a_second_is_what_the_request_itself_could_decode(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         half = {"d": DrafterView(0.0, 3.0, 0.9, exposure=0.5)}
-        budgets = policy(OutriderLength()).budgets(sequences, BatchState(FLAT, half, 0.0, 400.0))
-        assert budgets["r0"].stop.second_price == pytest.approx(50.0)
+        for num_micro_batches, expected in ((1, 100.0), (2, 50.0)):
+            batch = BatchState(FLAT, half, 0.0, 400.0, num_micro_batches)
+            budgets = policy(OutriderLength()).budgets(sequences, batch)
+            assert budgets["r0"].stop.second_price == pytest.approx(expected)
 
     def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
         lengths, before = self.after({"a": 0}, 30, 0.3)

@@ -78,9 +78,20 @@ def test_the_batch_waits_together_only_while_that_is_cheaper_than_two_passes() -
     batch = [view("a", awaiting_since_s=1.0), view("b", num_drafted=3)]
     assert plan(batch, replace(QUICK, reply_s=0.001)).is_empty
     assert plan(batch, replace(QUICK, reply_s=0.001)).wake_s == pytest.approx(1.002)  # looks again when it should be there
-    apart = plan(batch, replace(QUICK, reply_s=0.015))
+    apart = plan(batch, replace(QUICK, reply_s=0.025))
     assert set(spans_of(apart)) == {"b"}
     assert set(apart.held) == {"a"}
+    late = plan(batch, replace(QUICK, reply_s=0.005), now_s=1.011)  # after twice its usual time
+    assert set(spans_of(late)) == {"b"}
+
+
+def test_passes_that_prompts_fill_do_not_wait_for_drafts() -> None:
+    """Verified in the next pass, beside more of the prompts, the drafts cost no more. A last chunk waits."""
+    batch = [view("a", awaiting_since_s=1.0), view("b", num_drafted=3)]
+    for num_tokens, waits in ((150, False), (8, True)):
+        prompt = view("p", committed_len=num_tokens, computed_len=0, drafter=None)
+        step = plan([*batch, prompt], replace(QUICK, reply_s=0.01), max_chunk_len=16)
+        assert step.is_empty == waits, num_tokens
 
 
 def test_the_last_token_is_not_worth_a_wait_nor_a_draft() -> None:
