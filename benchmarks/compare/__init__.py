@@ -71,7 +71,7 @@ class _Bench:
         self._options, self._servers, self._files, self._console = options, servers, files, console
         quick = options.quick
         self._num_rounds, self._num_tokens, self._num_trace = (2, 48, 32) if quick else (4, 128, 96)
-        self._per_stream = {1: 3, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
+        self._per_stream = {1: 6, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
         per_round = sum(batch * number for batch, number in self._per_stream.items()) + self._num_trace
         self._random = random.Random(_SEED)
         num_asks = NUM_SETS * (per_round * self._num_rounds + max(BATCHES))
