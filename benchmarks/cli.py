@@ -40,7 +40,7 @@ def bench(
     ] = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="routing: cost of switching drafters and choice of chains, on real loops"),
+        typer.Option("--live", help="routing, policies: on real loops of this machine"),
     ] = False,
     engine: Annotated[
         Engine, typer.Option(help="invariance: the target's engine; vllm in the environment of `make setup-vllm`")

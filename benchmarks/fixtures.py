@@ -38,14 +38,16 @@ class Fixtures:
     ``plain`` is the target alone; ``target`` also keeps the hidden states that some of ``drafters`` read.
     """
 
-    def __init__(self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int) -> None:
+    def __init__(
+        self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int, max_batch: int = MAX_BATCH
+    ) -> None:
         self._folder = ensure_model(model)
         network = load_model(self._folder)
         config = network.config
         self._max_len = min(config.max_len, MAX_PROMPT_LEN + max_new_tokens)
         self.info = ModelInfo(model, config.vocab_size, self._max_len, config.eos_token_ids, fingerprint(self._folder))
-        num_blocks = MAX_BATCH * (self._max_len // BLOCK_LEN + 1)
-        limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
+        num_blocks = max_batch * (self._max_len // BLOCK_LEN + 1)
+        limits = NativeLimits(num_blocks, BLOCK_LEN, max_batch, MAX_PASS_TOKENS, self._max_len)
         self._make_plain = partial(NativeTarget, network, limits)
         self.plain = self._make_plain()
         layers = feature_layers(drafters)

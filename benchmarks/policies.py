@@ -8,6 +8,8 @@ given by the arrivals, so arms are compared by ``request_speed``: tokens per sec
 - ``worst_over_plain.simulated``: over plain decoding, worst over batches of the closed loop, by goodput.
 - ``slo_attainment.adaspec``, ``.outrider``: share of requests that meet a TPOT objective, which all know, on the trace where
   AdaSpec attains about 0.90.
+
+``--live``: the default beside plain decoding of this machine (`benchmarks/policies_live.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from benchmarks import policies_live
 from benchmarks.policy_scenarios import (
     ARMS,
     DEFAULT,
@@ -69,6 +72,8 @@ class Job(NamedTuple):
 
 
 def run(options: BenchOptions) -> BenchResult:
+    if options.live:
+        return policies_live.run(options)
     console = Console(stderr=True)
     machines = (_here(options), *(gpu_machine(*one) for one in GPUS))
     loads = workloads(options.data, options.quick)

@@ -34,7 +34,7 @@ class BenchOptions:
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
     - ``recording``: agreement, written by ``record`` and read by ``routing``.
     - ``data``: a folder whose prompts/ provides prompts.
-    - ``live``: ``routing`` with real loops instead of simulation.
+    - ``live``: ``routing`` and ``policies`` with real loops instead of simulation.
     - ``engine``: of the target of ``invariance``: native or vllm.
     """
 
