@@ -72,8 +72,8 @@ def run(options: BenchOptions) -> BenchResult:
             for arm in arms:
                 opened.callback(arm.close)
             serve(fixtures, arms, requests[:batch], batch)
-            measured = serve(fixtures, arms, requests[batch:], num_measured)
-        found[batch] = one = compared(*measured, num_measured)
+            plain, default = serve(fixtures, arms, requests[batch:], num_measured)
+            found[batch] = one = compared(plain, default, num_measured)
         told = f"{one.default:.0f} tokens/s, plain {one.plain:.0f}: {one.over_plain:.2f}"
         console.print(f"policies: batch {batch}: {told}", highlight=False)
     return result(found)

@@ -83,7 +83,8 @@ def aiperf_turn(
         *("--use-server-token-count", "--workers-max", "1", "--profile-export-level", "records"),
         *("--artifact-dir", str(folder)),
     ]
-    environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    # HF_HUB_OFFLINE would make aiperf 0.13 take the folder for the name of a repository. It is read without a network.
+    environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin"}
     with awake(arm):
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=AIPERF_S, check=False)
