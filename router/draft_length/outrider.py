@@ -5,7 +5,10 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 - A batch of drafts costs the wait of all requests for it. A drafter whose drafts gain less, at the best length, gets budgets
   of 0 tokens: its requests are decoded plainly. One at a time tries it, or its reply time would never be measured again.
 - A request that joins a batch which is drafted anyway costs its rows, and what it adds to the time of the batch. One whose
-  acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due.
+  acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none does:
+  rows that are not worth their price are neither proposed nor verified.
+- The time of drafters on the target's device is charged by their gate (`router/break_even.py`) and, in a cascade, for each
+  expensive member, not here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -81,8 +84,9 @@ class _Terms:
         second_changed = self._second_price.follow(tokens_per_s / times.num_requests)
         changed = self._join.follow(times.request_s * tokens_per_s) or row_price != former or self.drafting is NO_DRAFTS
         if changed:
-            self.least_acceptance = break_even_acceptance(row_price, self._join.value, times.max_len)
-        self.pays = self._gains(times, tokens_per_s / times.num_requests)
+            join = self._join.value
+            self.least_acceptance = break_even_acceptance(row_price, join, times.max_len) if join else 0.0
+        self.pays = not tokens_per_s or self._gains(times, tokens_per_s / times.num_requests)
         if self.pays:
             self._pause.reset()
             self._num_trial_rounds_left = 0
@@ -171,7 +175,7 @@ class Outrider(DraftLengths):
         terms = self._terms.setdefault(drafter, _Terms())
         view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
         times = _DraftTimes(drafter, view, self._num_decoding, self.max_len(drafter), batch.cost)
-        exposure = view.exposure if batch.num_micro_batches > 1 else 1.0
+        exposure = 0.0 if view.shares_device else view.exposure if batch.num_micro_batches > 1 else 1.0
         if terms.follow(times, self.row_price, exposure * self._tokens_per_s):
             self._moved.add(drafter)
         if terms.pays:

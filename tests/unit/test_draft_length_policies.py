@@ -26,6 +26,7 @@ from router.plan import DraftBudget, DrafterView, SequenceView
 FLAT = TableCost((1, 1024), (0.01, 0.01))
 MAX_LEN = 8
 GOOD = {"d": DrafterView(0.0, 3.0, 0.8)}
+ADDING = {"d": DrafterView(0.0, 3.0, 0.8, request_s=0.001)}  # to the time of a batch, with each request
 
 
 def view(name: str, drafter: str | None = "d") -> SequenceView:
@@ -94,17 +95,28 @@ class TestOutrider:
         lengths, sequences = policy(OutriderLength()), [view(name) for name in num_right]
         budgets: Mapping[str, DraftBudget] = {}
         for _ in range(num_rounds):
-            budgets = lengths.budgets(sequences, BatchState(FLAT, GOOD, row_price, 100.0))
+            budgets = lengths.budgets(sequences, BatchState(FLAT, ADDING, row_price, 100.0))
             lengths.learn(passed({name: right for name, right in num_right.items() if budgets[name].num_tokens}))
         return lengths, lens(budgets)
 
     def test_a_request_without_gain_is_decoded_plainly_and_the_others_go_on(self) -> None:
         assert self.after({"good": 3, "bad": 0}, 30, 0.3)[1] == {"good": MAX_LEN, "bad": 0}
-        assert self.after({"good": 3, "bad": 0}, 30, 0.0)[1] == {"good": MAX_LEN, "bad": MAX_LEN}, "rows are free"
+
+    def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
+        """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
+        lengths, sequences = policy(OutriderLength()), [view("bad")]
+        at_once = {"d": DrafterView(0.0, 3.0, 0.8)}
+        on_device = {"d": DrafterView(0.05, 3.0, 0.8, draft_s=0.05, request_s=0.01, draft_len=8.0, shares_device=True)}
+        for drafters in (at_once, on_device):
+            for _ in range(30):
+                budgets = lengths.budgets(sequences, BatchState(FLAT, drafters, 0.3, 100.0))
+                assert lens(budgets) == {"bad": MAX_LEN}
+                assert budgets["bad"].stop.second_price == (100.0 if drafters is at_once else 0.0)
+                lengths.learn(passed({"bad": 0}))
 
     def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, seen = BatchState(FLAT, GOOD, 0.3, 100.0), []
+        batch, seen = BatchState(FLAT, ADDING, 0.3, 100.0), []
         for _ in range(FIRST_PAUSE + 20):
             num_tokens = lengths.budgets([view("a")], batch)["a"].num_tokens
             seen.append(num_tokens)
@@ -116,7 +128,7 @@ class TestOutrider:
 
     def test_a_trial_in_vain_doubles_the_pause(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, drafted = BatchState(FLAT, GOOD, 0.3, 100.0), []
+        batch, drafted = BatchState(FLAT, ADDING, 0.3, 100.0), []
         for number in range(4 * FIRST_PAUSE):
             if lengths.budgets([view("a")], batch)["a"].num_tokens:
                 drafted.append(number)
@@ -127,8 +139,8 @@ class TestOutrider:
     def test_a_lower_price_resumes_at_once(self) -> None:
         lengths, before = self.after({"a": 1}, 60, 0.8)
         assert before == {"a": 0}
-        assert lens(lengths.budgets([view("a")], BatchState(FLAT, GOOD, 0.78, 100.0))) == {"a": 0}, "as good as the same"
-        assert lens(lengths.budgets([view("a")], BatchState(FLAT, GOOD, 0.1, 100.0))) == {"a": MAX_LEN}
+        assert lens(lengths.budgets([view("a")], BatchState(FLAT, ADDING, 0.78, 100.0))) == {"a": 0}, "as good as the same"
+        assert lens(lengths.budgets([view("a")], BatchState(FLAT, ADDING, 0.1, 100.0))) == {"a": MAX_LEN}
 
     def test_where_certain_drafts_would_not_pay_nobody_is_drafted_for(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
@@ -178,7 +190,7 @@ class TestOutrider:
     def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
         lengths, before = self.after({"a": 0}, 30, 0.3)
         assert before == {"a": 0}
-        batch = BatchState(FLAT, {**GOOD, "short": GOOD["d"]}, 0.3, 100.0)
+        batch = BatchState(FLAT, {**ADDING, "short": ADDING["d"]}, 0.3, 100.0)
         assert lens(lengths.budgets([view("a", "short")], batch)) == {"a": 2}
         lengths, _ = self.after({"a": 0}, 30, 0.3)
         lengths.learn(PassFeedback([Commit("a", 20, (1,), finish=FinishReason.STOP)], {}, 0.01, 0.02))
