@@ -1,12 +1,9 @@
-"""Colocated drafters: loaded in the target's process, on threads of their own, and linked to its loop in memory."""
+"""Colocated drafters: loaded in the target's process, linked to its loop in memory, and stepped on its thread."""
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from actors.worker import LoopThread
 from cluster.config import Config, DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
@@ -18,6 +15,7 @@ from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
+from engine.round import TargetLoop
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
 from profiler.online_cost import OnlineCost
@@ -49,19 +47,14 @@ def load_with_colocated(
     return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]
 
 
-def start_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello: Hello) -> list[LoopThread]:
-    """Links drafters to the target of ``hello`` and ``mailbox``, and runs their loops. One that fails loses its link, and is
-    left out from then on."""
+def link_colocated(drafters: Sequence[ColocatedDrafter], loop: TargetLoop, hello: Hello) -> None:
+    """Links drafters to the target of ``hello``, whose thread steps their loops."""
     address = f"memory://colocated-{os.getpid()}-{hello.name}"
     if drafters:
-        listen(address, mailbox, hello)
-    threads = []
+        listen(address, loop.mailbox, hello)
     for drafter in drafters:
         own = Hello(Role.DRAFTER, drafter.name, hello.vocab_size, hello.tokenizer_fingerprint, hello.token)
-        link = connect(address, drafter.mailbox, own)
-        run = partial(drafter.loop.run, clock=time.monotonic)
-        threads.append(LoopThread(f"drafter {drafter.name}", run, drafter.mailbox.wake, on_end=link.close))
-    return threads
+        loop.inline.add(drafter.loop, connect(address, drafter.mailbox, own).close)
 
 
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:

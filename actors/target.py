@@ -86,7 +86,7 @@ class TargetActor(LoopActor):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.colocated_drafters import load_with_colocated, start_colocated
+        from actors.colocated_drafters import link_colocated, load_with_colocated
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop
@@ -117,15 +117,10 @@ class TargetActor(LoopActor):
             sheds=config.slo.shed,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
-        drafters = start_colocated(colocated, self._mailbox, hello)
-        self._listener = listener = listen(self._address, self._mailbox, hello)
-
-        def end() -> None:
-            listener.close()  # no peer waits for this target
-            for drafter in drafters:
-                drafter.stop()
-
-        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=end)
+        link_colocated(colocated, self._loop, hello)
+        self._listener = listen(self._address, self._mailbox, hello)
+        # Links end with the loop, so that no peer waits for this target.
+        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere

@@ -48,7 +48,8 @@ class PoolEntry:
     """A drafter and how its loop drives it.
 
     Args:
-        companion: it shares the target's device, so it is queried only while that pays.
+        companion: it shares the target's device, so it is queried only while that pays; without a partition it drafts on
+            the target's thread.
         proposers: names of those that may ride ahead of it, on which it may report.
     """
 
@@ -111,7 +112,7 @@ class _RunningDrafter:
     loop: DrafterLoop
     mailbox: Mailbox
     link: Link
-    thread: LoopThread
+    thread: LoopThread | None  # None: it drafts on the target's thread
 
 
 class EmbeddedCluster:
@@ -224,7 +225,8 @@ class EmbeddedCluster:
         self._target.stop()
         end = self._target.wait_end()
         for drafter in self._drafters.values():
-            drafter.thread.stop()
+            if drafter.thread is not None:
+                drafter.thread.stop()
         self.clock.stop()
         if end != "stopped":
             self.hang_up()
@@ -235,7 +237,8 @@ class EmbeddedCluster:
         self._is_paused = False
         self.clock.start()
         for name, drafter in self._drafters.items():
-            drafter.thread = self._run_drafter(name, drafter.loop, drafter.mailbox, drafter.link)
+            if drafter.thread is not None:
+                drafter.thread = self._run_drafter(name, drafter.loop, drafter.mailbox, drafter.link)
         self._target = self._start_target()
 
     def abort(self) -> None:
@@ -255,13 +258,20 @@ class EmbeddedCluster:
         """Also takes the place of a drafter of that name."""
         loop, mailbox = _loop(name, entry)
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
-        self._drafters[name] = _RunningDrafter(entry, loop, mailbox, link, self._run_drafter(name, loop, mailbox, link))
+        thread = None
+        if entry.companion and name not in self._partitions:
+            self.loop.inline.add(loop, link.close)
+        else:
+            thread = self._run_drafter(name, loop, mailbox, link)
+        self._drafters[name] = _RunningDrafter(entry, loop, mailbox, link, thread)
 
     def kill_drafter(self, name: str) -> None:
         """It goes without a word, as a crashed process does: the link breaks, what it followed is forgotten."""
         drafter = self._drafters.pop(name)
         drafter.link.close()
-        drafter.thread.stop()
+        self.loop.inline.remove(name)
+        if drafter.thread is not None:
+            drafter.thread.stop()
 
     def complete(
         self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None

@@ -1,10 +1,64 @@
-"""Which drafters in the target's process are queried: they share its device, so drafts must save more than they cost."""
+"""Drafters in the target's process: which are queried, since drafts must save more than they cost on a shared device; and
+those that draft on the target's own thread."""
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, Protocol
 
 from cluster.types import Commit
 from router.break_even import BreakEvenGate, saved_s
 from router.cost_model import CostModel
+
+logger = logging.getLogger(__name__)
+
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
+
+
+class InlineLoop(Protocol):
+    """A drafter's loop (`drafters.loop.DrafterLoop`), linked to the target's mailbox as any other."""
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, now_s: float) -> StepWork: ...
+
+    def finish(self, work: StepWork, began_s: float, now_s: float) -> None: ...
+
+
+class InlineDrafters:
+    """Loops of drafters that are stepped on the target's thread, between passes.
+
+    On the cores of the target a thread of their own slows both: the threads of matrix products of one wait actively, and
+    those of the other find no core. ``add`` and ``remove``: from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._loops: dict[str, tuple[InlineLoop, Callable[[], None]]] = {}
+
+    def add(self, loop: InlineLoop, unlink: Callable[[], None]) -> None:
+        """``unlink`` is called if the loop fails; it is left out from then on."""
+        self._loops = {**self._loops, loop.name: (loop, unlink)}
+
+    def remove(self, name: str) -> None:
+        self._loops = {key: one for key, one in self._loops.items() if key != name}
+
+    def step(self) -> dict[str, float]:
+        """Steps each loop until it has nothing to do. Returns the seconds of those that had."""
+        seconds = {}
+        for name, (loop, unlink) in self._loops.items():
+            start_s = now_s = self._clock()
+            try:
+                while (work := loop.begin(now_s)) != "nothing":
+                    end_s = self._clock()
+                    loop.finish(work, now_s, end_s)
+                    now_s = end_s
+                    seconds[name] = end_s - start_s
+            except Exception:  # this process owns the loop, and a drafter's fault costs speed alone
+                logger.exception("drafter %s failed, and is left out from now on", name)
+                self.remove(name)
+                unlink()
+        return seconds
 
 
 class ColocatedDrafters:
@@ -17,6 +71,7 @@ class ColocatedDrafters:
         self._batch = 1  # requests of the last pass that sampled
         self._waiting_since_s: float | None = None  # the target waits for proposals
         self._awaited: set[str | None] = set()  # drafters of these proposals
+        self._inline_s: dict[str, float] = {}  # that drafting took on the target's thread since the last pass
 
     def __bool__(self) -> bool:
         return bool(self._gates)
@@ -51,7 +106,9 @@ class ColocatedDrafters:
         if begins_pass:
             waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
             for name, gate in self._gates.items():
-                gate.note_draft(self._batch, waited_s if name in self._awaited else 0.0)
+                waited_for_s = waited_s if name in self._awaited else 0.0
+                gate.note_draft(self._batch, waited_for_s + self._inline_s.get(name, 0.0))
+            self._inline_s.clear()
         elif awaited:
             self._awaited |= set(awaited)
             if self._waiting_since_s is None:
@@ -59,6 +116,11 @@ class ColocatedDrafters:
             return
         self._waiting_since_s = None
         self._awaited.clear()
+
+    def note_inline(self, seconds: Mapping[str, float]) -> None:
+        """Drafters took so long on the target's thread."""
+        for name, one_s in seconds.items():
+            self._inline_s[name] = self._inline_s.get(name, 0.0) + one_s
 
     def note_overhead(self, seconds: float) -> None:
         """The last round took so long beside its pass."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
-from engine.colocated import ColocatedDrafters
+from engine.colocated import ColocatedDrafters, InlineDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
@@ -60,8 +60,8 @@ class TargetLoop:
 
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and at the end of a round.
-        colocated: names of drafters in this process. They are linked to ``mailbox`` as any others and have threads of their
-            own, but they share the target's device: one is queried only while that pays.
+        colocated: names of drafters in this process. They are linked to ``mailbox`` as any others, but they share the
+            target's device: one is queried only while that pays. They have threads of their own, or are ``inline``.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
         grammars: of the model; None: requests with a grammar are refused.
         sheds: refuse requests whose first token would come later than their objective.
@@ -86,6 +86,7 @@ class TargetLoop:
         self.mailbox = mailbox
         mailbox.clock = clock
         self.telemetry = Telemetry()
+        self.inline = InlineDrafters(clock)
         self._engine = engine
         self._model = model
         self._cost = cost
@@ -149,7 +150,10 @@ class TargetLoop:
         try:
             while not stop.is_set():
                 report = self.step(self._clock())
-                if not report.executed:
+                drafted_s = self.inline.step()
+                if drafted_s:
+                    self._colocated.note_inline(drafted_s)
+                elif not report.executed:
                     if not self._sequences:
                         self._engine.check_integrity()
                     wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())

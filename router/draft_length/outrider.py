@@ -5,8 +5,8 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 - A batch of drafts costs the wait of all requests for it. A drafter whose drafts gain less, at the best length, gets budgets
   of 0 tokens: its requests are decoded plainly. One at a time tries it, or its reply time would never be measured again.
 - A request that joins a batch which is drafted anyway costs its rows, and what it adds to the time of the batch. One whose
-  acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none does:
-  rows that are not worth their price are neither proposed nor verified.
+  acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none
+  does: rows that are not worth their price are neither proposed nor verified.
 - The time of drafters on the target's device is charged by their gate (`router/break_even.py`) and, in a cascade, for each
   expensive member, not here.
 """

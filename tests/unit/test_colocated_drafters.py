@@ -26,6 +26,7 @@ from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
+from engine.partition import usable_cores
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import member_name
 from router.cost_model import TableCost
@@ -234,7 +235,9 @@ class _DuringPasses(_Wrong):
         return super().propose(demands)
 
 
-def test_a_companion_drafts_while_a_pass_runs(target: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_companion_with_a_partition_drafts_while_a_pass_runs(
+    target: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, model = engine_of(target, ())
     drafter, execute, num_passes = _DuringPasses(), engine.execute, itertools.count()
 
@@ -248,7 +251,8 @@ def test_a_companion_drafts_while_a_pass_runs(target: Path, plain: list[list[int
 
     monkeypatch.setattr(engine, "execute", executed)
     planner = StepPlanner(PlannerSettings(max_hold_s=0.0))
-    with EmbeddedCluster(engine, model, COST, {"slow": PoolEntry(drafter, companion=True)}, planner) as cluster:
+    pool, partitions = {"slow": PoolEntry(drafter, companion=True)}, {"slow": usable_cores()}
+    with EmbeddedCluster(engine, model, COST, pool, planner, partitions=partitions) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
 
 
@@ -284,7 +288,7 @@ def test_a_companion_that_fails_is_left_out_and_the_target_serves_on(
         assert outputs(cluster.complete(requests(6))) == plain
         assert failing.num_asked == 4
         eventually(lambda: cluster.loop.status().followed == ())
-    assert "drafter-broken failed" in caplog.text
+    assert "drafter broken failed" in caplog.text
 
 
 def test_a_target_process_brings_its_companions(target: Path, folder: Path) -> None:
@@ -365,3 +369,23 @@ def test_a_target_with_a_head_of_its_own_shares_that(tmp_path: Path) -> None:
         completions = cluster.complete(requests(2))
     assert {token for token_ids in outputs(completions) for token in token_ids} <= {6, 8}
     assert sum(c.num_accepted for c in completions) > sum(c.num_proposed for c in completions) / 20 > 0
+
+
+class _NotesThreads(_Wrong):
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.threads.add(threading.current_thread().name)
+        return super().propose(demands)
+
+
+def test_a_companion_without_a_partition_drafts_on_the_target_s_thread(target: Path, plain: list[list[int]]) -> None:
+    """On cores that both use, a thread of its own would slow both."""
+    engine, model = engine_of(target, ())
+    drafter = _NotesThreads()
+    with EmbeddedCluster(engine, model, COST, {"one": PoolEntry(drafter, companion=True)}) as cluster:
+        assert outputs(cluster.complete(requests(6))) == plain
+    assert len(drafter.threads) == 1
+    assert "target" in drafter.threads.pop()
