@@ -25,6 +25,7 @@ from engine.threads import in_own_thread
 
 DRAFTER = "cascade"
 MAX_BATCH = 64
+LEAST_BEFORE = 8  # requests that each has served before
 NUM_OTHERS_PER_PLACE = 1.5  # that keep places taken until the last measured answer ends
 
 
@@ -38,7 +39,7 @@ class Effort:
     least: int
 
 
-QUICK = Effort((1, 4, 16, 64), 48, 1, 6)
+QUICK = Effort((1, 4, 16, 64), 48, 1, 24)
 FULL = Effort((1, 2, 4, 8, 16, 32, 64), 96, 3, 16)
 
 
@@ -63,16 +64,17 @@ def run(options: BenchOptions) -> BenchResult:
     found = {}
     for batch in effort.batches:
         num_measured = max(effort.least, effort.per_place * batch)
-        num_others = round(NUM_OTHERS_PER_PLACE * batch)
-        prompts = choose_prompts(options.prompts or options.data_prompts, batch + num_measured + num_others)
+        num_before, num_others = max(LEAST_BEFORE, batch), round(NUM_OTHERS_PER_PLACE * batch)
+        prompts = choose_prompts(options.prompts or options.data_prompts, num_before + num_measured + num_others)
         requests = fixtures.requests(prompts, 0.0)
-        num_measured = min(num_measured, len(requests) - batch - num_others)
+        num_measured = min(num_measured, len(requests) - num_before - num_others)
         with ExitStack() as opened:
             arms = [Served(fixtures, None, batch), Served(fixtures, config, batch)]
             for arm in arms:
                 opened.callback(arm.close)
-            serve(fixtures, arms, requests[:batch], batch)
-            plain, default = serve(fixtures, arms, requests[batch:], num_measured)
+            for lane in serve(fixtures, arms, requests[:num_before], num_before):
+                lane.end()
+            plain, default = serve(fixtures, arms, requests[num_before:], num_measured)
             found[batch] = one = compared(plain, default, num_measured)
         told = f"{one.default:.0f} tokens/s, plain {one.plain:.0f}: {one.over_plain:.2f}"
         console.print(f"policies: batch {batch}: {told}", highlight=False)
