@@ -5,8 +5,9 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.embedded import Completing, Completion, EmbeddedCluster, PoolEntry, StoppableClock
+from benchmarks.embedded import Completing, Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fixtures import Fixtures
+from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig
 from cluster.errors import GenerationFailed
 from cluster.types import FinishReason, Request, RoutingTable

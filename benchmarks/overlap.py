@@ -17,9 +17,10 @@ from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry, StoppableClock
+from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from benchmarks.interleaved import run_interleaved, throughput_of
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.config.draft_length import FixedLength
 from cluster.sampling_params import SamplingParams
