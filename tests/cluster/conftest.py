@@ -12,13 +12,12 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 
 from benchmarks.server import ServerProcess
-from cluster.config import PlannerConfig
-from tests.support.settings import small_config
+from tests.support.settings import ALWAYS_DRAFTED, small_config
 
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """All that is proposed is verified: who drafts shows in the figures, whatever the drafts are worth on this machine."""
+    """Who drafts shows in the figures, whatever the drafts are worth on this machine."""
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    with ServerProcess(config.model_copy(update={"planner": PlannerConfig(verify="all")})) as server:
+    with ServerProcess(config.model_copy(update={"planner": ALWAYS_DRAFTED})) as server:
         yield server

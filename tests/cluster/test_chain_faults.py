@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import ChainPolicy, DrafterConfig, ModelOptions, PlannerConfig, RouterConfig
-from tests.support.settings import small_config
+from cluster.config import ChainPolicy, DrafterConfig, ModelOptions, RouterConfig
+from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
 
@@ -30,7 +30,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     changes = {
         "drafters": drafters,
         "router": RouterConfig(policy=ChainPolicy(), slot_ms=100),
-        "planner": PlannerConfig(verify="all"),
+        "planner": ALWAYS_DRAFTED,
     }
     with ServerProcess(config.model_copy(update=changes)) as server:
         yield server

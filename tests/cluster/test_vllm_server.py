@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import DrafterConfig, DSparkOptions, PlannerConfig
-from tests.support.settings import small_config
+from cluster.config import DrafterConfig, DSparkOptions
+from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import answers, run, undrafted
 from tests.support.waiting import eventually, gauge
 
@@ -25,7 +25,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     update = {
         "target": config.target.model_copy(update={"engine": "vllm"}),
         "drafters": (*config.drafters, dspark),
-        "planner": PlannerConfig(verify="all"),
+        "planner": ALWAYS_DRAFTED,
     }
     with ServerProcess(config.model_copy(update=update)) as server:
         yield server

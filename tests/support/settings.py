@@ -8,14 +8,19 @@ from cluster.config import (
     Config,
     DrafterConfig,
     FileStateConfig,
+    FixedLength,
     FixedPolicy,
     ModelConfig,
     NgramOptions,
+    PlannerConfig,
     RouterConfig,
     SuffixOptions,
     TargetConfig,
 )
 from deploy.local_ray import free_port
+
+# Drafts are proposed, awaited and verified whatever they are worth on this machine, busy or not.
+ALWAYS_DRAFTED = PlannerConfig(draft_length=FixedLength(), verify="all", overlap="barrier", max_hold_ms=2000)
 
 
 def small_config(model: str, state_folder: Path) -> Config:
