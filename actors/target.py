@@ -169,6 +169,8 @@ class TargetActor(LoopActor):
                 step_ms=1e3 * (telemetry.step_s or 0.0),
                 num_preempted=telemetry.num_preempted,
                 slo=telemetry.attainment.counts(),
+                riders=followed,
+                drafting=self._loop.drafting(),
             ),
             drafters=tuple(
                 DrafterCounts(name, followed.get(name, 0), one.num_proposed, one.num_accepted, one.reply_s, one.num_unsound)

@@ -1,7 +1,7 @@
 """The cluster as the API sees it."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.slo import SloCounts
@@ -30,6 +30,26 @@ class DrafterStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsByLoad:
+    """Drafts in passes that decoded at most ``max_sequences`` requests, and more than half as many."""
+
+    max_sequences: int  # a power of two
+    num_rounds: int  # one per request and pass, with drafts or without
+    num_proposed: int  # draft tokens verified
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingEffect:
+    """What drafting saves and wastes, since the target's start. Rounds with prompts do not count in the times."""
+
+    decode_s: float = 0.0  # measured, of whole rounds
+    plain_s: float = 0.0  # predicted for the same tokens without drafts
+    rejected_s: float = 0.0  # of decode_s, predicted for the rows of rejected draft tokens
+    by_load: tuple[DraftsByLoad, ...] = ()  # ascending
+
+
+@dataclass(frozen=True, slots=True)
 class TargetStatus:
     name: str
     state: str
@@ -41,6 +61,8 @@ class TargetStatus:
     step_ms: float  # running mean of a pass
     num_preempted: int = 0  # preemptions since the start
     slo: tuple[SloCounts, ...] = ()  # by class, since the start
+    riders: Mapping[str, int] = field(default_factory=dict)  # for how many of its requests each linked drafter drafts
+    drafting: DraftingEffect = DraftingEffect()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Self
 
 from cluster.fast_dataclass import record
 from cluster.types import Commit
+from engine.drafting_monitor import DraftingMonitor
 from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
@@ -65,6 +66,7 @@ class PassCosts:
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
         self.row_price = 0.0  # in tokens
+        self.drafting = DraftingMonitor(cost)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -74,6 +76,7 @@ class PassCosts:
     def interrupt(self) -> None:
         """Nothing was wanted: the time until the next pass says nothing of decoding."""
         self._decode_rate.interrupt()
+        self.drafting.interrupt()
 
     def note(self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit]) -> None:
         """A round that began at ``began_s`` made these commits with a pass of ``pass_s``."""
@@ -83,8 +86,12 @@ class PassCosts:
             if drift is not None:
                 logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
         if not counts.num_sampled:
-            self._decode_rate.interrupt()
+            self.interrupt()
             return
         self._decode_rate.note(began_s, counts.num_decoded(commits), counts.prompts_s(self._cost))
         num_rows, num_context = counts.num_sampled_rows, counts.num_sampled_context
+        if counts.prompts:
+            self.drafting.interrupt(began_s)
+        else:
+            self.drafting.note(began_s, commits, num_rows, num_context)
         self.row_price = row_price(self._decode_rate.tokens_per_s, num_rows, num_context, self._cost)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from cluster.client import DraftingEffect
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
@@ -131,6 +132,9 @@ class TargetLoop:
         """The live requests whose chain the router may choose."""
         routed = [s for s in self._sequences.snapshot() if s.request.chain is None]
         return tuple([RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features) for s in routed])
+
+    def drafting(self) -> DraftingEffect:
+        return self._pass_costs.drafting.effect()
 
     def named(self) -> dict[str, int]:
         """How many live requests chose each drafter themselves, linked or not."""

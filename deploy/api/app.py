@@ -1,7 +1,10 @@
 """The FastAPI app, served by uvicorn or Ray Serve."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from importlib.metadata import version as version_of
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -9,6 +12,8 @@ from starlette.types import Lifespan
 
 from cluster.client import EngineClient
 from deploy.api.cors import Cors
+from deploy.api.dashboard import data
+from deploy.api.dashboard.pages import add_page
 from deploy.api.errors import install_handlers
 from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
@@ -23,10 +28,20 @@ _BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, De
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[FastAPI] | None = None
+    client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[Any] | None = None
 ) -> FastAPI:
     """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable key file."""
     service = Service(client, tokenizer, settings)
+
+    @asynccontextmanager
+    async def recording(app: FastAPI) -> AsyncIterator[None]:
+        async with service.dashboard.recording():
+            if lifespan is None:
+                yield
+            else:
+                async with lifespan(app):
+                    yield
+
     # FastAPI's own pages load scripts from the internet. Redirects of paths with a trailing slash would lose the body.
     app = FastAPI(
         title="Outrider",
@@ -34,12 +49,14 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        lifespan=lifespan,
+        lifespan=recording,
         redirect_slashes=False,
     )
+    asks_for_key = settings.api_keys_file is not None
     _add_open_routes(app, service)
+    add_page(app, asks_for_key=asks_for_key)
     _add_guarded_routes(app, service)
-    _add_descriptions(app, asks_for_key=settings.api_keys_file is not None)
+    _add_descriptions(app, asks_for_key=asks_for_key)
     app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
     if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
@@ -82,6 +99,7 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
     router.get("/v1/models", response_model=None)(service.models)
     router.get("/v1/outrider/status", response_model=None)(service.status)
+    router.get(data.PATH, response_model=None)(service.dashboard.answer)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)
     app.include_router(router)
 

@@ -15,6 +15,7 @@ from cluster.client import EngineClient
 from cluster.errors import Unattainable
 from deploy.api.admission import Admission
 from deploy.api.choice import Choice, Delta, EngineFailed
+from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
@@ -60,13 +61,20 @@ class CallResponse(Response):
     """Generates while it is sent. The status line is sent with the first token, so earlier errors have their own status."""
 
     def __init__(
-        self, call: Call, client: EngineClient, admission: Admission, metrics: Metrics, settings: ApiSettings
+        self,
+        call: Call,
+        client: EngineClient,
+        admission: Admission,
+        metrics: Metrics,
+        timelines: Timelines,
+        settings: ApiSettings,
     ) -> None:
         super().__init__()
         self._call = call
         self._client = client
         self._admission = admission
         self._metrics = metrics
+        self._timelines = timelines
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +83,8 @@ class CallResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
         document: Response | None = None
+        for choice in self._call.choices:
+            self._timelines.begin(choice.request)
         remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(remaining_s) as deadline, self._generation() as generation:
@@ -94,6 +104,7 @@ class CallResponse(Response):
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
+                self._timelines.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 

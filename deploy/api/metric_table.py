@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.client import ClusterStatus, DrafterStatus, DraftingEffect, TargetStatus
 from cluster.slo import SloCounts
 
 # Upper bounds in seconds. Metrics appends api.request_deadline_s (600 s by default) where it exceeds the last of them.
@@ -52,6 +52,10 @@ def _target(name: str, text: str, value: Callable[[TargetStatus], float], *vllm:
         return [((target.name,), float(value(target))) for target in status.targets]
 
     return Metric(f"target_{name}", "gauge", text, ("target",), read=read, vllm=dict.fromkeys(vllm, ()), mean=mean)
+
+
+def _drafting(name: str, text: str, value: Callable[[DraftingEffect], float]) -> Metric:
+    return replace(_target(name, text, lambda target: value(target.drafting)), kind="counter")
 
 
 def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], float | None]) -> Metric:
@@ -226,6 +230,15 @@ METRICS = (
         mean=True,
     ),
     _target("tokens_per_second", "Tokens that the target committed in its last busy second.", lambda t: t.tokens_per_s),
+    _drafting("decode_seconds", "Time of rounds that only decoded.", lambda one: one.decode_s),
+    _drafting(
+        "plain_decode_seconds",
+        "Time that these rounds would have taken without drafts, as the cost model predicts it.",
+        lambda one: one.plain_s,
+    ),
+    _drafting(
+        "rejected_row_seconds", "Time that rejected draft tokens took in them, as predicted.", lambda one: one.rejected_s
+    ),
     _target("step_seconds", "Moving average of the time of the target's round.", lambda t: t.step_ms / 1000),
     # Drafters.
     _drafter("ready", "gauge", "1 if the drafter is ready, else 0.", lambda d: d.state == "ready"),

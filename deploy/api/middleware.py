@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, overloaded
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
@@ -18,7 +19,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
 # Calls beyond those running or queued: bodies being received, answers being sent.
 SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
-_UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
+_UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", SETTINGS, *page_paths()})
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import InvalidField, LinkClosed
 from cluster.grammar import Grammar
-from cluster.types import ModelInfo
+from cluster.types import Commit, ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
 from deploy.api.body import BodyReader, field_error
@@ -25,6 +25,7 @@ from deploy.api.cached import Cached
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChoiceWriter
+from deploy.api.dashboard.data import DashboardData
 from deploy.api.errors import ApiError, as_api_error, bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
@@ -69,6 +70,7 @@ class Service:
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
+        self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
@@ -256,7 +258,7 @@ class Service:
                 info,
                 replace(options, echo=prompts[i // n].echo),
                 counts_prompt=i % n == 0,
-                on_tokens=self.metrics.on_tokens,
+                on_tokens=self._on_tokens,
             )
             for i, one in enumerate(requests)
         ]
@@ -276,7 +278,12 @@ class Service:
             writer=writer,
             stream=stream,
         )
-        return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
+        timelines = self.dashboard.timelines
+        return CallResponse(call, self._client, self._admission, self.metrics, timelines, self._settings)
+
+    def _on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
+        self.metrics.on_tokens(commit, num_needed, gap_s)
+        self.dashboard.timelines.note(commit, num_needed)
 
     async def _checked(self, field: str, grammar: Grammar, info: ModelInfo) -> Grammar:
         """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""

@@ -1,0 +1,1 @@
+"""The dashboard: a page of static files, and the data that it reads."""

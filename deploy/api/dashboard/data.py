@@ -1,0 +1,77 @@
+"""The data that the dashboard reads, and the recording of it."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, astuple
+
+from fastapi import Request
+from starlette.responses import JSONResponse
+
+from cluster.client import ClusterStatus
+from cluster.errors import LinkClosed
+from deploy.api.dashboard.history import INTERVAL_S, History
+from deploy.api.dashboard.timelines import Timelines
+from deploy.api.errors import bad_request, shorten
+
+PATH = "/v1/outrider/dashboard"
+_MAX_DIGITS = 18
+
+
+class DashboardData:
+    """One per process. It shows the requests of this process, and the status of the whole cluster."""
+
+    def __init__(self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int]) -> None:
+        self.timelines = Timelines()
+        self._history = History(status, num_queued)
+        self._status = status
+        self._num_queued = num_queued
+        self._epoch = secrets.token_hex(8)  # versions count from the start of this process
+
+    @asynccontextmanager
+    async def recording(self) -> AsyncIterator[None]:
+        """Samples the status within the block."""
+        task = asyncio.create_task(self._history.run(), name="dashboard history")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """What changed since the answer of that ``epoch`` with the versions ``after`` and ``sample``; without them, all."""
+        after, sample = _count(request, "after"), _count(request, "sample")
+        if request.query_params.get("epoch") != self._epoch:
+            after = sample = 0
+        status: ClusterStatus | None = None
+        fault: str | None = None
+        try:
+            status = await self._status()
+        except LinkClosed as error:
+            fault = str(error)
+        timelines = self.timelines
+        answer = {
+            "epoch": self._epoch,
+            "version": timelines.version,
+            "now_s": time.monotonic(),
+            "interval_s": INTERVAL_S,
+            "status": None if status is None else asdict(status),
+            "fault": fault,
+            "num_queued": self._num_queued(),
+            "requests": [asdict(one) for one in timelines.requests(after)],
+            "rounds": [astuple(one) for one in timelines.rounds(after)],  # fields as in `Round`
+            "drafts": timelines.drafts(),
+            "samples": [asdict(one) for one in self._history.samples(sample)],
+        }
+        return JSONResponse(answer, headers={"cache-control": "no-store"})
+
+
+def _count(request: Request, name: str) -> int:
+    """Raises ApiError (400)."""
+    given = request.query_params.get(name, "0")
+    if not (given.isascii() and given.isdecimal() and len(given) <= _MAX_DIGITS):
+        raise bad_request(name, f"must be a count, got {shorten(given)}")
+    return int(given)

@@ -1,0 +1,58 @@
+"""What drafting saves and wastes at a target: time of decoding with drafts and without, and draft lengths by load."""
+
+from collections.abc import Sequence
+
+from cluster.client import DraftingEffect, DraftsByLoad
+from cluster.types import Commit
+from router.cost_model import CostModel
+
+_NUM_LOADS = 16  # octaves of requests in a pass
+
+
+class DraftingMonitor:
+    """Owned by the round; other threads may call ``effect``.
+
+    A round lasts until the next one begins. Without drafts, ``n`` requests that commit ``c`` tokens in one pass would take
+    ``c / n`` passes of ``n`` rows, whose time the cost model predicts. What a round does beside its pass is measured and not
+    predicted, so the saving is rather underestimated.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._decode_s = self._plain_s = self._rejected_s = 0.0
+        self._by_load = [(0, 0, 0)] * _NUM_LOADS  # rounds, draft tokens verified, accepted
+        self._last: tuple[float, float, float] | None = None  # when the last round began, and its predicted times
+
+    def note(self, began_s: float, commits: Sequence[Commit], num_rows: int, num_context: int) -> None:
+        """A round that began at ``began_s`` only decoded."""
+        self.interrupt(began_s)
+        num_requests = len(commits)
+        if not num_requests:
+            return
+        num_tokens = num_proposed = num_accepted = 0
+        for commit in commits:
+            num_tokens += len(commit.token_ids)
+            num_proposed += commit.num_proposed
+            num_accepted += commit.num_accepted
+        load = min((num_requests - 1).bit_length(), _NUM_LOADS - 1)
+        rounds, proposed, accepted = self._by_load[load]
+        self._by_load[load] = rounds + num_requests, proposed + num_proposed, accepted + num_accepted
+        plain_s = num_tokens / num_requests * self._cost.step_s(num_requests, num_context)
+        rejected_s = 0.0
+        if num_rejected := num_proposed - num_accepted:
+            pass_s = self._cost.step_s(num_rows, num_context)
+            rejected_s = max(0.0, pass_s - self._cost.step_s(num_rows - num_rejected, num_context))
+        self._last = began_s, plain_s, rejected_s
+
+    def interrupt(self, end_s: float | None = None) -> None:
+        """What comes next is no decoding. ``end_s``: when the last round ended; None: it does not count."""
+        if self._last is not None and end_s is not None:
+            began_s, plain_s, rejected_s = self._last
+            self._decode_s += end_s - began_s
+            self._plain_s += plain_s
+            self._rejected_s += rejected_s
+        self._last = None
+
+    def effect(self) -> DraftingEffect:
+        by_load = [DraftsByLoad(2**i, *counts) for i, counts in enumerate(self._by_load) if counts[0]]
+        return DraftingEffect(self._decode_s, self._plain_s, self._rejected_s, tuple(by_load))

@@ -1,0 +1,159 @@
+"""The dashboard's files and data. Its page is tested in a browser (tests/browser)."""
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.client import ClusterStatus, DrafterStatus, DraftingEffect, TargetStatus
+from cluster.errors import LinkClosed
+from cluster.sampling_params import SamplingParams
+from cluster.slo import SloCounts
+from cluster.types import Commit, Request
+from deploy.api.dashboard.history import MAX_SAMPLES, History
+from deploy.api.dashboard.pages import PAGE, page_paths
+from deploy.api.dashboard.timelines import MAX_REQUESTS, MAX_ROUNDS, MAX_SENT_ROUNDS, Timelines
+from tests.support.api import chat_body, listening, model_info, saying, serving, tokenizer
+from tests.support.scripted import ScriptedClient
+
+CHAT = "/v1/chat/completions"
+DATA = "/v1/outrider/dashboard"
+FORBIDDEN = re.compile(r"https?://(?!www\.w3\.org/)|innerHTML|outerHTML|insertAdjacentHTML|\beval\(| style=|\son\w+=")
+
+
+async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None:
+    async with serving() as (http, _):
+        for path, file in page_paths().items():
+            response = await http.get(path)
+            assert (response.status_code, response.content) == (200, file.read_bytes())
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            again = await http.get(path, headers={"if-none-match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert (await http.get(f"{PAGE}/nothing.js")).status_code == 404
+        assert (await http.get(f"{PAGE}/../app.py")).status_code == 404
+
+
+def test_the_page_names_all_of_its_files_and_nothing_elsewhere() -> None:
+    texts = {path: file.read_text("utf-8") for path, file in page_paths().items()}
+    named = re.findall(r'(?:href|src)="(dashboard/[^"]+)"', texts[PAGE])
+    imported = [name for text in texts.values() for name in re.findall(r'from "\./([\w.]+)"', text)]
+    assert {f"/{name}" for name in named} | {f"{PAGE}/{name}" for name in imported} == set(texts) - {PAGE}
+    for path, text in texts.items():
+        assert not FORBIDDEN.findall(text), path
+        assert text.count("\n") <= 400, path
+
+
+async def test_data_need_the_key_and_the_page_does_not(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-right\n")
+    async with serving(api_keys_file=keys) as (http, _):
+        assert (await http.get(PAGE)).status_code == 200
+        assert (await http.get(DATA)).status_code == 401
+        assert (await http.get(DATA, headers={"authorization": "Bearer sk-right"})).status_code == 200
+
+
+async def test_a_request_is_shown_by_counts_and_never_by_text() -> None:
+    async with serving(saying("the answer is forty-two", num_per_round=3)) as (http, _):
+        answer = await http.post(CHAT, json=chat_body(temperature=0))
+        data = (await http.get(DATA)).json()
+    assert [one["state"] for one in data["requests"]] == ["complete"]
+    request = data["requests"][0]
+    assert answer.json()["id"].endswith(request["label"])
+    num_tokens = answer.json()["usage"]["completion_tokens"]
+    assert request["num_tokens"] == sum(one[4] for one in data["rounds"]) == num_tokens
+    assert [one[3] for one in data["rounds"]] == list(range(0, num_tokens, 3)), "each round tells where it begins"
+    acceptance = answer.json()["outrider"]["acceptance"]
+    assert request["num_proposed"] == acceptance["num_proposed"]
+    assert sum(count * length for length, _, count in data["drafts"]["ngram"]) == acceptance["num_proposed"]
+    for word in ("what is it", "answer is", "forty"):
+        assert word not in str(data)
+
+
+async def test_only_what_is_new_is_sent() -> None:
+    async with serving() as (http, _):
+        await http.post(CHAT, json=chat_body())
+        first = (await http.get(DATA)).json()
+        query = {"epoch": first["epoch"], "after": first["version"], "sample": 10**6}
+        second = (await http.get(DATA, params=query)).json()
+        assert (second["requests"], second["rounds"], second["samples"]) == ([], [], [])
+        await http.post(CHAT, json=chat_body())
+        third = (await http.get(DATA, params=query)).json()
+        assert [one["number"] for one in third["requests"]] == [2]
+        of_another_process = {**query, "epoch": "0"}
+        assert len((await http.get(DATA, params=of_another_process)).json()["requests"]) == 2
+
+
+@pytest.mark.parametrize("wrong", ["-1", "x", "1e3", "9" * 40, "١", ""])
+async def test_a_wrong_version_is_a_400(wrong: str) -> None:
+    async with serving() as (http, _):
+        response = await http.get(DATA, params={"after": wrong})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
+
+
+async def test_a_cluster_that_does_not_answer_is_told() -> None:
+    async with serving() as (http, cluster):
+        await http.post(CHAT, json=chat_body())
+        cluster.failure = LinkClosed("the supervisor is away")
+        await asyncio.sleep(0)
+    async with serving(status_ttl_s=1e-6) as (http, cluster):
+        cluster.failure = LinkClosed("the supervisor is away")
+        data = (await http.get(DATA)).json()
+    assert data["status"] is None
+    assert "the supervisor is away" in data["fault"]
+
+
+def test_samples_are_taken_while_the_app_runs() -> None:
+    from deploy.api.app import create_app
+    from deploy.api.settings import ApiSettings
+
+    client = ScriptedClient(model_info(), saying("the answer"))
+    with (
+        listening(create_app(client, tokenizer(), ApiSettings())) as url,
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        samples: list[dict[str, object]] = []
+        while not samples:
+            samples = http.get(DATA).json()["samples"]
+    assert samples[0]["num_ready_targets"] == samples[0]["num_targets"] == 1
+
+
+def test_a_sample_sums_over_targets_and_drafters() -> None:
+    slo = (SloCounts("interactive", num_answers=4, num_met=3, num_refused=1),)
+    effect = DraftingEffect(decode_s=2.0, plain_s=3.0, rejected_s=0.5)
+    target = TargetStatus("target-0", "ready", 3, 1, 100, 75, 50.0, 10.0, slo=slo, drafting=effect)
+    drafters = (DrafterStatus("a", "ngram", "ready", 2, 30, 20, 1.0), DrafterStatus("b", "suffix", "down", 0, 10, 1, None))
+    status = ClusterStatus("m", "hedge", 1, (target, replace(target, name="target-1", state="down")), drafters)
+
+    async def unused() -> ClusterStatus:
+        raise AssertionError
+
+    history = History(unused, lambda: 7)
+    for i in range(MAX_SAMPLES + 5):
+        history.take(status, float(i))
+    samples = history.samples(after=0)
+    assert len(samples) == MAX_SAMPLES
+    sample = samples[-1]
+    assert (sample.num_running, sample.num_waiting, sample.num_queued) == (6, 2, 7)
+    assert (sample.num_ready_targets, sample.num_ready_drafters, sample.num_proposed, sample.num_accepted) == (1, 1, 40, 21)
+    assert (sample.kv_usage, sample.plain_s / sample.decode_s) == (0.25, 1.5)
+    assert sample.slo == {"interactive": (8, 6, 2)}
+    assert history.samples(after=sample.number - 1) == [sample]
+
+
+def test_timelines_are_bounded() -> None:
+    timelines = Timelines(clock=lambda: 0.0)
+    for i in range(MAX_REQUESTS + 9):
+        timelines.begin(Request(f"chatcmpl-abcdef-{i}", (1,), SamplingParams(max_tokens=8), 0.0))
+    for i in range(MAX_ROUNDS + 9):
+        timelines.note(Commit("chatcmpl-abcdef-0", 1 + i, (5,), 1, 1, f"drafter-{i}"), 1)
+    timelines.note(Commit("unknown", 1, (5,)), 1)
+    assert len(timelines.requests(0)) == MAX_REQUESTS
+    assert len(timelines.rounds(0)) == MAX_SENT_ROUNDS
+    assert timelines.rounds(0)[-1].version == timelines.version
+    assert len(timelines.drafts()) <= 128
