@@ -25,8 +25,11 @@ class GoodputEstimates:
         self._pool: DecayedSums[str] = DecayedSums(memory_rounds)  # by drafter: rounds, committed tokens, seconds
         self._own: ExpiringCache[DecayedSums[str]] = ExpiringCache()  # the same of each request
 
-    def next_slot(self) -> None:
+    def next_slot(self, request_ids: Iterable[str] = ()) -> None:
+        """``request_ids``: of live requests, of which nothing is forgotten; of others it is, once it is not read."""
         self._own.next_slot()
+        for request_id in request_ids:
+            self._own.get(request_id)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         for seen in lessons(observations):

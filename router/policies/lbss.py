@@ -74,7 +74,7 @@ class Lbss:
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._chosen.next_slot()
-        self._means.next_slot()
+        self._means.next_slot([request.request_id for request in requests])  # an exploitation may be long
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
         live = [request for request in requests if not request.is_placeholder]

@@ -12,6 +12,7 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Positio
 DRAFT_LEN = 8
 NUM_ROUNDS = 8  # of a slot
 ROUND_S = 0.03
+SLOT_S = NUM_ROUNDS * ROUND_S
 Floats = NDArray[np.float64]
 
 
@@ -24,6 +25,7 @@ class Arms:
     prompt_lens: tuple[int, ...]
     features: tuple[tuple[float, ...], ...] | None = None
     round_s: tuple[float, ...] | None = None  # by drafter; None: ROUND_S with each
+    switch_s: float = 0.0  # without drafts, at each change of drafter (SPIN, equation 6)
 
     @property
     def seconds(self) -> Floats:
@@ -68,24 +70,27 @@ def run(policy: AssignmentPolicy, arms: Arms, num_slots: int, seed: int, full_in
     """Slot by slot: assign, observe, learn."""
     random = np.random.default_rng(seed)
     pool, requests, goodput = arms.pool(), arms.requests(), arms.goodput
-    gained = np.zeros(num_slots)
+    gained, plain = np.zeros(num_slots), 1.0 / arms.seconds.min()
     num_switches = 0
     for slot in range(num_slots):
         chains = policy.assign(requests, pool)
-        num_switches += sum(chains[r.request_id] != r.chain and bool(r.chain) for r in requests)
+        switched = [i for i, r in enumerate(requests) if r.chain and chains[r.request_id] not in (r.chain, ())]
+        num_switches += len(switched)
         requests = [replace(r, chain=chains[r.request_id], committed_len=r.committed_len + 16) for r in requests]
         drafted = _drafts(random, arms.rates)
         observations, scores = [], []
         for i, request in enumerate(requests):
             here = int(request.chain[0][1:]) if request.chain else None
-            gained[slot] += goodput[i, here] if here is not None else 1.0 / arms.seconds.min()
+            gained[slot] += goodput[i, here] if here is not None else plain
             for j in range(len(pool)) if full_information else () if here is None else (here,):
                 if j == here:
                     observations.append(_observation(request, f"d{j}", drafted[i, j], arms.seconds[j]))
                 else:
                     scores.append(ScoreCounts(request.request_id, f"d{j}", _positions(drafted[i, j])))
+        for i in switched:
+            gained[slot] -= arms.switch_s / SLOT_S * (goodput[i, int(requests[i].chain[0][1:])] - plain)
         policy.observe(observations, scores)
-    return Run(np.cumsum(arms.best - gained) * NUM_ROUNDS * ROUND_S, gained, num_switches)
+    return Run(np.cumsum(arms.best - gained) * SLOT_S, gained, num_switches)
 
 
 def _drafts(random: np.random.Generator, rates: Floats) -> NDArray[np.int64]:
