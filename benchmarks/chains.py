@@ -88,7 +88,9 @@ def run(options: BenchOptions) -> tuple[dict[str, float], list[Table]]:
                 LoadRequest(str(i), prompt[-MAX_PROMPT_LEN:], NUM_TOKENS, temperature=0.8 * (i % 2), seed=i)
                 for i, prompt in enumerate(prompts)
             ]
-            turns = measure(options.model, last, asks, NUM_TURNS_QUICK if options.quick else NUM_TURNS)
+            with TemporaryDirectory(prefix="outrider-bench-") as state:
+                made = config(options.model, last, Path(state))
+                turns = measure(made, FIXED, asks, NUM_TURNS_QUICK if options.quick else NUM_TURNS)
             name = f"chain.{pool}.streams_{num_streams}"
             figures |= {f"{name}.{figure}": value for figure, value in turns.figures.items()}
             tables.append(turns.table(f"{pool}: seconds of {num_streams} streams of {NUM_TOKENS} tokens, turn by turn"))
@@ -107,7 +109,7 @@ class ChainTimes:
     def figures(self) -> dict[str, float]:
         medians = {chain: statistics.median(seconds) for chain, seconds in self.by_chain.items()}
         found = {f"seconds.{chain}": seconds for chain, seconds in medians.items()}
-        found["policy_over_fastest"] = medians[POLICY] / min(medians[chain] for chain in FIXED)
+        found["policy_over_fastest"] = medians[POLICY] / min(s for chain, s in medians.items() if chain != POLICY)
         found["identical"] = float(self.num_texts == 1)
         return found
 
@@ -121,8 +123,9 @@ class ChainTimes:
         return Table(title, ("with", "turns", "median"), tuple(rows))
 
 
-def measure(model: str, last: ModelOptions, asks: Sequence[LoadRequest], num_turns: int) -> ChainTimes:
-    with TemporaryDirectory(prefix="outrider-bench-") as state, ServerProcess(config(model, last, Path(state))) as server:
+def measure(config: Config, fixed: Sequence[str], asks: Sequence[LoadRequest], num_turns: int) -> ChainTimes:
+    """Turns of the policy alone, then of each ``fixed`` choice and the policy, by a server of ``config``."""
+    with ServerProcess(config) as server:
         with server.client() as client:
             name = client.get("/v1/models").json()["data"][0]["id"]
         target = HttpTarget(server.config.api.host, server.config.api.port, name)
@@ -137,8 +140,8 @@ def measure(model: str, last: ModelOptions, asks: Sequence[LoadRequest], num_tur
 
         turn("off")  # caches the prompts
         first = [turn(POLICY) for _ in range(num_turns)]
-        turns: dict[str, list[float]] = {chain: [] for chain in (*FIXED, POLICY)}
-        for _ in range(num_turns):
-            for chain, seconds in turns.items():
+        turns: dict[str, list[float]] = {chain: [] for chain in (*fixed, POLICY)}
+        for number in range(num_turns):
+            for chain, seconds in list(turns.items())[:: 1 if number % 2 == 0 else -1]:
                 seconds.append(turn(chain))
     return ChainTimes(first, turns, len(texts))

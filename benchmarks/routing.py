@@ -1,21 +1,29 @@
-"""``outrider bench routing``: assignment policies on recorded agreement and measured costs, on a virtual clock.
+"""``outrider bench routing``: assignment policies on recorded agreement, on a virtual clock.
 
-Goodput is committed tokens per second. ``goodput_over_hindsight``: relative to every request with its best drafter;
-``goodput_over_best_single``: relative to all requests with the single best drafter; ``hindsight_over_best_single``: the
-possible gain. A cascade contains other drafters, so the pool with it is compared separately, under ``all.``.
+Costs are those measured on this machine (``.cpu``), and of two scenarios on GPUs (``.h100-32b``, ``.a100-70b``:
+`benchmarks.routing_costs`). Goodput is committed tokens per second, relative to
+
+- every request with its best drafter: ``goodput_over_hindsight``;
+- all requests with the single best drafter: ``goodput_over_best_single``. The possible gain is
+  ``hindsight_over_best_single`` by choosing per request, and at most ``switching_oracle_over_best_single`` by choosing per
+  round.
+
+A cascade contains other drafters, so the pool with it is compared separately, under ``all.``. ``order_holds``: 1 if `hedge`
+is before `lbss` and that before `epsilon-greedy`. Figures without a cost's name are those of this machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from benchmarks import chains, score_bias, switching
+from benchmarks import chains, hedge_live, score_bias, switching
 from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
+from benchmarks.routing_costs import gpu_costs
 from cluster.config import (
     Config,
     DrafterConfig,
@@ -41,7 +49,13 @@ from simulator.simulation import ClusterSpec, DrafterSpec
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
 
-POLICIES: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
+ORDER: dict[str, PolicyConfig] = {"hedge": HedgePolicy(), "lbss": LbssPolicy(), "epsilon-greedy": EpsilonGreedyPolicy()}
+POLICIES: dict[str, PolicyConfig] = {
+    **ORDER,
+    **{f"epsilon-greedy-{epsilon:g}": EpsilonGreedyPolicy(epsilon=epsilon) for epsilon in (0.02, 0.3)},
+    "greedy-length": GreedyLengthPolicy(),
+}
+CPU = "cpu"
 COMBINATIONS = ("cascade",)
 CONCURRENCY = 4
 NUM_REQUESTS = 1200  # the recording is repeated in random orders
@@ -61,7 +75,7 @@ def run(options: BenchOptions) -> BenchResult:
     recording = read_recording(path)
     configs = [config for config in pool(options.model) if config.name in recording.header.drafters]
     cost = measured_cost(options.model, configs)
-    result = compare(recording, configs, cost, options.quick, PLOT)
+    result = compare(recording, configs, {CPU: cost, **gpu_costs(cost, configs)}, options.quick, PLOT)
     figures, table = score_bias.run(options)
     note = "score_bias: a drafter in the target's process (dspark) is scored here, but not yet while it serves."
     return replace(
@@ -70,10 +84,12 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def _live(options: BenchOptions) -> BenchResult:
-    """Cost of a switch, and whether the policy `chain` finds the fastest chain."""
+    """Cost of a switch, whether the policy `chain` finds the fastest chain, and `hedge` against the best drafter for all."""
     result = switching.run(options)
-    figures, tables = chains.run(options)
-    return replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
+    for part in (chains.run, hedge_live.run):
+        figures, tables = part(options)
+        result = replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
+    return result
 
 
 def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:
@@ -98,38 +114,45 @@ def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:
 
 
 def compare(
-    recording: AgreementRecording, configs: Sequence[DrafterConfig], cost: CostModel, quick: bool, picture: Path
+    recording: AgreementRecording,
+    configs: Sequence[DrafterConfig],
+    costs: Mapping[str, CostModel],
+    quick: bool,
+    picture: Path,
 ) -> BenchResult:
+    """``costs``: by name; CPU is among them."""
     console = Console(stderr=True)
     parts = [config for config in configs if config.options.kind not in COMBINATIONS]
-    num_requests = NUM_QUICK if quick else NUM_REQUESTS
-    requests = drawn(recording, num_requests)
-    contests: dict[str, Contest] = {}
+    requests = drawn(recording, NUM_QUICK if quick else NUM_REQUESTS)
+    figures: dict[str, float] = {}
+    tables = []
     for prefix, chosen in (("", parts), ("all.", list(configs))):
         if prefix and len(chosen) == len(parts):
             continue
-        console.print(f"routing: {len(requests)} requests, {', '.join(c.name for c in chosen)}", highlight=False)
-        contests[prefix] = compete(cluster(chosen, cost), POLICIES, requests, CONCURRENCY)
-    figures: dict[str, float] = {}
-    for prefix, contest in contests.items():
-        figures |= contest.figures(prefix)
+        for name, cost in costs.items():
+            console.print(f"routing: {name}, {len(requests)} requests, {', '.join(c.name for c in chosen)}", highlight=False)
+            contest = compete(cluster(chosen, cost), POLICIES, requests, CONCURRENCY, with_oracle=True)
+            found = contest.figures(prefix)
+            goodputs = [contest.policies[policy].goodput for policy in ORDER]
+            found[f"{prefix}order_holds"] = float(goodputs == sorted(goodputs, reverse=True))
+            figures |= {f"{key}.{name}": value for key, value in found.items()}
+            if name == CPU:
+                figures |= found
+            tables.append(_goodput_table(f"{name}, {'with cascades' if prefix else 'without cascades'}", contest))
     console.print("routing: regret", highlight=False)
     chosen_requests = [endless(request, 2**17) for request in drawn(recording, NUM_ENDLESS)]
     until_s = ENDLESS_QUICK_S if quick else ENDLESS_S
-    lasting = compete(cluster(parts, cost), POLICIES, chosen_requests, NUM_ENDLESS, until_s=until_s)
+    lasting = compete(cluster(parts, costs[CPU]), POLICIES, chosen_requests, NUM_ENDLESS, until_s=until_s)
     curves = regret(lasting)
     draw(curves, picture)
     return BenchResult(
         "routing",
         figures,
-        tables=(
-            *(_goodput_table(prefix, contest) for prefix, contest in contests.items()),
-            _regret_table(curves, until_s),
-        ),
+        tables=(*tables, _regret_table(curves, until_s)),
         notes=(
-            f"simulated, on recorded agreement of {len(recording)} answers of {recording.header.model} and costs measured "
-            f"here; {CONCURRENCY} requests at a time.",
-            f"regret: {NUM_ENDLESS} requests that never end; drawn in {picture}.",
+            f"simulated, on recorded agreement of {len(recording)} answers of {recording.header.model}; {CONCURRENCY} "
+            "requests at a time. Costs: cpu, measured here; others, a roofline of GPUs, their lookups as measured here.",
+            f"regret: {NUM_ENDLESS} requests that never end, costs of cpu; drawn in {picture}.",
         ),
     )
 
@@ -190,13 +213,14 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> Non
     )
 
 
-def _goodput_table(prefix: str, contest: Contest) -> Table:
+def _goodput_table(title: str, contest: Contest) -> Table:
     best_single, hindsight = contest.best_single, contest.hindsight.goodput
     shares = {name: contest.best.count(name) / len(contest.best) for name in contest.single}
     rows: list[tuple[Cell, ...]] = []
     for name, outcome in {
         **{f"all with {name}": outcome for name, outcome in contest.single.items()},
         "best of each in hindsight": contest.hindsight,
+        **({"best of each round": contest.oracle} if contest.oracle is not None else {}),
         **contest.policies,
     }.items():
         drafter = name.removeprefix("all with ")
@@ -211,9 +235,8 @@ def _goodput_table(prefix: str, contest: Contest) -> Table:
                 sum(one.num_switches for one in outcome.served) / max(1, len(outcome.served)),
             )
         )
-    title = "the whole pool" if prefix else "drafters that hold no other"
     columns = ("who", "tokens/s", "accepted length", "over hindsight", "over best single", "best for", "switches")
-    return Table(f"simulated goodput, {title}", columns, tuple(rows))
+    return Table(f"simulated goodput: {title}", columns, tuple(rows))
 
 
 def _regret_table(curves: dict[str, tuple[np.ndarray, np.ndarray]], until_s: float) -> Table:

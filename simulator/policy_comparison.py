@@ -1,4 +1,8 @@
-"""Assignment policies on the same requests: against the best drafter of each in hindsight, and the best single one."""
+"""Assignment policies on the same requests: against the best drafter of each in hindsight, and the best single one.
+
+The bound of all is an oracle that changes the drafter in each round: the fewest rounds in which an answer can be committed
+if each round has the draft of any drafter, cut to the tokens that are right, at no cost of drafting.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,19 +13,22 @@ from numpy.typing import NDArray
 from cluster.config import FixedPolicy, PolicyConfig
 from router.policies import build_policy, keeps_in_step
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
-from simulator.simulation import ClusterSpec, SimulationResult, in_turn, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
 
 Floats = NDArray[np.float64]
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
 class Contest:
-    """``single``: everybody with one drafter. ``best``: in hindsight, of each request. ``policies``: by kind."""
+    """``single``: everybody with one drafter. ``best``: in hindsight, of each request. ``oracle``: see above; None: it was
+    not asked for. ``policies``: by name."""
 
     single: Mapping[str, SimulationResult]
     best: Sequence[str]
     hindsight: SimulationResult
     policies: Mapping[str, SimulationResult]
+    oracle: SimulationResult | None = None
 
     @property
     def best_single(self) -> str:
@@ -30,6 +37,8 @@ class Contest:
     def figures(self, prefix: str = "") -> dict[str, float]:
         best_single = self.single[self.best_single].goodput
         found = {f"{prefix}hindsight_over_best_single": self.hindsight.goodput / best_single}
+        if self.oracle is not None:
+            found[f"{prefix}switching_oracle_over_best_single"] = self.oracle.goodput / best_single
         for kind, outcome in self.policies.items():
             found[f"{prefix}goodput_over_hindsight.{kind}"] = outcome.goodput / self.hindsight.goodput
             found[f"{prefix}goodput_over_best_single.{kind}"] = outcome.goodput / best_single
@@ -38,11 +47,12 @@ class Contest:
 
 def compete(
     spec: ClusterSpec,
-    policies: Sequence[PolicyConfig],
+    policies: Mapping[str, PolicyConfig],
     requests: Sequence[SimulatedRequest],
     concurrency: int,
     seed: int = 0,
     until_s: float | None = None,
+    with_oracle: bool = False,
 ) -> Contest:
     """What is best for a request in hindsight is judged by runs in which all were with one drafter, in three ways: the least
     time per token that it took; the most tokens of a round, over what such a round takes beside the prompts, which are to be
@@ -63,10 +73,32 @@ def compete(
     found.append((single[best_single], [best_single] * len(requests)))
     hindsight, best = max(found, key=lambda one: one[0].goodput)
     outcomes: dict[str, SimulationResult] = {}
-    for policy in policies:
+    for name, policy in policies.items():
         informed = replace(spec, keeps_in_step=keeps_in_step(policy))
-        outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
-    return Contest(single, best, hindsight, outcomes)
+        outcomes[name] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
+    oracle = None
+    if with_oracle:
+        max_len = max(drafter.max_draft_len for drafter in spec.drafters)
+        known = replace(spec, drafters=(DrafterSpec(ORACLE, len(requests), max_len, companion=True),))
+        told = [replace(request, answer=switching_oracle(request.answer, names, max_len)) for request in requests]
+        oracle = _alone(known, ORACLE, told, concurrency, seed, until_s)
+    return Contest(single, best, hindsight, outcomes, oracle)
+
+
+def switching_oracle(answer: AgreementAnswer, drafters: Sequence[str], max_len: int) -> AgreementAnswer:
+    """The answer with ORACLE, whose draft at each position leads along the fewest rounds to the end."""
+    num = answer.output_len
+    reach = [
+        min(max_len, max(agreement.right[p] if p < len(agreement.right) else 0 for agreement in map(answer.of, drafters)))
+        for p in range(num)
+    ]
+    num_rounds, draft_lens = [0] * (num + 1), bytearray(num)
+    for p in range(num - 1, -1, -1):
+        after = num_rounds[p + 1 : p + 2 + min(reach[p], num - p - 1)]  # by length of the draft
+        draft_lens[p] = after.index(min(after))  # the shortest
+        num_rounds[p] = 1 + min(after)
+    draft = bytes(draft_lens)
+    return AgreementAnswer(num, {ORACLE: Agreement(draft, draft, flat=(1.0,) * max_len)})
 
 
 def regret(contest: Contest) -> dict[str, tuple[Floats, Floats]]:

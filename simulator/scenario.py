@@ -14,6 +14,7 @@ from cluster.config import (
     Count,
     EpsilonGreedyPolicy,
     FixedPolicy,
+    Fraction,
     GreedyLengthPolicy,
     HedgePolicy,
     LbssPolicy,
@@ -95,12 +96,14 @@ class _Pool(Section):
 
 
 class SpinScenario(_Pool):
-    """SPIN's evaluation: sets of ``batch`` requests that go on to the end, on several targets and kinds of text."""
+    """SPIN's evaluation: sets of ``batch`` requests on several targets and kinds of text. They go on to the end, or where
+    ``finite`` have the text's output lengths, and each that ends lets the next in."""
 
     study: Literal["spin"]
     targets: Mapping[Name, TargetModel]
     texts: Mapping[Name, TextWorkload]
     mix: bool = True  # a further kind of text, drawn from all
+    finite: bool = False
     batch: Count = 8
     horizon_s: Seconds = 240.0
     repeats: Count = 2
@@ -117,8 +120,32 @@ class SpinScenario(_Pool):
         return self
 
 
+class SpinVariations(Section):
+    """SPIN's evaluation with its assumptions varied one at a time, on one target and kind of text of ``base``."""
+
+    study: Literal["spin-varied"]
+    base: Name  # a scenario of study spin, beside this file
+    target: Name
+    text: Name
+    spread: tuple[Annotated[float, Field(ge=0, le=5)], ...]  # of each drafter's skill, in logits
+    epsilon: tuple[Fraction, ...]  # with which epsilon-greedy explores
+    kv_traffic: tuple[Annotated[float, Field(ge=1)], ...]  # of the target: what packing saves
+    places: tuple[Count, ...]  # of each drafter
+    finite: tuple[bool, ...] = (False, True)
+
+
+class ChainCase(Section):
+    """A pool in which it is known whether three levels win."""
+
+    target: TargetModel
+    drafters: Mapping[Name, DrafterModel]
+    text: TextWorkload
+    two_level: Name
+    three_level: tuple[Name, Name]
+
+
 class SpecRouterScenario(_Pool):
-    """SpecRouter's table 2: chains chosen by batch size against static ones."""
+    """SpecRouter's table 2: chains chosen by batch size against static ones. ``cases``: other pools, by name."""
 
     study: Literal["specrouter"]
     target: TargetModel
@@ -129,6 +156,8 @@ class SpecRouterScenario(_Pool):
     horizon_s: Seconds = 20
     least_requests: Count = 32  # of each batch size, in sets of it
     chain: ChainPolicy = ChainPolicy()
+    cases: Mapping[Name, ChainCase] = Field(default_factory=dict)
+    case_batches: tuple[Count, ...] = (1, 8)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -137,7 +166,14 @@ class SpecRouterScenario(_Pool):
         for name in (self.two_level, *self.three_level):
             if name not in self.drafters:
                 raise ValueError(f"{name!r} is not among drafters ({', '.join(self.drafters)})")
+        for case in self.cases:
+            self.of_case(case)
         return self
+
+    def of_case(self, name: str) -> "SpecRouterScenario":
+        """The scenario of one of ``cases``."""
+        case, fields = self.cases[name], self.model_dump(exclude={"cases"})
+        return SpecRouterScenario.model_validate(fields | case.model_dump() | {"batches": self.case_batches})
 
 
 class Recorded(Section):
@@ -189,9 +225,10 @@ class ServingScenario(_Pool):
         return self.model_copy(update={"trace": folder / self.recorded.file, "requests_per_s": self.recorded.times})
 
 
-AnyScenario = SpinScenario | SpecRouterScenario | ServingScenario
+AnyScenario = SpinScenario | SpinVariations | SpecRouterScenario | ServingScenario
 STUDIES: Mapping[str, type[AnyScenario]] = {
     "spin": SpinScenario,
+    "spin-varied": SpinVariations,
     "specrouter": SpecRouterScenario,
     "serving": ServingScenario,
 }
@@ -202,7 +239,7 @@ class _Kind(Section):
 
     model_config = ConfigDict(extra="ignore")
 
-    study: Literal["spin", "specrouter", "serving"]
+    study: Literal["spin", "spin-varied", "specrouter", "serving"]
 
 
 def read_scenario(path: Path) -> AnyScenario:

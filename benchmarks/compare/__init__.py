@@ -121,9 +121,10 @@ class _Bench:
     def _asks(self, name: str, number: int, max_tokens: int) -> list[list[LoadRequest]]:
         """NUM_SETS sets of prompts that nobody was asked before: every system has a prefix cache, where a second arm of a
         server would find the prompts of the first one. Prompts of one place have about one length, since a long prompt
-        takes as long as the answer."""
+        takes as long as the answer; the sets get the longer ones in turn."""
         drawn = sorted(islice(self._prompts, NUM_SETS * number), key=len)
         places = [drawn[start : start + NUM_SETS] for start in range(0, len(drawn), NUM_SETS)]
+        places = [place[i % NUM_SETS :] + place[: i % NUM_SETS] for i, place in enumerate(places)]
         self._random.shuffle(places)
         return [
             [LoadRequest(f"{name}-{i}-{j}", place[i], max_tokens) for j, place in enumerate(places)] for i in range(NUM_SETS)

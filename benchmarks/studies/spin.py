@@ -65,19 +65,37 @@ Goodputs = Mapping[tuple[str, str], Mapping[str, float]]  # by text and target, 
 
 
 def run(scenario: SpinScenario, said: Said = lambda what: None) -> Study:
-    variants = _variants(scenario)
     texts = [*scenario.texts, *([MIX] if scenario.mix and len(scenario.texts) > 1 else [])]
     goodputs: dict[tuple[str, str], dict[str, float]] = {}
     for target in scenario.targets:
         for text in texts:
             said(f"{target}, {text}")
-            sets = [_requests(scenario, text, repeat) for repeat in range(scenario.repeats)]
-            found = {
-                name: fmean(_goodput(scenario, target, variant, requests) for requests in sets)
-                for name, variant in variants.items()
-            }
-            goodputs[text, target] = {**found, SELECTION[2]: found[PARTS[0]]}  # which is the same
+            goodputs[text, target] = goodputs_of(scenario, target, text)
     return _study(scenario, goodputs, _verification_s(scenario))
+
+
+def goodputs_of(scenario: SpinScenario, target: str, text: str) -> dict[str, float]:
+    """Tokens per second of all variants, means over the scenario's sets of requests."""
+    sets = [_requests(scenario, text, repeat) for repeat in range(scenario.repeats)]
+    found = {
+        name: fmean(_goodput(scenario, target, variant, requests) for requests in sets)
+        for name, variant in _variants(scenario).items()
+    }
+    return {**found, SELECTION[2]: found[PARTS[0]]}  # which is the same
+
+
+def best_vanilla(found: Mapping[str, float]) -> float:
+    return max(goodput for name, goodput in found.items() if name.startswith("vanilla"))
+
+
+def parts_in_order(found: Mapping[str, float]) -> bool:
+    """Figure 10: each part above the one before it, the first above every vanilla."""
+    return _ascends([best_vanilla(found), *(found[part] for part in PARTS)])
+
+
+def selection_in_order(found: Mapping[str, float]) -> bool:
+    """Figure 11."""
+    return _ascends([found[name] for name in SELECTION])
 
 
 def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
@@ -95,12 +113,21 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
 
 
 def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedRequest]:
-    """A set that lasts beyond the horizon, equal for every variant and target."""
+    """A set that lasts beyond the horizon, or requests for so long; equal for every variant and target."""
     random = np.random.default_rng((scenario.seed, repeat, *text.encode()))
     kinds: list[TextWorkload] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
     longest = max(drafter.max_draft_len for drafter in scenario.drafters.values())
     num_tokens = int(scenario.horizon_s * _MOST_TOKENS_PER_S)
-    requests = []
+    requests: list[SimulatedRequest] = []
+    if scenario.finite:
+        num_left = scenario.batch * num_tokens
+        while num_left > 0:
+            kind = kinds[len(requests) % len(kinds)]
+            output_len = kind.output_len.draw(random)
+            answer = kind.family.answer(random, output_len, longest)
+            requests.append(SimulatedRequest(f"r{len(requests)}", 0.0, kind.prompt_len.draw(random), output_len, answer))
+            num_left -= output_len
+        return requests
     for i in range(scenario.batch):
         kind = kinds[i % len(kinds)]
         # Of different ages, as in a running batch.
@@ -160,10 +187,9 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
     parts_rows: list[tuple[Cell, ...]] = []
     selection_rows: list[tuple[Cell, ...]] = []
     for (text, target), found in goodputs.items():
-        best = max(found[name] for name in vanilla)
-        ordered = [best, *(found[part] for part in PARTS)]
-        num_held["parts"] += _ascends(ordered)
-        num_held["selection"] += _ascends([found[name] for name in SELECTION])
+        best = best_vanilla(found)
+        num_held["parts"] += parts_in_order(found)
+        num_held["selection"] += selection_in_order(found)
         key = f"{text}.{target}"
         figures[f"spin_over_best_vanilla.{key}"] = found["spin"] / best
         figures[f"outrider_over_spin.{key}"] = found["outrider"] / found["spin"]
@@ -175,11 +201,11 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
                 *(found[name] for name in vanilla),
                 *(found[part] for part in PARTS),
                 found["outrider"],
-                "yes" if _ascends(ordered) else "no",
+                "yes" if parts_in_order(found) else "no",
             )
         )
         selection = [found[name] for name in SELECTION]
-        selection_rows.append((text, target, *selection, "yes" if _ascends(selection) else "no"))
+        selection_rows.append((text, target, *selection, "yes" if selection_in_order(found) else "no"))
     figures["order_holds.figure_10"] = num_held["parts"] / len(goodputs)
     figures["order_holds.figure_11"] = num_held["selection"] / len(goodputs)
     short = tuple(name.removeprefix("vanilla llama-") for name in vanilla)

@@ -57,6 +57,7 @@ class ModelChains:
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
+        self.per_token_s: dict[Chain, float] = {}  # predicted, of every candidate chain, at the mean acceptance
         self._choice = DrafterChoice()
         self._predicted: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
         self._predicted_for: Chain | None = SPREAD  # what all of them were with
@@ -187,6 +188,7 @@ class ModelChains:
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
         overheads = self._overheads.factors()
         round_s: dict[Chain, float] = {}
+        self.per_token_s = {}
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
         for chain in candidates(names, verifiers, self._config.max_levels):
@@ -200,8 +202,10 @@ class ModelChains:
                 levels.append(Level(lower, passes[lower], PROPOSAL_LEN, agreement, fill))
             last = chain[-1]
             levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last], fills[last]))
-            round_s[chain] = predict(levels, self._target, batch).round_s
-            found[last].append((chain[:-1], round_s[chain] * overheads.get(chain, 1.0)))
+            prediction, overhead = predict(levels, self._target, batch), overheads.get(chain, 1.0)
+            round_s[chain] = prediction.round_s
+            self.per_token_s[chain] = prediction.per_token_s * overhead
+            found[last].append((chain[:-1], round_s[chain] * overhead))
         for last, rounds in found.items():
             below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
             self._round_s[last] = round_s[(*below, last)]

@@ -15,7 +15,7 @@ from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.lock_step import LockStep
-from simulator.policy_comparison import compete, endless, regret
+from simulator.policy_comparison import ORACLE, compete, endless, regret, switching_oracle
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family, fitted, runs
 from simulator.target import TargetLimits
@@ -278,13 +278,25 @@ def test_policies_lie_between_chance_and_hindsight() -> None:
     load = [SimulatedRequest(f"r{i}", 0.0, 30, 150, family.answer(random, 150, 4)) for i in range(60)]
     length = FixedLength(num_tokens=4)
     spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()), draft_length=length)
-    contest = compete(spec, [HedgePolicy(), LbssPolicy()], load, 8)
+    contest = compete(spec, {"hedge": HedgePolicy(), "lbss": LbssPolicy()}, load, 8, with_oracle=True)
     figures = contest.figures()
     assert figures["hindsight_over_best_single"] > 1.1
     assert figures["goodput_over_best_single.hedge"] > figures["goodput_over_best_single.lbss"]
     assert figures["goodput_over_hindsight.hedge"] > 0.85
+    assert figures["switching_oracle_over_best_single"] > figures["hindsight_over_best_single"]
     missed = regret(contest)
     assert missed["hedge"][1][-1] < missed["lbss"][1][-1]
+
+
+def test_the_switching_oracle_takes_the_fewest_rounds() -> None:
+    """The longest draft first, of "a", would take three rounds: behind it nobody is right."""
+    right = {"a": bytes([2, 0, 0, 0, 0, 0]), "b": bytes([1, 0, 3, 0, 0, 0])}
+    answer = AgreementAnswer(6, {name: Agreement(of, of) for name, of in right.items()})
+    oracle = switching_oracle(answer, ["a", "b"], 8).of(ORACLE)
+    assert oracle.right == oracle.drafted
+    bases, end = oracle.rounds(0, 5, 8)
+    assert (bases, end) == ([0, 2], 6)
+    assert switching_oracle(answer, ["a"], 8).of(ORACLE).rounds(0, 5, 8)[0] == [0, 3, 4, 5]
 
 
 class Prompts(TableCost):
@@ -316,7 +328,7 @@ def test_a_drafter_that_holds_up_all_is_not_taken_for_what_it_brings_to_one() ->
     spec, load = prompts_and_short_answers(
         DrafterFamily(acceptance=0.55, spread=0.2), DrafterFamily(acceptance=0.6, spread=0.2)
     )
-    contest = compete(spec, [HedgePolicy()], load, 4)
+    contest = compete(spec, {"hedge": HedgePolicy()}, load, 4)
     assert contest.single["lookup"].goodput > 1.05 * contest.single["model"].goodput
     assert contest.figures()["goodput_over_best_single.hedge"] > 0.97
 
@@ -327,6 +339,6 @@ def test_hindsight_leaves_prompts_out_of_what_a_round_takes() -> None:
         DrafterFamily(acceptance=0.5, spread=0.8), DrafterFamily(acceptance=0.65, spread=0.8)
     )
     planner = StepPlanner(PlannerSettings(overlap="barrier"))  # so that all wait for the model
-    contest = compete(replace(spec, planner=lambda: planner, draft_length=FixedLength(num_tokens=4)), [], load, 4)
+    contest = compete(replace(spec, planner=lambda: planner, draft_length=FixedLength(num_tokens=4)), {}, load, 4)
     assert contest.figures()["hindsight_over_best_single"] > 1.02
     assert 0.35 < contest.best.count("model") / len(load) < 0.46

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import record, routing, simulate
 from benchmarks.record import agreement
 from benchmarks.report import BenchOptions
+from benchmarks.routing_costs import gpu_costs
 from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
 from cluster.errors import InvalidField, OutriderError
 from cluster.sampling_params import SamplingParams
@@ -127,17 +128,20 @@ def test_policies_are_compared_on_a_recording(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(routing, "ENDLESS_QUICK_S", 4.0)
     configs = [DrafterConfig(name="ngram", options=NgramOptions()), DrafterConfig(name="suffix", options=SuffixOptions())]
     cost = TableCost((1, 8, 32), (0.02, 0.025, 0.06))
-    result = routing.compare(recorded(), configs, cost, True, tmp_path / "p.png")
+    costs = {routing.CPU: cost, "a100-70b": gpu_costs(cost, configs)["a100-70b"]}
+    result = routing.compare(recorded(), configs, costs, True, tmp_path / "p.png")
     for policy in ("hedge", "lbss", "epsilon-greedy", "greedy-length"):
         assert 0.3 < result.figures[f"goodput_over_hindsight.{policy}"] < 1.5
     assert result.figures["hindsight_over_best_single"] > 0.9
+    assert result.figures["switching_oracle_over_best_single.a100-70b"] > 1.0
+    assert result.figures["order_holds.cpu"] in (0.0, 1.0)
     assert (tmp_path / "p.png").stat().st_size > 10_000
     assert result.to_json()
 
 
 @pytest.mark.parametrize("name", simulate.names())
 def test_the_scenarios_that_are_shipped_can_be_used(name: str) -> None:
-    assert read_scenario(simulate.find(name)).seed >= 0
+    assert read_scenario(simulate.find(name)).study in name or name in ("a100-70b", "h100-32b", "h100-405b")
 
 
 def test_an_unknown_scenario_names_the_nearest() -> None:
