@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 
 from actors.processes import ManagedProcess, ProcessState
+from actors.router import RouterReport
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import Config, DrafterConfig
@@ -17,11 +18,12 @@ def cluster_status(
     members: Mapping[str, ManagedProcess],
     models: ModelPool,
     draining: Set[str],
-    notes: Sequence[str] = (),
+    router: RouterReport | None = None,
 ) -> ClusterStatus:
     """Args:
     drafters: every member of the pool, by name.
     members: the members that have a process of their own.
+    router: None: it does not answer.
     """
     leaving, statuses = draining | models.retiring, []
     for name, drafter in drafters.items():
@@ -29,11 +31,12 @@ def cluster_status(
         statuses.append(_drafter(config, name, drafter, members.get(name), counts, models, name in leaving))
     return ClusterStatus(
         model=model,
-        policy=config.router.policy.kind,
+        policy=router.policy if router is not None else config.router.policy.kind,
         table_version=max((report.table_version for report in reports), default=0),
         targets=tuple(report.status for report in reports),
         drafters=tuple(statuses),
-        notes=tuple(notes),
+        notes=router.notes if router is not None else (),
+        trial_left_s=router.trial_left_s if router is not None else None,
     )
 
 

@@ -3,19 +3,41 @@
 It is off the data path: while it is down, targets keep serving with the last table.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from actors.router_memory import RouterMemory
 from actors.worker import LoopActor, LoopThread
-from cluster.config import Config
+from cluster.config import Config, PolicyConfig
 from cluster.state import open_store
 from cluster.types import RoutingTable
+from router.policies import build_policy, keeps_in_step
 from router.router import Router, SlotReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """For the cluster's status. ``notes``: faults to show to users. ``trial_left_s``: None without a trial."""
+
+    policy: str
+    trial_left_s: float | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A policy that replaces the configured one for a time. It begins without knowledge, and what it learns is not kept."""
+
+    kind: str
+    until_s: float
 
 
 class Targets(Protocol):
@@ -41,6 +63,9 @@ class RouterActor(LoopActor):
         self._slot_s = config.router.slot_ms / 1e3
         self._wake = threading.Event()
         self._slot_began_s = time.monotonic()
+        self._configured = self._router.policy
+        self._asked: tuple[PolicyConfig | None, float] | None = None  # by `try_policy`, for the next slot
+        self._trial: _Trial | None = None
 
     def _start_loop(self) -> LoopThread:
         if self._remembers:
@@ -53,10 +78,11 @@ class RouterActor(LoopActor):
             self._memory.recall(self._router.policy)
         while not stop.is_set():
             start_s = self._slot_began_s = clock()
+            self._follow_trial(start_s)
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
-            if self._memory is not None:
+            if self._memory is not None and self._trial is None:
                 self._memory.save(self._router.policy, clock())
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
             self._wake.clear()
@@ -74,14 +100,36 @@ class RouterActor(LoopActor):
         """As `router.router.Router.set_offered`."""
         self._router.set_offered(names, on_fallback)
 
-    def notes(self) -> tuple[str, ...]:
-        """Faults to show to users."""
+    def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
+        """Routes by ``policy`` for a time, from the next slot on; then, or with None, by the configured one. Always True."""
+        self._asked = policy, for_s
+        self._wake.set()
+        return True
+
+    def report(self) -> RouterReport:
         fault = self._memory.fault if self._memory is not None else None
-        return () if fault is None else (fault,)
+        notes = () if fault is None else (fault,)
+        trial = self._trial
+        if trial is None:
+            return RouterReport(self._config.router.policy.kind, None, notes)
+        return RouterReport(trial.kind, max(0.0, trial.until_s - time.monotonic()), notes)
 
     def load_demand(self) -> dict[str, int]:
         """How many requests the last slot would have given to each drafter that is not in memory."""
         return dict(self._router.load_demand)
+
+    def _follow_trial(self, now_s: float) -> None:
+        asked, self._asked = self._asked, None
+        configured = self._config.router.policy
+        if asked is not None and (policy := asked[0]) is not None:
+            for_s = asked[1]
+            self._router.use(build_policy(policy), keeps_in_step(policy))
+            self._trial = _Trial(policy.kind, now_s + for_s)
+            logger.warning("routing by %s for %.0f s instead of %s: an operator asked", policy.kind, for_s, configured.kind)
+        elif self._trial is not None and (asked is not None or now_s >= self._trial.until_s):
+            self._router.use(self._configured, keeps_in_step(configured))
+            self._trial = None
+            logger.warning("routing by %s again", configured.kind)
 
     def _close_memory(self) -> None:
         if self._memory is not None:

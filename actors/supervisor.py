@@ -19,7 +19,7 @@ from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus, TargetStatus
-from cluster.config import Config
+from cluster.config import Config, PolicyConfig
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from router.assignment import member_name
@@ -105,11 +105,15 @@ class Supervisor:
     async def status(self) -> ClusterStatus:
         """Processes that do not answer within their deadline count as silent."""
         self.start()
-        reports, notes = await asyncio.gather(self.reports(), self._call_router("notes", deadline_s=REPORT_DEADLINE_S))
+        reports, router = await asyncio.gather(self.reports(), self._call_router("report", deadline_s=REPORT_DEADLINE_S))
         model = self._directory.model
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
-        return cluster_status(self._config, name, reports, self._drafters, drafters, models, self._draining, notes or ())
+        return cluster_status(self._config, name, reports, self._drafters, drafters, models, self._draining, router)
+
+    async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
+        """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
+        return await self._call_router("try_policy", policy, for_s) is not None
 
     def pids(self) -> dict[str, int]:
         """Process ids of the ready processes, by name."""

@@ -75,6 +75,7 @@ class ClusterStatus:
     targets: tuple[TargetStatus, ...]
     drafters: tuple[DrafterStatus, ...]
     notes: tuple[str, ...] = ()  # problems, one line each
+    trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
 
 
 class EngineClient(Protocol):

@@ -36,8 +36,9 @@ def serve(config: Config) -> None:
     configure_cpu()
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)
-        if config.api.api_keys_file is not None:
-            ApiKeys.from_file(config.api.api_keys_file)  # refused here rather than in the API's process
+        for file in (config.api.api_keys_file, config.api.operator_keys_file):
+            if file is not None:
+                ApiKeys.from_file(file)  # refused here rather than in the API's process
         model_folder = ensure_model(config.model.name)
         (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
             load_config(model_folder), config.target.tensor_parallel

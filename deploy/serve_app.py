@@ -17,7 +17,7 @@ from actors.gateway import LinkClient
 from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
 from cluster.client import ClusterStatus
-from cluster.config import Config
+from cluster.config import Config, PolicyConfig
 from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
@@ -56,6 +56,12 @@ class ApiReplica:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
             return answer
 
+        async def try_policy(policy: PolicyConfig | None, for_s: float) -> bool:
+            try:
+                return bool(await supervisor.try_policy.remote(policy, for_s))
+            except RayActorError as error:
+                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+
         client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token)
 
         @asynccontextmanager
@@ -71,7 +77,8 @@ class ApiReplica:
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
-        return create_app(client, tokenizer, ApiSettings.from_config(self._config.api, self._config.slo), lifespan)
+        settings = ApiSettings.from_config(self._config.api, self._config.slo)
+        return create_app(client, tokenizer, settings, lifespan, try_policy)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""

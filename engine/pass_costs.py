@@ -93,5 +93,5 @@ class PassCosts:
         if counts.prompts:
             self.drafting.interrupt(began_s)
         else:
-            self.drafting.note(began_s, commits, num_rows, num_context)
+            self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
         self.row_price = row_price(self._decode_rate.tokens_per_s, num_rows, num_context, self._cost)

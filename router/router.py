@@ -65,6 +65,10 @@ class Router:
         self._on_fallback: frozenset[str] = frozenset()
         self.load_demand: Mapping[str, int] = {}  # of the last slot
 
+    def use(self, policy: AssignmentPolicy, in_step: bool) -> None:
+        """Another policy from the next slot on."""
+        self.policy, self._in_step = policy, in_step
+
     def set_draining(self, names: frozenset[str]) -> None:
         self._draining = names
 

@@ -104,6 +104,7 @@ class ApiConfig(Section):
     host: str = Field(default="127.0.0.1", min_length=1)
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     api_keys_file: Path | None = None  # one key per line; None: no authentication
+    operator_keys_file: Path | None = None  # further keys, which may also switch the policy; None: nobody may
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight; further calls are queued
     max_queued_requests: Count = 256  # queued calls; more are refused with 429

@@ -11,12 +11,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
+from deploy.api import policy_trial
 from deploy.api.cors import Cors
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import add_page
 from deploy.api.errors import install_handlers
 from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
+from deploy.api.policy_trial import PolicyTrialRequest, TryPolicy
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.service import Service
@@ -24,14 +26,18 @@ from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 
 VERSION = version_of("outrider")
-_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PolicyTrialRequest)
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[Any] | None = None
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    settings: ApiSettings,
+    lifespan: Lifespan[Any] | None = None,
+    try_policy: TryPolicy | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable key file."""
-    service = Service(client, tokenizer, settings)
+    service = Service(client, tokenizer, settings, try_policy)
 
     @asynccontextmanager
     async def recording(app: FastAPI) -> AsyncIterator[None]:
@@ -54,7 +60,7 @@ def create_app(
     )
     asks_for_key = settings.api_keys_file is not None
     _add_open_routes(app, service)
-    add_page(app, asks_for_key=asks_for_key)
+    add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
     _add_guarded_routes(app, service)
     _add_descriptions(app, asks_for_key=asks_for_key)
     app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
@@ -99,6 +105,8 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
     router.get("/v1/models", response_model=None)(service.models)
     router.get("/v1/outrider/status", response_model=None)(service.status)
+    trial = body_of(PolicyTrialRequest)
+    router.add_api_route(policy_trial.PATH, service.policy_trials.switch, methods=["POST"], openapi_extra=trial)
     router.get(data.PATH, response_model=None)(service.dashboard.answer)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)
     app.include_router(router)

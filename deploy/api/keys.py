@@ -50,6 +50,10 @@ class ApiKeys:
             raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
         return cls(digests.values())
 
+    def plus(self, others: "ApiKeys") -> "ApiKeys":
+        """These keys and ``others``."""
+        return ApiKeys((*self._digests, *others._digests))
+
     def knows(self, key: str) -> bool:
         """Compares with every key in constant time, against timing attacks."""
         presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()

@@ -43,6 +43,7 @@ from deploy.api.params import (
     prompt_too_long,
     wants_prompt_only,
 )
+from deploy.api.policy_trial import PolicyTrials, TryPolicy
 from deploy.api.response_fields import ResponsesRequest, as_own
 from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
@@ -58,18 +59,23 @@ T = TypeVar("T")
 class Service:
     """State shared by all calls. Methods may raise any error of ``errors.as_api_error``."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, try_policy: TryPolicy | None = None
+    ) -> None:
         self.metrics = Metrics(settings.request_timeout_s)
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        self._keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
+        operators = None if settings.operator_keys_file is None else ApiKeys.from_file(settings.operator_keys_file)
+        keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
+        self._keys = keys if keys is None or operators is None else keys.plus(operators)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
         self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
+        self.policy_trials = PolicyTrials(self._bodies, operators, try_policy, self.status)
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None

@@ -15,6 +15,7 @@ class ApiSettings:
     """Limits are per process. A *sequence* is one choice of one prompt: a call has ``prompts * n`` sequences."""
 
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
+    operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: nobody may switch the policy
     max_request_bytes: int = _DEFAULTS.max_body_bytes
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
@@ -39,6 +40,7 @@ class ApiSettings:
         max_sequences = min(max(cls().max_sequences, config.max_choices), config.max_concurrent_requests)
         return cls(
             api_keys_file=config.api_keys_file,
+            operator_keys_file=config.operator_keys_file,
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=config.max_concurrent_requests,

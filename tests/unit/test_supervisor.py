@@ -266,7 +266,7 @@ async def test_targets_and_router_are_asked_for_the_status_at_the_same_time(
 
         return answer
 
-    for name, method in (("target-0", "report"), ("router", "notes")):
+    for name, method in (("target-0", "report"), ("router", "report")):
         process = spawner.now(name)
         monkeypatch.setattr(process, "call", waiting(process, method))
     assert [target.state for target in (await supervisor.status()).targets] == ["ready", "ready"]

@@ -39,7 +39,7 @@ def page_paths() -> dict[str, Path]:
     return {PAGE: index, **files}
 
 
-def add_page(app: FastAPI, *, asks_for_key: bool) -> None:
+def add_page(app: FastAPI, *, asks_for_key: bool, can_switch: bool) -> None:
     """Adds a route per file. Files are read once."""
     for path, file in page_paths().items():
         app.get(path, include_in_schema=path == PAGE, name=f"dashboard {file.name}", response_model=None)(_route(file))
@@ -47,7 +47,7 @@ def add_page(app: FastAPI, *, asks_for_key: bool) -> None:
     @app.get(SETTINGS, include_in_schema=False)
     async def settings() -> JSONResponse:
         """What the page must know before it has a key."""
-        return JSONResponse({"asks_for_key": asks_for_key}, headers=_HEADERS)
+        return JSONResponse({"asks_for_key": asks_for_key, "can_switch": can_switch}, headers=_HEADERS)
 
 
 def _route(file: Path) -> Callable[[Request], Awaitable[Response]]:

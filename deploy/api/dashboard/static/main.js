@@ -3,6 +3,7 @@
 import { getJson, Refused, storedKey, storeKey } from "./api.js";
 import { byId, html } from "./dom.js";
 import { preparePlayground, showPlayground } from "./playground.js";
+import { preparePolicy, showPolicy } from "./policy.js";
 import { preparePlots, showPlots } from "./plots.js";
 import { showPool } from "./pool.js";
 import { Store } from "./store.js";
@@ -61,6 +62,7 @@ function show() {
   byId("served").textContent = `${status.model}, routed by ${status.policy}`;
   showTiles(store);
   showPlayground();
+  showPolicy();
   draw();
 }
 
@@ -123,12 +125,13 @@ function prepareMotion() {
 
 /** Asks for a key before the first call that would be refused without one. */
 async function start() {
-  let settings = { asks_for_key: false };
+  let settings = { asks_for_key: false, can_switch: false };
   try {
     settings = await getJson("dashboard/settings.json");
   } catch (error) {
     if (!expected(error)) throw error; // the first poll tells the reason
   }
+  preparePolicy(store, settings.can_switch);
   if (!settings.asks_for_key || storedKey()) {
     poll();
     return;

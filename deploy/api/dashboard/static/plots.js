@@ -26,7 +26,7 @@ export function preparePlots() {
   for (const { id, title } of PLOTS) {
     const parts = { now: html("p", { class: "now" }), picture: html("div"), legend: html("ul", { class: "legend", "aria-label": `Colours of ${title}` }) };
     const heading = html("h3", { id: `plot-${id}` }, title);
-    byId("plots").append(html("section", { class: "panel plot", "aria-labelledby": `plot-${id}` }, heading, parts.now, parts.picture, parts.legend));
+    byId("policy-panel").before(html("section", { class: "panel plot", "aria-labelledby": `plot-${id}` }, heading, parts.now, parts.picture, parts.legend));
     panels.set(id, parts);
   }
 }

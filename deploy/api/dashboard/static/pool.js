@@ -62,7 +62,7 @@ function ride(store, drafter, target, count, [x1, y1], [x2, y2]) {
   for (let k = 0; k < shown; k++) {
     const t = (k + 1) / (shown + 1);
     const [x, y] = along(t, [x1, y1], [x1 + bend, y1], [x2 - bend, y2], [x2, y2]);
-    dots.push(svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 5, class: "dot" }));
+    dots.push(svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 7.5, class: "dot" }));
   }
   return svg("g", { class: store.colourOf(drafter.name) }, path, dots);
 }
@@ -78,17 +78,20 @@ function drafterCard(store, drafter, y, width) {
   const { proposed, accepted } = store.acceptanceOf(drafter);
   const ready = drafter.state === "ready";
   const letters = Math.floor((width - 24) / 7);
-  const length = lengths ? `${number(lengths.proposed, 1)} drafted, ${number(lengths.accepted, 1)} accepted` : "no drafts verified yet";
-  const state = ready ? `${share(accepted, proposed)} accepted` : drafter.state;
+  const narrow = letters < 32;
+  const [drafted, right] = lengths ? [number(lengths.proposed, 1), number(lengths.accepted, 1)] : [];
+  const length = !lengths ? "no drafts yet" : narrow ? `${drafted} → ${right} tokens` : `${drafted} drafted, ${right} accepted per draft`;
+  const accept = share(accepted, proposed);
+  const state = ready ? (narrow ? accept : `${accept} accepted`) : drafter.state;
   const bar = width - 24;
   return svg("g", { class: store.colourOf(drafter.name), transform: `translate(0 ${y.toFixed(1)})` },
     svg("title", {}, `${drafter.name} (${drafter.kind}), ${drafter.state}: drafts for ${plural(drafter.num_requests, "request")}; `
       + `${share(drafter.num_accepted, drafter.num_proposed)} of ${number(drafter.num_proposed)} tokens accepted since the start`),
     svg("rect", { x: 0.5, y: 0.5, width: width - 1, height: CARD_HEIGHT - 1, rx: 8, class: ready ? "card" : "card away" }),
     svg("rect", { x: 0.5, y: 0.5, width: 6, height: CARD_HEIGHT - 1, rx: 3, class: "band" }),
-    svg("text", { x: 14, y: 19, class: "strong" }, cut(drafter.name, Math.floor(letters * 0.55))),
+    svg("text", { x: 14, y: 19, class: "strong" }, cut(drafter.name, Math.floor(letters * (narrow ? (ready ? 0.7 : 0.4) : 0.55)))),
     svg("text", { x: width - 10, y: 19, class: ready ? "end" : "end state-bad" }, state),
-    svg("text", { x: 14, y: 37, class: "soft" }, cut(letters < 32 ? length.replace("drafted, ", "→ ").replace(" accepted", "") + " tokens" : `${length} per draft`, letters)),
+    svg("text", { x: 14, y: 37, class: "soft" }, cut(length, letters)),
     svg("rect", { x: 14, y: 47, width: bar, height: 8, rx: 4, class: "track" }),
     proposed ? svg("rect", { x: 14, y: 47, width: ((bar * accepted) / proposed).toFixed(1), height: 8, rx: 4, class: "accepted" }) : null);
 }
@@ -98,6 +101,8 @@ function targetCard(store, target, x, y, width, height) {
   const used = target.num_blocks ? 1 - target.num_free_blocks / target.num_blocks : 0;
   const bar = width - 24;
   const plain = store.numPlain(target);
+  const waiting = width < 170 ? (target.num_waiting ? `, ${number(target.num_waiting)} wait` : "") : `, ${number(target.num_waiting)} waiting`;
+  const queue = `${number(target.num_running)} ${waiting.endsWith("wait") ? "run" : "running"}${waiting}`;
   return svg("g", { transform: `translate(${x} ${y.toFixed(1)})` },
     svg("title", {}, `${target.name}, ${target.state}: ${plural(target.num_running, "request")} running, ${number(target.num_waiting)} waiting; `
       + `${number(target.step_ms, 1)} ms per pass; ${number(100 * used)}% of the KV cache used`),
@@ -105,7 +110,7 @@ function targetCard(store, target, x, y, width, height) {
     svg("text", { x: 12, y: 20, class: "strong" }, target.name),
     ready ? null : svg("text", { x: 12, y: 36, class: "state-bad" }, target.state),
     ready ? svg("text", { x: 12, y: 38 }, `${number(target.tokens_per_s)} tokens/s`) : null,
-    svg("text", { x: 12, y: 55, class: "soft" }, `${number(target.num_running)} running, ${number(target.num_waiting)} waiting`),
+    svg("text", { x: 12, y: 55, class: "soft" }, queue),
     svg("text", { x: 12, y: 72, class: "soft" }, `${plain} without drafts`),
     svg("rect", { x: 12, y: 82, width: bar, height: 6, rx: 3, class: "track" }),
     svg("rect", { x: 12, y: 82, width: (bar * used).toFixed(1), height: 6, rx: 3, class: "fill" }),

@@ -14,7 +14,7 @@ export function showTiles(store) {
   const [answers, met, refused] = attainment(targets);
   const tiles = [
     ["Tokens per second", number(sum("tokens_per_s")), "all targets"],
-    ["Speed-up over K = 0", speedUp === null ? "–" : `${number(speedUp, 2)}×`, "predicted, last minute"],
+    ["Speed-up", speedUp === null ? "–" : `${number(speedUp, 2)}×`, "over K = 0, predicted, last minute"],
     ["Accepted drafts", accepted === null ? "–" : `${number(100 * accepted)}%`, "of verified tokens, last minute"],
     ["Wasted verification", rejected === null ? "–" : `${number(100 * rejected, 1)}%`, "of decoding time, last minute"],
     ["Requests", number(sum("num_running")), `${number(sum("num_waiting") + store.numQueued)} waiting`],
