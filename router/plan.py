@@ -76,6 +76,7 @@ class DrafterView:
     request_s: float = 0.0  # that one request more adds to a batch
     draft_len: float = 0.0
     shares_device: bool = False  # with the target: its drafts and passes slow each other
+    transit_s: float | None = None  # of a reply beside its draft, where none waits for another; None: not known
 
     def drafts_s(self, num_requests: int) -> float:
         """A batch of drafts for so many requests; 0: not known."""
@@ -85,7 +86,12 @@ class DrafterView:
         """From a commit to the proposals that answer it, for so many requests at once."""
         if not self.draft_s:
             return self.reply_s
-        return self.drafts_s(num_requests) + max(0.0, self.reply_s - self.draft_s)
+        return self.drafts_s(num_requests) + self.overhead_s
+
+    @property
+    def overhead_s(self) -> float:
+        """Of a reply, beside its draft."""
+        return max(0.0, self.reply_s - self.draft_s) if self.transit_s is None else self.transit_s
 
 
 # Assumed of a drafter before its first proposal: worth a short wait.

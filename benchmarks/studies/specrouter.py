@@ -1,12 +1,12 @@
 """SpecRouter's table 2: chains selected by the live chain policy, against every static chain that the pool allows.
 
-All arms draft as far as each drafter can and verify every draft whole; one more, ``default``, has selected chains with the
-default rules of length and verification. Each model has its own device. Sets of requests follow each other to the end of the
-run. Cases beside the paper's are pools in which three levels win, and in which they lose.
+All arms draft as far as each drafter can, await every draft and verify it whole; one more, ``default``, has selected chains
+with the default rules of lengths, verification and overlap. Each model has its own device. Sets of requests follow each
+other to the end of the run. Cases beside the paper's are pools in which three levels win, and in which they lose.
 
 - ``chosen_over_best_static``: over the fastest static chain, the target alone included; the least.
 - ``prediction_error``: the most that a predicted time per token of any candidate chain is off that of serving it alone. The
-  policy predicts, at the end of its run, from what it has learned; it has served few of these chains.
+  policy predicts, at the end of each set, from what it has learned; it has served few of these chains.
 - ``prediction_error.equation_7``: the same by the paper's formula, from agreement that is known.
 - ``CASE.gain``: three levels over the fastest chain of fewer, the least over batches.
 """
@@ -46,6 +46,7 @@ PAPER = {
 }
 _MOST_TOKENS_PER_S = 400  # per request: bounds the length of an endless answer
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MAX_HOLD_S, MAX_CHUNK_LEN = 10.0, 4096
 _PAPER = ""  # the case of the scenario itself
 
 
@@ -102,18 +103,25 @@ def run(scenario: SpecRouterScenario, said: Said = lambda what: None) -> Study:
 def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     num_sets = -(-scenario.least_requests // batch)
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
+    selecting, predicted = ModelChains(scenario.chain), list[dict[Chain, float]]()
     whole = max(drafter.max_draft_len for drafter in scenario.drafters.values())
 
     def serve(policy: AssignmentPolicy, spec: ClusterSpec) -> list[SimulationResult]:
         """Serves set after set; a policy keeps what it learned."""
-        return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
+        outcomes = []
+        for requests in sets:
+            outcomes.append(simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s))
+            if policy is selecting:
+                predicted.append(dict(selecting.per_token_s))
+        return outcomes
 
-    spec = replace(_cluster(scenario, batch, "all"), draft_length=FixedLength(num_tokens=whole))
+    barrier = PlannerSettings("all", MAX_HOLD_S, MAX_CHUNK_LEN, "barrier")
+    spec = replace(_cluster(scenario, batch, barrier), draft_length=FixedLength(num_tokens=whole))
     informed = keeps_in_step(scenario.chain)
-    selecting = ModelChains(scenario.chain)
     chosen = serve(selecting, replace(spec, keeps_in_step=informed))
     counts = Counter(chain for outcome in chosen for chain in outcome.open_chains)
-    default = replace(_cluster(scenario, batch, "outrider"), keeps_in_step=informed)
+    settings = PlannerSettings(max_hold_s=MAX_HOLD_S, max_chunk_len=MAX_CHUNK_LEN)
+    default = replace(_cluster(scenario, batch, settings), keeps_in_step=informed)
     everything = [request for requests in sets for request in requests]
 
     def candidate(chain: Chain, predicted_s: float) -> _Candidate:
@@ -123,7 +131,10 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         goodput = _goodput(alone)
         return _Candidate(goodput, batch / goodput, predicted_s, simplified_s)
 
-    found = {chain: candidate(chain, predicted_s) for chain, predicted_s in sorted(selecting.per_token_s.items())}
+    # Of sets that each have their requests: as goodput, the mean over the sets.
+    found = {
+        chain: candidate(chain, 1.0 / fmean(1.0 / of_set[chain] for of_set in predicted)) for chain in sorted(predicted[-1])
+    }
     return _Found(
         _goodput(serve(build_policy(FixedPolicy(chain=())), spec)),
         found[(scenario.two_level,)].goodput,
@@ -164,7 +175,7 @@ def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[
     return monotone(tuple((rows, cost.step_s(rows, batch * context_len)) for rows in _ROWS))
 
 
-def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> ClusterSpec:
+def _cluster(scenario: SpecRouterScenario, batch: int, settings: PlannerSettings) -> ClusterSpec:
     cost = scenario.cost(scenario.target)
     context_len = int(scenario.text.prompt_len.median + scenario.text.output_len.median / 2)
 
@@ -174,7 +185,6 @@ def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> Clu
     def catch_up_s(drafter: str, num_tokens: int) -> float:
         return cost.catch_up_s(drafter, num_tokens) or 0.0
 
-    settings = PlannerSettings(verification, max_hold_s=10.0, max_chunk_len=4096)
     return ClusterSpec(
         cost,
         PackedPass(cost),

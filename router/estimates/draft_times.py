@@ -1,7 +1,6 @@
 """Draft times: seconds of a batch of drafts as profiled, and as measured while serving."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,8 +10,10 @@ from router.cost_model import TableCost, monotone
 from router.estimates.decayed import UNUSUAL, DecayedMean, ema
 
 MEMORY = 100.0  # measured times that count
+_SLOPE_MEMORY = 1000.0  # for what one request more takes: once batches are alike, that is seen no more
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
+_PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
 
 
 def profiled_s(costs: MemberCosts | None, num_requests: float) -> float:
@@ -30,42 +31,74 @@ def profiled_passes(member: PoolMember, target: TableCost) -> TableCost:
     return monotone([(batch, seconds / member.max_draft_len) for batch, seconds in member.costs.draft_s])
 
 
-@dataclass(slots=True)
-class DraftTimes:
-    """A line through the measured times of batches of drafts of one drafter."""
+class _Line:
+    """Moments of measured times by batch."""
 
-    seconds: DecayedMean = field(default_factory=DecayedMean)
-    batch: DecayedMean = field(default_factory=DecayedMean)
-    square: DecayedMean = field(default_factory=DecayedMean)
-    product: DecayedMean = field(default_factory=DecayedMean)
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._means = [DecayedMean() for _ in range(4)]
+
+    @property
+    def num(self) -> float:
+        return self._means[0].num
+
+    @property
+    def seconds(self) -> float:
+        return self._means[0].value
+
+    @property
+    def batch(self) -> float:
+        return self._means[1].value
+
+    def add(self, batch: int, seconds: float) -> None:
+        for mean, sample in zip(self._means, (seconds, batch, batch * batch, batch * seconds), strict=True):
+            mean.add(sample, self._memory)
+
+    def fade(self, num: float) -> None:
+        for mean in self._means:
+            mean.fade(num)
+
+    def slope(self) -> float:
+        """Seconds of one request more: between 0 and those of its share, which it is while batches are alike."""
+        seconds, batch, square, product = (mean.value for mean in self._means)
+        share, prior = seconds / batch, _PRIOR_SLOPES * _ALIKE * batch * batch
+        slope = (self.num * (product - batch * seconds) + prior * share) / (self.num * (square - batch * batch) + prior)
+        return min(max(slope, 0.0), share)
+
+
+class DraftTimes:
+    """A line through the measured times of batches of drafts of one drafter: its level by the latest, its slope by more."""
+
+    def __init__(self) -> None:
+        self._level, self._slope = _Line(MEMORY), _Line(_SLOPE_MEMORY)
 
     @property
     def num(self) -> float:
         """Measured times that count."""
-        return self.seconds.num
+        return self._level.num
+
+    @property
+    def batch(self) -> float:
+        """Mean number of requests."""
+        return self._level.batch
 
     def add(self, batch: int, seconds: float) -> None:
-        if self.seconds.is_known:
+        if self.num:
             seconds = min(seconds, UNUSUAL * self.at(batch))
-        samples = (seconds, batch, batch * batch, batch * seconds)
-        for mean, sample in zip((self.seconds, self.batch, self.square, self.product), samples, strict=True):
-            mean.add(sample, MEMORY)
+        self._level.add(batch, seconds)
+        self._slope.add(batch, seconds)
 
     def fade(self, num: float) -> None:
         """Caps the weight of the times measured so far at ``num``."""
-        for mean in (self.seconds, self.batch, self.square, self.product):
-            mean.fade(num)
+        self._level.fade(num)
+        self._slope.fade(num)
 
     def at(self, batch: float) -> float:
         """0 before the first measurement. Never falls as the batch grows; proportional to it while batches are alike."""
         if not self.num:
             return 0.0
-        usual, share = self.batch.value, self.seconds.value / self.batch.value
-        alike = _ALIKE * usual * usual
-        spread = self.square.value - usual * usual + alike
-        slope = (self.product.value - usual * self.seconds.value + alike * share) / spread
-        slope = min(max(slope, 0.0), share)
-        return self.seconds.value + slope * (batch - usual)
+        level = self._level
+        return level.seconds + min(self._slope.slope(), level.seconds / level.batch) * (batch - level.batch)
 
 
 class DraftCosts:

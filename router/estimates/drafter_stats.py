@@ -10,6 +10,7 @@ from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
 _TOKEN_WEIGHT = SMOOTHING / 4  # of a draft token in the acceptance
+_TRANSIT_WEIGHT = SMOOTHING / 100  # of a reply that took longer than the quickest
 MIN_RECORDS = 64  # verified drafts before calibrated confidences are used
 
 
@@ -49,6 +50,8 @@ class DrafterStats:
     acceptance: float = UNKNOWN_DRAFTER.acceptance
     exposure: float = UNKNOWN_DRAFTER.exposure
     draft_len: float = 0.0  # of a proposal that is not empty
+    transit_s: float | None = None  # of a reply beside its draft: nearly the least, for others wait for drafts before theirs
+    latest_draft_s: float | None = None
     times: DraftTimes = field(default_factory=DraftTimes)  # as its process measures them
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
 
@@ -58,14 +61,15 @@ class DrafterStats:
         times = self.times
         if not times.num:
             return DrafterView(reply_s, self.accepted_per_round, self.acceptance, self.exposure)
-        batch = times.batch.value
+        batch = times.batch
         request_s = times.at(batch + 1) - (draft_s := times.at(batch))
         known = reply_s, self.accepted_per_round, self.acceptance, self.exposure
-        return DrafterView(*known, draft_s, batch, request_s, self.draft_len)
+        return DrafterView(*known, draft_s, batch, request_s, self.draft_len, transit_s=self.transit_s)
 
     def drafted(self, num_requests: int, draft_s: float, lens: Sequence[int]) -> None:
         """A batch of drafts for so many requests took ``draft_s``. ``lens``: of the proposals to this target."""
         self.times.add(num_requests, draft_s)
+        self.latest_draft_s = draft_s
         if lens:
             self.draft_len = ema(self.draft_len or None, sum(lens) / len(lens))
 
@@ -78,6 +82,10 @@ class DrafterStats:
     def replied(self, reply_s: float) -> None:
         """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""
         self.reply_s = ema(self.reply_s, reply_s)
+        if self.latest_draft_s is not None:
+            transit_s = max(0.0, reply_s - self.latest_draft_s)
+            known = transit_s if self.transit_s is None else self.transit_s
+            self.transit_s = min(transit_s, ema(known, transit_s, _TRANSIT_WEIGHT))
 
     def awaited(self, was_awaited: bool) -> None:
         """Whether the target had nothing to compute when a proposal came."""
@@ -85,7 +93,7 @@ class DrafterStats:
 
     def restarted(self) -> None:
         """A new process has the name: its reply time is unknown."""
-        self.reply_s = None
+        self.reply_s = self.transit_s = self.latest_draft_s = None
 
     def late(self, waited_s: float) -> None:
         """No reply came within ``waited_s``, a lower bound of the reply time."""

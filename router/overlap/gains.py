@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
+from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, DrafterView, Frontier, SequenceView
 
@@ -40,6 +41,7 @@ class Pipeline:
         self.num_requests = len(drafted)
         self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
         self._cost = cost
+        self._batch_s: dict[tuple[str, int], float] = {}
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
     def round_s(self, num_micro_batches: int, draft_len: int | None = None, limit_s: float = math.inf) -> float:
@@ -54,11 +56,12 @@ class Pipeline:
         longest_s = num * pass_s
         if longest_s >= limit_s:
             return longest_s
-        for drafter, num_requests in self.drafters.values():
+        for name, (drafter, num_requests) in self.drafters.items():
             batch = math.ceil(num_requests / num)
             share = 1.0 if draft_len is None else _own_len(drafter, draft_len) / max(1.0, drafter.draft_len)
-            draft_s = drafter.drafts_s(batch)
-            longest_s = max(longest_s, pass_s + drafter.replies_s(batch) - (1.0 - share) * draft_s)
+            draft_s = self._drafts_s(name, batch)
+            reply_s = drafter.reply_s if not draft_s else share * draft_s + drafter.overhead_s
+            longest_s = max(longest_s, pass_s + reply_s)
             if num > 1:
                 longest_s = max(longest_s, num * share * draft_s)
         return longest_s
@@ -86,6 +89,19 @@ class Pipeline:
         pass_s = self._cost.step_s(max(1, math.ceil(self._num_rows)), self.num_context)
         return pass_s >= (1.0 - MICRO_BATCH_MARGIN) * self.round_s(1)
 
+    def _drafts_s(self, name: str, batch: int) -> float:
+        """Of a batch of drafts; 0: not known. As measured, and by the profile for a batch of another size: while batches are
+        alike, measurements say little of others."""
+        found = self._batch_s.get((name, batch))
+        if found is None:
+            drafter, own = self.drafters[name][0], drafter_of(name)
+            usual, length = max(1, round(drafter.batch)), max(1, round(drafter.draft_len))
+            profiled_s = self._cost.draft_s(own, batch, length) if drafter.draft_s else None
+            usual_s = self._cost.draft_s(own, usual, length) if profiled_s is not None else None
+            found = drafter.draft_s * profiled_s / usual_s if profiled_s and usual_s else drafter.drafts_s(batch)
+            self._batch_s[name, batch] = found
+        return found
+
     def _rows(self, draft_len: int) -> int:
         return sum([num * (1 + _own_len(drafter, draft_len)) for drafter, num in self.drafters.values()])
 
@@ -105,7 +121,7 @@ class Pipeline:
         drafter, num_requests = self.drafters[name]
         if not always and (drafter.shares_device or drafter.acceptance ** (2 * num_requests) <= FRONTIER_MARGIN):
             return None  # since x <= p_m <= p_1, and overlap saves less than the share x of the time
-        token_s = drafter.drafts_s(num_requests) / max(1.0, drafter.draft_len)
+        token_s = self._drafts_s(name, num_requests) / max(1.0, drafter.draft_len)
         if token_s <= 0.0:
             return None
         acceptance = drafter.acceptance

@@ -165,3 +165,17 @@ def test_bounds() -> None:
     assert expected_tokens(0.5, 2) == pytest.approx(1.75)
     assert expected_tokens(1.0, 4) == 5.0
     assert remote_bound(4, 0.005, 0.02) == pytest.approx(2.0)
+
+
+class Profiled(TableCost):
+    """Drafts of a model that reads its weights: one request more takes next to nothing."""
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> Any:
+        return 0.01 * draft_len
+
+
+def test_batches_that_were_not_seen_take_what_the_profile_says() -> None:
+    """By measurements alone half a batch would take half the time, and two micro-batches would pay."""
+    batch, slower = [ready(f"r{i}") for i in range(8)], replace(SLOW, draft_s=0.16, reply_s=0.16, request_s=0.02)
+    assert Pipeline(batch, {"d": slower}, PER_ROW).num_micro_batches() > 1
+    assert Pipeline(batch, {"d": slower}, Profiled(PER_ROW.rows, PER_ROW.step_s_at)).num_micro_batches() == 1
