@@ -46,6 +46,8 @@ class Deployment:
     folder: str  # for the sockets of the data plane
     token: str
     budget: MemoryBudget | None = None
+    model_folder: str = ""
+    source: str = ""  # digest of the configuration before it was resolved
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -226,14 +228,28 @@ class PoolSupervisor(Supervisor):
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget)
+        self._deployment = deployment
+        self._owner: str | None = None
+
+    def deployment(self) -> Deployment:
+        return self._deployment
+
+    def set_owner(self, name: str) -> None:
+        """Of a detached deployment: who ends it. It is unknown again after a restart."""
+        self._owner = name
+
+    def owner(self) -> str | None:
+        return self._owner
 
     def pids(self) -> dict[str, int]:
         return super().pids() | {SUPERVISOR: os.getpid()}
 
 
-def start_supervisor(deployment: Deployment) -> Any:
-    """A handle of the deployment's supervisor, which runs on the launcher's node and is lost only with that node."""
+def start_supervisor(deployment: Deployment, *, detached: bool = False) -> Any:
+    """A handle of the deployment's supervisor. It runs on the launcher's node, and is lost with that node unless it is
+    detached: then it outlives the launcher, and Ray restarts it on another node."""
     here = ray.get_runtime_context().get_node_id()
+    lifetime = {"lifetime": "detached", "namespace": deployment.config.cluster.namespace} if detached else {}
     return (
         ray.remote(PoolSupervisor)
         .options(
@@ -242,7 +258,8 @@ def start_supervisor(deployment: Deployment) -> Any:
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=1000,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=detached),
+            **lifetime,
         )
         .remote(deployment)
     )

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.errors import InvalidField, OutriderError
+from deploy.k8s.cli import commands as k8s
 
 if TYPE_CHECKING:
     from cluster.config import Config
@@ -221,6 +222,7 @@ def train(
 
 
 _add_laboratory()
+app.add_typer(k8s, name="k8s")
 
 
 models = typer.Typer(help="List and prepare the embedded models.", invoke_without_command=True)

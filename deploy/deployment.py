@@ -40,10 +40,12 @@ SPAWN_S = 60.0  # for Ray's worker processes to start
 class DeployedCluster(AbstractContextManager["DeployedCluster"]):
     """A context manager: leaving it ends everything, at any stage of the start."""
 
-    def __init__(self, config: Config, folder: Path, *, owns_ray: bool) -> None:
+    def __init__(self, config: Config, folder: Path, *, owns_ray: bool, detached: bool = False) -> None:
+        """``detached``: the processes outlive the one that started them."""
         self._config = config
         self._folder = folder
         self._owns_ray = owns_ray
+        self._detached = detached
         self._groups: dict[str, PlacementGroup] = {}
         self._supervisor: Any = None
         self._ray_processes = psutil.Process().children() if owns_ray else []
@@ -59,16 +61,26 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_colocated for d in config.drafters):
             inventory = with_gpu_memory(inventory)
-        self._groups = make_groups(plan)
+        self._groups = make_groups(plan, detached=self._detached)
         budget = memory_budget(config, as_made(plan, self._groups), inventory)
         return Deployment(config, self._groups, str(self._folder), token, budget)
 
     def deploy(self, model_folder: Path) -> ModelInfo:
         """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""
         deployment = self.reserve(model_folder)
+        directory = self.start(deployment)
+        try:
+            run_application(deployment.config, directory, str(model_folder), deployment.token)
+        except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
+            raise LaunchError(f"the HTTP server did not start: {error}") from error
+        assert directory.model is not None, "the supervisor starts with a directory that names the model"
+        return directory.model
+
+    def start(self, deployment: Deployment) -> Directory:
+        """Starts the processes. Returns when the targets are ready. Raises LaunchError."""
         config = deployment.config
         _warn_of_state(config)
-        self._supervisor = start_supervisor(deployment)
+        self._supervisor = start_supervisor(deployment, detached=self._detached)
         try:
             start_s = config.supervision.start_timeout_s
             directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
@@ -78,12 +90,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             raise LaunchError(f"the targets were not ready after {start_s:g} s (supervision.start_timeout_s)") from error
         except (RayTaskError, RayActorError) as error:
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
-        assert directory.model is not None, "the supervisor starts with a directory that names the model"
-        try:
-            run_application(config, directory, str(model_folder), deployment.token)
-        except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
-            raise LaunchError(f"the HTTP server did not start: {error}") from error
-        return directory.model
+        return directory
 
     def dead_process(self) -> str | None:
         """A process of this machine's Ray that has ended and cannot be replaced."""

@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -58,11 +59,20 @@ def maxconn_for(num_clients: int) -> int:
     return 2 * num_clients + SPARE_CONNECTIONS
 
 
-def rewrite(config: str, folder: Path) -> str:
-    """The rewritten configuration. ``folder``: for the sockets of the statistics and between the frontends."""
+def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
+    """The rewritten configuration.
+
+    Args:
+        folder: for the sockets of the statistics and between the frontends.
+        max_files: limit of open files, beyond which HAProxy would not start; None: there is none.
+    """
     config = move_statistics(config, folder)
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
-    maxconn = int(_find(r"(?m)^    maxconn (\d+)$", config)[1])
+    asked = _find(r"(?m)^    maxconn (\d+)$", config)
+    maxconn = int(asked[1])
+    if max_files is not None:
+        maxconn = min(maxconn, maxconn_for(clients_for(max_files)))
+        config = config.replace(asked[0], f"    maxconn {maxconn}", 1)
     config = _insert_after(r"(?m)^global$", config, [f"lua-load-per-thread {LUA}"])
     # Wait for the headers and the start of the body, so that no replica does.
     waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
@@ -150,7 +160,9 @@ def main(binary: str, arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(rewrite(file.read_text(), file.parent))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_files = None if hard_limit == resource.RLIM_INFINITY else hard_limit
+        file.write_text(rewrite(file.read_text(), file.parent, max_files))
     os.execv(binary, [binary, *arguments])
 
 

@@ -90,12 +90,13 @@ def smallest_gpu(output: str) -> int | None:
     return min(sizes) * 2**20 if sizes else None
 
 
-def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
-    """Creates a plan's placement groups, which end with this driver. Raises LaunchError, and removes all, if one is late."""
+def make_groups(plan: PlacementPlan, *, detached: bool = False) -> dict[str, PlacementGroup]:
+    """Creates a plan's placement groups, which end with this driver unless they are detached. Raises LaunchError, and
+    removes all, if one is late."""
     groups: dict[str, PlacementGroup] = {}
     end_s = time.monotonic() + GROUP_DEADLINE_S
     for group in plan.groups:
-        groups[group.name] = made = _make(group)
+        groups[group.name] = made = _make(group, detached)
         if not made.wait(max(1.0, end_s - time.monotonic())):
             for one in groups.values():
                 remove_placement_group(one)
@@ -117,10 +118,11 @@ def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> Placem
     return PlacementPlan(tuple(made))
 
 
-def _make(group: Group) -> PlacementGroup:
+def _make(group: Group, detached: bool) -> PlacementGroup:
     labels = [dict(bundle.node_labels) for bundle in group.bundles]
     asked = [{"CPU": bundle.cpus, "GPU": bundle.gpus} for bundle in group.bundles]
     shares = [{key: share for key, share in one.items() if share} or {"CPU": SMALLEST_SHARE} for one in asked]
     selector = labels if any(labels) else None
-    made: PlacementGroup = placement_group(shares, str(group.strategy), group.name, bundle_label_selector=selector)
+    lifetime = "detached" if detached else None
+    made: PlacementGroup = placement_group(shares, str(group.strategy), group.name, lifetime, bundle_label_selector=selector)
     return made

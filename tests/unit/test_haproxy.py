@@ -121,3 +121,10 @@ def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:
     os.close(descriptor)
     assert ready, "it outlived its starter"
     assert f"bind unix@{tmp_path}/prometheus.sock" in file.read_text()
+
+
+def test_the_limit_of_open_files_bounds_the_connections(tmp_path: Path) -> None:
+    """HAProxy does not start with more connections than it may open files."""
+    few, many = (haproxy.rewrite(CONFIG, tmp_path, max_files) for max_files in (600, 10**9))
+    assert f"maxconn {haproxy.maxconn_for(haproxy.clients_for(600))}\n" in few
+    assert many == haproxy.rewrite(CONFIG, tmp_path)

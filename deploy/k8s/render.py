@@ -1,0 +1,242 @@
+"""Values of the Helm chart for a configuration file: pods for the targets, and for each kind of drafter."""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.config import Config, DrafterConfig, FileStateConfig, RedisStateConfig, Resources, SuffixOptions
+from cluster.errors import InvalidField
+from cluster.inventory import Inventory, Node
+from cluster.placement import PlacementError, place
+from cluster.resolve import LOOKUP_CPUS, MODEL_ON_CPU_CPUS, WITH_GPU_CPUS
+from engine.models.prepare import CATALOGUE
+
+CHART = Path(__file__).resolve().parents[2] / "k8s" / "chart"
+POOL = "outrider/pool"  # the label of worker groups, of Kubernetes and of Ray
+SECRETS = "/etc/outrider-secrets"
+GPU = "nvidia.com/gpu"
+SYSTEM_CPUS, SYSTEM_GB = 0.5, 2.0  # of a pod, for Ray's own processes
+PROCESS_GB, LOOKUP_GB = 2.0, 0.5  # of a process with torch, of one without
+EMBEDDED_GB = 1.0  # an embedded model's weights, in fp32
+SHARED_TOKEN_BYTES = 450
+OBJECT_STORE_BYTES = 100 * 2**20  # of each pod; only routing tables and status pass through it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the file does not say.
+
+    Args:
+        cpus: of each rank of a target on CPUs, where the file says "auto".
+        secret: name of the Secret with API keys, passwords and tokens.
+        models_claim: name of the volume claim that is mounted at /models.
+    """
+
+    cpus: float = 4
+    secret: str = "outrider"
+    models_claim: str = ""
+    image: str | None = None
+
+
+def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
+    """Values for `k8s/chart`. Raises InvalidField: the file asks for what the chart cannot give."""
+    config = for_cluster(config, options)
+    groups = dict(_drafter_groups(config))
+    if "gateway" in groups:
+        raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
+    values: dict[str, Any] = {"modelSpec": {"config": config.model_dump(mode="json")}, "worker": _target_group(config)}
+    values["additionalWorkerGroups"] = groups
+    if options.models_claim:
+        values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}
+    if secrets := _secrets(config, options.secret):
+        values["secrets"] = secrets
+    if options.image is not None:
+        repository, colon, tag = options.image.rpartition(":")
+        values["image"] = (
+            {"repository": repository, "tag": tag} if colon and "/" not in tag else {"repository": options.image}
+        )
+    return values
+
+
+def for_cluster(config: Config, options: Options = Options()) -> Config:
+    """The configuration for pods: devices and resources are given, each part names its pods, paths are those of pods."""
+    target = config.target
+    device = _device(target.device, target.resources, has_model=True)
+    cpus = WITH_GPU_CPUS if device == "cuda" else options.cpus
+    resources = _given(target.resources, device, cpus, "target")
+    state = config.cluster.state
+    if isinstance(state, RedisStateConfig) and state.password_file is not None:
+        state = state.model_copy(update={"password_file": Path(SECRETS, "redis-password")})
+    elif isinstance(state, FileStateConfig):  # of the pod, as its file system is read-only elsewhere
+        state = state.model_copy(update={"folder": Path("/home/outrider/state")})
+    token = config.cluster.token_file and Path(SECRETS, "link-token")
+    keys = config.api.api_keys_file and Path(SECRETS, "api-keys")
+    return config.model_copy(
+        update={
+            "target": target.model_copy(update={"device": device, "resources": resources}),
+            "drafters": tuple(map(_placed, config.drafters)),
+            "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
+            "api": config.api.model_copy(update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys}),
+            "cluster": config.cluster.model_copy(update={"ray_address": None, "token_file": token, "state": state}),
+        }
+    )
+
+
+def _placed(drafter: DrafterConfig) -> DrafterConfig:
+    if drafter.is_colocated:
+        return drafter
+    device = _device(drafter.device, drafter.resources, drafter.has_model)
+    cpus = WITH_GPU_CPUS if device == "cuda" else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
+    resources = _given(drafter.resources, device, cpus, f"drafter-{drafter.options.kind}")
+    return drafter.model_copy(update={"device": device, "resources": resources})
+
+
+def _device(device: str, resources: Resources, has_model: bool) -> str:
+    asks_for_gpu = resources.gpus not in ("auto", 0)
+    return device if device != "auto" else ("cuda" if has_model and asks_for_gpu else "cpu")
+
+
+def _given(asked: Resources, device: str, cpus: float, pool: str) -> Resources:
+    cpus = asked.cpus if asked.cpus != "auto" else cpus
+    gpus = asked.gpus if asked.gpus != "auto" else (1.0 if device == "cuda" else 0.0)
+    threads = asked.threads if asked.threads != "auto" else (1 if device == "cuda" else max(1, int(cpus)))
+    return Resources(cpus=cpus, gpus=gpus, threads=threads, node_labels=dict(asked.node_labels) or {POOL: pool})
+
+
+def _target_group(config: Config) -> dict[str, Any]:
+    """A pod holds a replica with all of its ranks, so that they share a machine."""
+    target, num_ranks = config.target, config.target.tensor_parallel
+    weights_gb = _weights_gb(config.model.name)
+    on_cpu_gb = num_ranks * target.kv_cache_gb if target.device == "cpu" else 0
+    processes_gb = PROCESS_GB * (num_ranks + sum(d.is_colocated for d in config.drafters))
+    memory_gb = None if weights_gb is None else weights_gb + on_cpu_gb + processes_gb
+    cpus, gpus = num_ranks * _number(target.resources.cpus), math.ceil(num_ranks * _number(target.resources.gpus))
+    group = _group(target.replicas, cpus, gpus, memory_gb, target.resources.node_labels)
+    if memory_gb is None:
+        for amounts in group["resources"].values():
+            amounts["memory"] = None  # removes the chart's, which is that of its default model
+    return {"groupName": "target", "terminationGracePeriodSeconds": 60} | group
+
+
+def _drafter_groups(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By the labels of their pods: those of the same labels share pods."""
+    pools: dict[tuple[tuple[str, str], ...], list[DrafterConfig]] = defaultdict(list)
+    for drafter in config.drafters:
+        if not drafter.is_colocated:
+            pools[tuple(sorted(drafter.resources.node_labels.items()))].append(drafter)
+    for labels, drafters in pools.items():
+        if dict(labels) == dict(config.target.resources.node_labels):
+            reason = "must not be those of the target, whose pods hold a replica each: leave them out"
+            raise InvalidField("drafters.resources.node_labels", dict(labels), reason)
+        num_pods, cpus, gpus = _pods(config, drafters)
+        memory_gb = _memory_gb(drafters, num_pods)
+        name = "-".join(value for _, value in labels).lower().replace("_", "-").replace(".", "-")
+        yield name, _group(num_pods, cpus, gpus, memory_gb, dict(labels))
+
+
+def _pods(config: Config, drafters: Sequence[DrafterConfig]) -> tuple[int, float, int]:
+    """The fewest pods that hold them, and the CPUs and GPUs of each."""
+    num_processes = sum(d.replicas for d in drafters)
+    total_cpus = sum(d.replicas * _number(d.resources.cpus) for d in drafters)
+    largest = max(_number(d.resources.cpus) for d in drafters)
+    gpus = math.ceil(max(_number(d.resources.gpus) for d in drafters))
+    alone = config.model_copy(update={"drafters": tuple(drafters), "target": _without_needs(config)})
+    for num_pods in range(max(d.replicas for d in drafters), num_processes + 1):
+        cpus = max(largest, total_cpus / num_pods)
+        for size in (cpus, cpus + largest):  # with room for an uneven split
+            nodes = tuple(Node(str(i), size, gpus, drafters[0].resources.node_labels) for i in range(num_pods))
+            try:
+                place(alone, Inventory(nodes))
+            except PlacementError:
+                continue
+            return num_pods, size, gpus
+    return num_processes, largest, gpus
+
+
+def _without_needs(config: Config) -> Any:
+    return config.target.model_copy(update={"replicas": 1, "tensor_parallel": 1, "resources": Resources(cpus=0, gpus=0)})
+
+
+def _memory_gb(drafters: Sequence[DrafterConfig], num_pods: int) -> float | None:
+    """Of a pod; None: the weights of a model are not on this machine."""
+    total_gb = 0.0
+    for drafter in drafters:
+        options, needed_gb = drafter.options, PROCESS_GB if drafter.has_model else LOOKUP_GB
+        if drafter.has_model:
+            weights_gb = _weights_gb(str(getattr(options, "model", None) or getattr(options, "path", "")))
+            if weights_gb is None:
+                return None
+            needed_gb += weights_gb + (getattr(options, "kv_cache_gb", 0.0) if drafter.device == "cpu" else 0.0)
+        if isinstance(options, SuffixOptions):
+            needed_gb += options.max_shared_tokens * SHARED_TOKEN_BYTES / 1e9
+        total_gb += drafter.replicas * needed_gb
+    return math.ceil(total_gb / num_pods)
+
+
+def _weights_gb(model: str) -> float | None:
+    """Of an embedded model, or of a folder on this machine. None: unknown, with a warning."""
+    if model in CATALOGUE:
+        return EMBEDDED_GB
+    files = list(Path(model).expanduser().glob("*.safetensors"))
+    if files:
+        return sum(file.stat().st_size for file in files) / 1e9
+    print(f"outrider: {model} is not on this machine, so that its pods' memory is left out: set it", file=sys.stderr)
+    return None
+
+
+def _group(num_pods: int, cpus: float, gpus: int, memory_gb: float | None, labels: Any) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"cpu": str(math.ceil(cpus + SYSTEM_CPUS))}
+    if memory_gb is not None:
+        wanted["memory"] = f"{math.ceil(memory_gb + SYSTEM_GB)}Gi"
+    if gpus:
+        wanted[GPU] = str(gpus)
+    group: dict[str, Any] = {
+        "replicas": num_pods,
+        "minReplicas": num_pods,
+        "maxReplicas": num_pods,
+        "labels": dict(labels),
+        "rayStartParams": {"object-store-memory": str(OBJECT_STORE_BYTES)},
+        "resources": {"requests": wanted, "limits": dict(wanted)},
+    }
+    if gpus:
+        group["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    return group
+
+
+def _secrets(config: Config, name: str) -> dict[str, Any]:
+    """The secrets that the file refers to."""
+    state = config.cluster.state
+    used = {
+        "apiKeys": (config.api.api_keys_file, "api-keys"),
+        "redisPassword": (isinstance(state, RedisStateConfig) and state.password_file, "redis-password"),
+        "linkToken": (config.cluster.token_file, "link-token"),
+    }
+    return {key: {"name": name, "key": file} for key, (path, file) in used.items() if path}
+
+
+def manifest(values: dict[str, Any], release: str) -> str:
+    """All manifests, as `helm template` renders them. Raises InvalidField: the chart or `helm-python-sdk` is not there."""
+    if not (CHART / "Chart.yaml").is_file():
+        raise InvalidField("--manifest", str(CHART), "needs a checkout of the repository, which has the chart")
+    try:
+        import helm_python as helm
+    except ImportError as error:
+        reason = "needs the package helm-python-sdk; or write values, and run helm template on them"
+        raise InvalidField("--manifest", True, reason) from error
+    try:
+        with helm.Chart.load(CHART) as chart:
+            chart.validate_schema(values)
+            rendered = chart.render(values, name=release)
+    except helm.HelmError as error:
+        raise InvalidField("--manifest", release, str(error)) from error
+    texts = (text.strip() for name, text in sorted(rendered.items()) if name.endswith(".yaml"))
+    return "\n---\n".join(text.removeprefix("---").strip() for text in texts if text) + "\n"
+
+
+def _number(value: float | str) -> float:
+    assert not isinstance(value, str), "for_cluster replaces auto"
+    return value

@@ -1,0 +1,124 @@
+"""`outrider k8s render`: every example becomes pods that hold what its file asks for, and a valid chart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.config import Config, DrafterConfig, NgramOptions, Resources, load
+from cluster.errors import InvalidField
+from cluster.inventory import Inventory, Node
+from cluster.placement import PlacementError, place
+from cluster.resolve import resolve
+from deploy.cli import app
+from deploy.k8s.render import GPU, Options, values_for
+from drafters.shipped import with_shipped
+from tests.support.manifests import ROOT, documents, only, problems, render
+
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
+
+
+def values_of(example: Path, **options: Any) -> dict[str, Any]:
+    return values_for(with_shipped(load(example)), Options(**options))
+
+
+def pods_of(values: dict[str, Any]) -> Inventory:
+    """The Ray nodes of the groups, as KubeRay gives them their resources, after a head without any."""
+    nodes = [Node("head", 0, labels={"outrider/pool": "head"}), Node("gateway-0", 2, labels={"outrider/pool": "gateway"})]
+    groups = {"target": values["worker"], **values["additionalWorkerGroups"]}
+    for name, group in groups.items():
+        limits = group["resources"]["limits"]
+        for i in range(group["replicas"]):
+            nodes.append(Node(f"{name}-{i}", float(limits["cpu"]), float(limits.get(GPU, 0)), group["labels"]))
+    return Inventory(tuple(nodes))
+
+
+def config_of(values: dict[str, Any], folder: Path) -> Config:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values["modelSpec"]["config"]))
+    return load(file)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_become_valid_manifests(example: Path) -> None:
+    manifests = render(values_of(example, models_claim="models", image="registry:5000/outrider:1"))
+    assert [problem for manifest in manifests for problem in problems(manifest)] == []
+    spec = only(manifests, "RayService")["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    assert spec["containers"][0]["image"] == "registry:5000/outrider:1"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_pods_hold_the_whole_file(example: Path, tmp_path: Path) -> None:
+    """Placed by the code that places it on the cluster, and each part on the pods that are meant for it."""
+    values = values_of(example)
+    config, pods = config_of(values, tmp_path), pods_of(values)
+    resolved = resolve(config, pods)
+    assert resolved.target == config.target
+    plan = place(resolved, pods)
+    pools = {node.name: node.labels["outrider/pool"] for node in pods.nodes}
+    used = {bundle.node for group in plan.groups for bundle in group.bundles}
+    assert not {"head", "gateway"} & {pools[name] for name in used}
+    targets = [group for group in plan.groups if group.name.startswith("target-")]
+    assert all(len({bundle.node for bundle in group.bundles}) == 1 for group in targets)
+    assert {name for name in pools if pools[name] not in ("head", "gateway")} == used, "a pod is empty"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_one_pod_less_does_not_hold_it(example: Path, tmp_path: Path) -> None:
+    values = values_of(example)
+    values["worker"]["replicas"] -= 1
+    pods = pods_of(values)
+    with pytest.raises(PlacementError):
+        place(resolve(config_of(values, tmp_path), pods), pods)
+
+
+def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
+    values = values_of(ROOT / "deploy" / "examples" / "multi-node.yaml", secret="mine")
+    config = config_of(values, tmp_path)
+    service = only(render(values), "RayService")
+    (volume,) = [
+        volume
+        for volume in service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["volumes"]
+        if volume["name"] == "secrets"
+    ]
+    mounted = {source["secret"]["items"][0]["path"]: source["secret"]["name"] for source in volume["projected"]["sources"]}
+    assert mounted == dict.fromkeys(("api-keys", "redis-password", "link-token"), "mine")
+    state: Any = config.cluster.state
+    named = [config.api.api_keys_file, state.password_file, config.cluster.token_file]
+    assert {str(path) for path in named} == {f"/etc/outrider-secrets/{file}" for file in mounted}
+
+
+def test_a_target_whose_weights_are_elsewhere_has_no_limit_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the chart's default model would end it."""
+    service = only(render(values_of(ROOT / "deploy" / "examples" / "one-node-8gpu.yaml")), "RayService")
+    group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert "memory" not in group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert "Qwen3-14B is not on this machine" in capsys.readouterr().err
+
+
+def test_pods_of_drafters_must_not_be_those_of_the_target() -> None:
+    shared = Resources(node_labels={"pool": "all"})
+    drafter = DrafterConfig(name="ngram", options=NgramOptions(), resources=shared)
+    config = Config(drafters=(drafter,))
+    config = config.model_copy(update={"target": config.target.model_copy(update={"resources": shared})})
+    with pytest.raises(InvalidField, match="node_labels"):
+        values_for(config)
+
+
+def test_the_command_prints_values_and_manifests() -> None:
+    laptop = str(ROOT / "deploy" / "examples" / "laptop.yaml")
+    values = CliRunner().invoke(app, ["k8s", "render", laptop])
+    assert values.exit_code == 0
+    assert yaml.safe_load(values.stdout)["worker"]["groupName"] == "target"
+    manifests = CliRunner().invoke(app, ["k8s", "render", laptop, "--manifest", "--name", "mine"])
+    assert manifests.exit_code == 0
+    assert only(documents(manifests.stdout), "RayService")["metadata"]["name"] == "mine"
+
+
+def test_a_file_with_a_typo_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("target: {replica: 2}")
+    result = CliRunner().invoke(app, ["k8s", "render", str(tmp_path / "file.yaml")])
+    assert result.exit_code == 1
+    assert "replicas" in result.output
