@@ -7,6 +7,7 @@ from actors.router import RouterReport
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import Config, DrafterConfig
+from cluster.drafting_counts import merged
 from router.residency import ModelPool
 
 
@@ -69,4 +70,7 @@ def _drafter(
         num_evictions=models.num_evictions.get(name, 0),
         num_fallbacks=models.num_fallbacks.get(name, 0),
         num_unsound=sum(one.num_unsound for one in counts),
+        counts=merged([one.drafts for one in counts]),
+        num_cpus=drafter.resources.reserved[0],
+        num_gpus=drafter.resources.reserved[1],
     )

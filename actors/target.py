@@ -11,6 +11,7 @@ from actors.rank import host_of_ranks, rendezvous
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
+from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
@@ -41,6 +42,7 @@ class DrafterCounts:
     num_accepted: int
     reply_s: float | None
     num_unsound: int = 0  # messages that were partly or wholly rejected
+    drafts: DraftingCounts = NO_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class TargetActor(LoopActor):
         status, telemetry = self._loop.status(), self._loop.telemetry
         capacity = self._engine.capacity()  # plain numbers, safe to read beside the loop
         followed = dict(status.followed)
+        target = self._config.target
         return TargetReport(
             status=TargetStatus(
                 name=self._name,
@@ -171,9 +174,22 @@ class TargetActor(LoopActor):
                 slo=telemetry.attainment.counts(),
                 riders=followed,
                 drafting=self._loop.drafting(),
+                rounds_s=telemetry.rounds_s.snapshot(),
+                rows=telemetry.rows.snapshot(),
+                batch=telemetry.batch.snapshot(),
+                num_cpus=target.tensor_parallel * target.resources.reserved[0],
+                num_gpus=target.tensor_parallel * target.resources.reserved[1],
             ),
             drafters=tuple(
-                DrafterCounts(name, followed.get(name, 0), one.num_proposed, one.num_accepted, one.reply_s, one.num_unsound)
+                DrafterCounts(
+                    name=name,
+                    num_requests=followed.get(name, 0),
+                    num_proposed=one.num_proposed,
+                    num_accepted=one.num_accepted,
+                    reply_s=one.reply_s,
+                    num_unsound=one.num_unsound,
+                    drafts=one.counts(),
+                )
                 for name, one in tuple(telemetry.drafters.items())
             ),
             table_version=status.table_version,

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
+from cluster.histograms import HistogramCounts
 from cluster.slo import SloCounts
 from cluster.types import Commit, ModelInfo, Request
 
@@ -27,6 +29,9 @@ class DrafterStatus:
     num_evictions: int = 0
     num_fallbacks: int = 0  # loads on a CPU because its device was full
     num_unsound: int = 0  # messages from it with invalid parts
+    counts: DraftingCounts = NO_DRAFTS  # of its drafts, over all targets
+    num_cpus: float = 0.0  # reserved for one replica, loaded or not
+    num_gpus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,11 @@ class TargetStatus:
     slo: tuple[SloCounts, ...] = ()  # by class, since the start
     riders: Mapping[str, int] = field(default_factory=dict)  # for how many of its requests each linked drafter drafts
     drafting: DraftingEffect = DraftingEffect()
+    rounds_s: HistogramCounts | None = None  # seconds of a round
+    rows: HistogramCounts | None = None  # of a pass
+    batch: HistogramCounts | None = None  # requests with a commit in a round
+    num_cpus: float = 0.0  # reserved for all its ranks
+    num_gpus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class DraftState:
     awaiting_since_s: float | None = None  # when the drafter was sent the newest commit; None: no proposal is awaited
     committed_s: float = 0.0  # when the drafter was last sent a commit, queried or not
     expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
-    is_held: bool = False  # for its proposal, by the last plan
+    held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
     proposal: Proposal | None = None  # extends the committed tokens
     survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
     grammar: "GrammarState | None" = None  # of the committed output
@@ -97,19 +97,24 @@ class DraftState:
         """When the drafter was sent the commit that ends at ``base_len``; None: unknown."""
         return self._sent_s.get(base_len)
 
-    def hold(self) -> None:
+    @property
+    def is_held(self) -> bool:
+        return self.held_since_s is not None
+
+    def hold(self, now_s: float) -> None:
         """The request is left out of a pass until its proposal comes."""
-        self.is_held = True
+        if self.held_since_s is None:
+            self.held_since_s = now_s
 
     def end_hold(self, now_s: float) -> float | None:
         """The request is in a pass again. Returns its waiting time if the hold ran out before the proposal came."""
-        was_held, self.is_held = self.is_held, False
+        was_held, self.held_since_s = self.is_held, None
         if not was_held or self.awaiting_since_s is None or self.drafter is None:
             return None
         return now_s - self.awaiting_since_s
 
     def preempt(self) -> None:
-        self.is_held = False
+        self.held_since_s = None
         self.awaiting_since_s = None
 
     # ---- proposals

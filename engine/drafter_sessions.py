@@ -142,6 +142,7 @@ class DrafterSessions:
                 stats.replied(max(0.0, arrived_s - sent_s))
                 stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
         if sequence.draft.offer(proposal):
+            stats.tally.drafted[len(proposal.token_ids)] += 1
             return sequence
         stats.num_stale += 1
         return None
@@ -179,11 +180,13 @@ class DrafterSessions:
         if self._num_held:
             for span in plan.spans:
                 draft = self._sequences[span.request_id].draft
+                if draft.held_since_s is not None and draft.drafter is not None:
+                    self._telemetry.drafter(draft.drafter).tally.hold_s.note(now_s - draft.held_since_s)
                 waited_s = draft.end_hold(now_s)
                 if waited_s is not None and draft.drafter is not None:
                     self._telemetry.drafter(draft.drafter).late(waited_s)
         for request_id in plan.held:
-            self._sequences[request_id].draft.hold()
+            self._sequences[request_id].draft.hold(now_s)
         self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
         self.set_budgets(plan.budgets)
 

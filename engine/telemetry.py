@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cluster import messages
+from cluster.histograms import Histogram
 from cluster.messages import LevelReport
 from cluster.slo import Attainment
 from cluster.types import Commit
@@ -15,6 +16,9 @@ from router.estimates.drafter_stats import DrafterStats, Judgement
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
+# Upper bounds of histograms.
+ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+OCTAVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 
 @dataclass(slots=True)
@@ -48,6 +52,9 @@ class Telemetry:
     attainment: Attainment = field(default_factory=Attainment)
     step_s: float | None = None
     tokens_per_s: float = 0.0
+    rounds_s: Histogram = field(default_factory=lambda: Histogram(ROUND_S))
+    rows: Histogram = field(default_factory=lambda: Histogram(OCTAVES))  # of a pass
+    batch: Histogram = field(default_factory=lambda: Histogram(OCTAVES))  # requests with a commit in a round
     _window_start_s: float | None = None
     _window_tokens: int = 0
     _committed_s: dict[str, float] = field(default_factory=dict)  # when each live request last committed
@@ -65,7 +72,10 @@ class Telemetry:
     def record(self, num_rows: int, commits: Sequence[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
         self.num_rows += num_rows
+        self.rows.note(num_rows)
+        self.batch.note(len(commits))
         self.step_s = ema(self.step_s, step_s)
+        self.rounds_s.note(step_s)
         num_tokens = sum([len(commit.token_ids) for commit in commits])
         self.num_committed += num_tokens
         self._window_tokens += num_tokens
@@ -74,6 +84,9 @@ class Telemetry:
                 stats = self.drafter(commit.drafter)
                 stats.num_proposed += commit.num_proposed
                 stats.num_accepted += commit.num_accepted
+                if commit.num_proposed:
+                    stats.tally.verified[commit.num_proposed] += 1
+                    stats.tally.accepted[commit.num_accepted] += 1
         if self._window_start_s is None:
             self._window_start_s, self._window_tokens = now_s, 0
         elif now_s - self._window_start_s >= 1.0:

@@ -46,6 +46,12 @@ class Resources(Section):
             raise ValueError(f"gpus must be a whole number, or a fraction below 1 to share one, got {self.gpus}")
         return self
 
+    @property
+    def reserved(self) -> tuple[float, float]:
+        """CPUs and GPUs; 0 where auto is not resolved."""
+        cpus, gpus = (0.0 if value == "auto" else float(value) for value in (self.cpus, self.gpus))
+        return cpus, gpus
+
     def check_device(self, device: Device) -> None:
         """Raises ValueError if the GPUs do not fit the device."""
         if device == "cpu" and self.gpus not in ("auto", 0):

@@ -1,10 +1,13 @@
 """The metrics of ``/metrics`` in one table, with the names that vLLM's dashboards use for them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.client import ClusterStatus, DrafterStatus, DraftingEffect, TargetStatus
+from cluster.drafting_counts import DraftingCounts
+from cluster.histograms import HistogramCounts
 from cluster.slo import SloCounts
 
 # Upper bounds in seconds. Metrics appends api.request_deadline_s (600 s by default) where it exceeds the last of them.
@@ -12,8 +15,12 @@ _CALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 
+# Draft lengths; 0 is a bucket of its own, and the last is cluster.types.MAX_DRAFT_LEN.
+_LENS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
+
 Kind = Literal["counter", "gauge", "histogram"]
 Reading = Iterable[tuple[tuple[str, ...], float]]  # label values, and the value
+Readings = Reading | Iterable[tuple[tuple[str, ...], HistogramCounts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class Metric:
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    read: Callable[[ClusterStatus], Reading] | None = None
+    read: Callable[[ClusterStatus], Readings] | None = None
     vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mean: bool = False
 
@@ -64,6 +71,50 @@ def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], 
         return [(labels, float(number)) for labels, number in values if number is not None]
 
     return Metric(f"drafter_{name}", kind, text, ("drafter",), read=read)
+
+
+def _target_histogram(name: str, text: str, value: Callable[[TargetStatus], HistogramCounts | None]) -> Metric:
+    def read(status: ClusterStatus) -> Readings:
+        counts = [((target.name,), value(target)) for target in status.targets]
+        return [(labels, one) for labels, one in counts if one is not None]
+
+    return Metric(f"target_{name}", "histogram", text, ("target",), read=read)
+
+
+def _drafts(name: str, text: str, value: Callable[[DraftingCounts], HistogramCounts]) -> Metric:
+    """A histogram of each drafter, over all targets."""
+
+    def read(status: ClusterStatus) -> Readings:
+        return [((drafter.name,), value(drafter.counts)) for drafter in status.drafters]
+
+    return Metric(f"drafter_{name}", "histogram", text, ("drafter",), read=read)
+
+
+def _at_positions(name: str, text: str, value: Callable[[DraftingCounts], Sequence[int]]) -> Metric:
+    def read(status: ClusterStatus) -> Reading:
+        for drafter in status.drafters:
+            for position, num in enumerate(value(drafter.counts)):
+                yield (drafter.name, str(position)), float(num)
+
+    return Metric(f"drafter_{name}", "counter", text, ("drafter", "position"), read=read)
+
+
+def _of_lens(counts: tuple[int, ...]) -> HistogramCounts:
+    """Of draft lengths from 0 on: bounds up to MAX_DRAFT_LEN, so that nothing lies above them."""
+    buckets, total = [0] * (len(_LENS) + 1), 0
+    for length, num in enumerate(counts):
+        buckets[bisect_left(_LENS, length)] += num
+        total += length * num
+    return HistogramCounts(_LENS, tuple(buckets), float(total))
+
+
+def _reserved(status: ClusterStatus) -> Reading:
+    for target in status.targets:
+        yield ("target", target.name, "cpu"), target.num_cpus
+        yield ("target", target.name, "gpu"), target.num_gpus
+    for drafter in status.drafters:
+        yield ("drafter", drafter.name, "cpu"), drafter.num_cpus
+        yield ("drafter", drafter.name, "gpu"), drafter.num_gpus
 
 
 def _memory(status: ClusterStatus) -> Reading:
@@ -240,6 +291,16 @@ METRICS = (
         "rejected_row_seconds", "Time that rejected draft tokens took in them, as predicted.", lambda one: one.rejected_s
     ),
     _target("step_seconds", "Moving average of the time of the target's round.", lambda t: t.step_ms / 1000),
+    _target_histogram("round_seconds", "Time of a round: mail, plan, pass and commits.", lambda t: t.rounds_s),
+    _target_histogram("pass_rows", "Rows of a pass: prompt tokens, committed tokens and drafts.", lambda t: t.rows),
+    _target_histogram("pass_requests", "Requests that got tokens in a round.", lambda t: t.batch),
+    Metric(
+        "reserved_resources",
+        "gauge",
+        "CPUs and GPUs reserved for a target or for one replica of a drafter; prices make them costs.",
+        ("role", "process", "resource"),
+        read=_reserved,
+    ),
     # Drafters.
     _drafter("ready", "gauge", "1 if the drafter is ready, else 0.", lambda d: d.state == "ready"),
     _drafter("requests", "gauge", "Requests that the drafter drafts for.", lambda d: d.num_requests),
@@ -264,4 +325,30 @@ METRICS = (
         "Moving average of the drafter's reply time.",
         lambda d: None if d.reply_ms is None else d.reply_ms / 1000,
     ),
+    _drafter(
+        "acceptance_ratio",
+        "gauge",
+        "Moving average of the probability that a draft token is right if those before it are, from 0 to 1.",
+        lambda d: d.counts.acceptance,
+    ),
+    _drafts("drafted_length", "Tokens of proposals that came in time.", lambda one: _of_lens(one.drafted)),
+    _drafts("verified_length", "Tokens of a draft that a pass verified.", lambda one: _of_lens(one.verified)),
+    _drafts(
+        "accepted_length",
+        "Tokens accepted of a draft that was verified, bonus excluded.",
+        lambda one: _of_lens(one.accepted),
+    ),
+    _at_positions(
+        "position_verified", "Draft tokens verified, by position in the draft from 0.", lambda one: one.verified_at
+    ),
+    _at_positions(
+        "position_accepted", "Draft tokens accepted, by position in the draft from 0.", lambda one: one.accepted_at
+    ),
+    _drafts("hold_seconds", "Waits of requests for a proposal of the drafter.", lambda one: one.hold_s),
+    _drafter("holds_expired", "counter", "Waits that ended before the proposal came.", lambda d: d.counts.num_late),
+    _drafts("reply_time_seconds", "Time from a commit to the arrival of its proposal.", lambda one: one.reply_s),
+    _drafts("batch_seconds", "Time to draft a batch, as the drafter measures it.", lambda one: one.batch_s),
+    _drafter("stale", "counter", "Proposals that came too late to be verified.", lambda d: d.counts.num_stale),
+    _drafter("resyncs", "counter", "Sessions that the drafter asked for anew.", lambda d: d.counts.num_resyncs),
+    _drafter("unsound", "counter", "Messages of the drafter with invalid parts.", lambda d: d.num_unsound),
 )

@@ -5,16 +5,22 @@ from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from cluster.client import ClusterStatus
+from cluster.histograms import HistogramCounts
 from cluster.slo import OTHER, SloCounts
 from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
-from deploy.api.metric_table import METRICS, Metric, objective_counts
+from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
 
+_FAMILIES: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 _OWN: dict[str, Any] = {"namespace": "outrider", "registry": None}
 
 
@@ -146,11 +152,20 @@ class _Exported(Collector):
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
                 yield family
         elif self.status is not None:
-            kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-            family = kind(f"outrider_{row.name}", row.text, labels=row.labels)
-            for labels, value in row.read(self.status):
-                family.add_metric(labels, value)
-            yield family
+            yield _read(row, row.read(self.status))
+
+
+def _read(row: Metric, readings: Readings) -> Family:
+    """The family of a row that is read from the status."""
+    family: Any = _FAMILIES[row.kind](f"outrider_{row.name}", row.text, labels=row.labels)
+    for labels, value in readings:
+        if isinstance(value, HistogramCounts):
+            bounds = [*map(str, value.bounds), "+Inf"]
+            family.add_metric(labels, list(zip(bounds, value.cumulative(), strict=True)), value.total)
+        else:
+            family.add_metric(labels, value)
+    made: Family = family
+    return made
 
 
 def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model: str) -> Family:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.drafting_counts import DraftingCounts, DraftingTally
 from cluster.fast_dataclass import record
 from router.estimates.decayed import SMOOTHING, ema
 from router.estimates.draft_times import DraftTimes
@@ -54,6 +55,13 @@ class DrafterStats:
     latest_draft_s: float | None = None
     times: DraftTimes = field(default_factory=DraftTimes)  # as its process measures them
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
+    tally: DraftingTally = field(default_factory=DraftingTally)
+    num_judged: int = 0
+
+    def counts(self) -> DraftingCounts:
+        """For metrics; from any thread."""
+        acceptance = self.acceptance if self.num_judged else None
+        return self.tally.counts(self.num_stale, self.num_late, self.num_resyncs, acceptance)
 
     @property
     def view(self) -> DrafterView:
@@ -70,6 +78,7 @@ class DrafterStats:
         """A batch of drafts for so many requests took ``draft_s``. ``lens``: of the proposals to this target."""
         self.times.add(num_requests, draft_s)
         self.latest_draft_s = draft_s
+        self.tally.batch_s.note(draft_s)
         if lens:
             self.draft_len = ema(self.draft_len or None, sum(lens) / len(lens))
 
@@ -86,6 +95,7 @@ class DrafterStats:
             transit_s = max(0.0, reply_s - self.latest_draft_s)
             known = transit_s if self.transit_s is None else self.transit_s
             self.transit_s = min(transit_s, ema(known, transit_s, _TRANSIT_WEIGHT))
+        self.tally.reply_s.note(reply_s)
 
     def awaited(self, was_awaited: bool) -> None:
         """Whether the target had nothing to compute when a proposal came."""
@@ -107,6 +117,7 @@ class DrafterStats:
         recover."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
         num_right, num_judged = judgement.num_right, judgement.num_judged
+        self.num_judged += 1
         self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** num_right
         if num_right < num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)

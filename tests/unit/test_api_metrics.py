@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.client import ClusterStatus, TargetStatus
+from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
+from cluster.histograms import Histogram
 from cluster.types import Commit, FinishReason, Prefill, Request
 from deploy.api.metric_table import METRICS
 from deploy.api.metrics import Metrics
@@ -175,5 +177,47 @@ async def test_names_help_and_buckets_follow_prometheus_rules() -> None:
             assert not name.endswith("_created"), line
     assert "gauge" in kinds.values()
     for row in METRICS:
-        if row.kind == "histogram" and row.name.endswith("_seconds"):
+        if row.kind == "histogram" and row.read is None and row.name.endswith("_seconds"):
             assert max(row.buckets) >= 600
+
+
+def test_what_targets_count_of_drafters_is_exported_by_drafter_and_position() -> None:
+    tally = DraftingTally()
+    for num_verified, num_accepted in ((3, 3), (3, 1), (1, 0)):
+        tally.verified[num_verified] += 1
+        tally.accepted[num_accepted] += 1
+    tally.drafted[5] += 1
+    for hold_s in (0.0002, 0.004, 30.0):
+        tally.hold_s.note(hold_s)
+    here, there = tally.counts(4, 1, 2, 0.75), tally.counts(0, 0, 0, None)
+    drafter = DrafterStatus("small", "model", "ready", 0, 7, 4, None, counts=merged([here, there]), num_cpus=2.0)
+    rounds = Histogram((0.01, 0.1))
+    rounds.note(0.01)
+    rounds.note(0.5)
+    target = TargetStatus("target-0", "ready", 0, 0, 9, 9, 0.0, 1.0, rounds_s=rounds.snapshot(), num_gpus=4.0)
+    series = parsed(Metrics(600.0).render(ClusterStatus("m", "fixed", 1, (target,), (drafter,))).decode())
+    small = {"drafter": "small"}
+    for name, expected in (("position_verified", [6, 4, 4]), ("position_accepted", [4, 2, 2])):
+        found = [value(series, f"outrider_drafter_{name}_total", position=str(i), **small) for i in range(3)]
+        assert found == expected
+        assert ("outrider_drafter_" + name + "_total", frozenset({**small, "position": "3"}.items())) not in series
+    for name, num, total in (("drafted", 2, 10), ("verified", 6, 14), ("accepted", 6, 8)):
+        assert value(series, f"outrider_drafter_{name}_length_count", **small) == num
+        assert value(series, f"outrider_drafter_{name}_length_sum", **small) == total
+        assert value(series, f"outrider_drafter_{name}_length_bucket", le="64.0", **small) == num
+    assert value(series, "outrider_drafter_accepted_length_bucket", le="0.0", **small) == 2
+    assert value(series, "outrider_drafter_accepted_length_bucket", le="1.0", **small) == 4
+    assert value(series, "outrider_drafter_hold_seconds_bucket", le="0.005", **small) == 4
+    assert value(series, "outrider_drafter_hold_seconds_bucket", le="+Inf", **small) == 6
+    assert value(series, "outrider_drafter_hold_seconds_sum", **small) == pytest.approx(60.0084)
+    assert value(series, "outrider_drafter_acceptance_ratio", **small) == 0.75
+    assert value(series, "outrider_drafter_stale_total", **small) == 4
+    assert value(series, "outrider_target_round_seconds_bucket", le="0.01", target="target-0") == 1
+    assert value(series, "outrider_target_round_seconds_count", target="target-0") == 2
+    assert value(series, "outrider_reserved_resources", role="target", process="target-0", resource="gpu") == 4
+    assert value(series, "outrider_reserved_resources", role="drafter", process="small", resource="cpu") == 2
+
+
+def test_histograms_of_other_bounds_are_not_added() -> None:
+    with pytest.raises(ValueError, match="cannot be added"):
+        Histogram((1.0,)).snapshot().plus(Histogram((2.0,)).snapshot())

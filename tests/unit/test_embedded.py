@@ -58,6 +58,24 @@ def test_many_requests_at_once_get_the_plain_tokens(cluster: EmbeddedCluster) ->
     assert all(c.commits[-1].finish is FinishReason.LENGTH for c in completions)
 
 
+def test_the_round_counts_what_becomes_of_drafts(cluster: EmbeddedCluster) -> None:
+    """The counts by length and position agree with the totals."""
+    cluster.complete([request(i, max_tokens=40) for i in range(8)])
+    telemetry = cluster.loop.telemetry
+    for name in ("a", "b"):
+        stats = telemetry.drafter(name)
+        counts = stats.counts()
+        assert sum(counts.verified_at) == stats.num_proposed > 0
+        assert sum(counts.accepted_at) == stats.num_accepted > 0
+        assert sum(counts.verified) == sum(counts.accepted)
+        assert sum(counts.drafted) > 0
+        assert sum(counts.reply_s.counts) > 0
+        assert counts.acceptance is not None
+    rounds, rows, batch = telemetry.rounds_s.snapshot(), telemetry.rows.snapshot(), telemetry.batch.snapshot()
+    assert sum(rounds.counts) == sum(rows.counts) == sum(batch.counts) == telemetry.num_passes
+    assert rows.total == telemetry.num_rows
+
+
 def test_a_killed_drafter_changes_no_token_and_its_successor_drafts_again(cluster: EmbeddedCluster) -> None:
     requests = [request(i, max_tokens=60) for i in range(8)]
     killed: list[str] = []
