@@ -70,7 +70,9 @@ def bench(
 
 
 def simulate(
-    scenario: Annotated[str, typer.Argument(help="spin, spin-varied, specrouter, a100-70b, h100-32b, h100-405b, or a file")],
+    scenario: Annotated[
+        str, typer.Argument(help="spin, spin-varied, specrouter, autoscale, a100-70b, h100-32b, h100-405b, or a file")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="a shorter run")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="output file of the picture; default: outrider-SCENARIO.png")

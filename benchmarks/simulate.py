@@ -6,12 +6,19 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.report import BenchResult, Expectation, Table, failures, print_result, write_json
-from benchmarks.studies import specrouter, spin, spin_varied
+from benchmarks.studies import autoscale, specrouter, spin, spin_varied
 from cluster.errors import InvalidField
 from deploy.console import table_console
 from simulator import serving
 from simulator.plots import plot
-from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, SpinVariations, read_scenario
+from simulator.scenario import (
+    AutoscaleScenario,
+    ServingScenario,
+    SpecRouterScenario,
+    SpinScenario,
+    SpinVariations,
+    read_scenario,
+)
 from simulator.study import Study
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -95,6 +102,9 @@ def simulated(path: Path, console: Console, quick: bool, data: Path | None = Non
         case SpecRouterScenario():
             small = {"least_requests": 8, "horizon_s": min(10.0, scenario.horizon_s)}
             return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)
+        case AutoscaleScenario():
+            small = {"fleets": scenario.fleets[:1], "week_fleets": scenario.week_fleets[:1]}
+            return autoscale.run(scenario.model_copy(update=small) if quick else scenario, said, data, quick)
         case ServingScenario():
             small = {"duration_s": min(30.0, scenario.duration_s)}
             scenario = scenario.with_data(data)

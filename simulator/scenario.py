@@ -225,12 +225,52 @@ class ServingScenario(_Pool):
         return self.model_copy(update={"trace": folder / self.recorded.file, "requests_per_s": self.recorded.times})
 
 
-AnyScenario = SpinScenario | SpinVariations | SpecRouterScenario | ServingScenario
+class ScalingDrafter(Section):
+    """A drafter outside of the targets, one replica on a GPU of its own."""
+
+    shape: Shape
+    device: str
+    acceptance: Annotated[float, Field(ge=0, lt=1)]  # of a draft token, given that those before it were accepted
+    max_draft_len: Annotated[int, Field(ge=1, le=8)] = 6
+    capacity: Count = 64
+
+
+class AutoscaleScenario(Section):
+    """Fleets that grow and shrink, by several policies, under traces that are scaled to their size."""
+
+    study: Literal["autoscale"]
+    devices: Mapping[str, Device]
+    target: TargetModel
+    max_num_sequences: Count = 256
+    drafters: Mapping[Name, ScalingDrafter] = {}
+    ttft_ms: Positive
+    tpot_ms: Positive
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99  # goal: share of requests that meet both objectives
+    target_start_s: Seconds
+    drafter_start_s: Seconds
+    min_targets: Count = 1
+    fleets: Annotated[tuple[Count, ...], Field(min_length=1)]  # GPUs
+    week_fleets: Annotated[tuple[Count, ...], Field(min_length=1)]  # of the rates of ten minutes
+    peak_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of a fleet that suffices for the whole trace, always on
+    warm_up_s: Seconds = 600.0  # at the start of every trace, of which nothing counts
+    dollars_per_gpu_hour: Positive = 2.5
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for device in (self.target.device, *(drafter.device for drafter in self.drafters.values())):
+            if device not in self.devices:
+                raise ValueError(f"device {device!r} is not among devices ({', '.join(self.devices)})")
+        return self
+
+
+AnyScenario = SpinScenario | SpinVariations | SpecRouterScenario | ServingScenario | AutoscaleScenario
 STUDIES: Mapping[str, type[AnyScenario]] = {
     "spin": SpinScenario,
     "spin-varied": SpinVariations,
     "specrouter": SpecRouterScenario,
     "serving": ServingScenario,
+    "autoscale": AutoscaleScenario,
 }
 
 
@@ -239,7 +279,7 @@ class _Kind(Section):
 
     model_config = ConfigDict(extra="ignore")
 
-    study: Literal["spin", "spin-varied", "specrouter", "serving"]
+    study: Literal["spin", "spin-varied", "specrouter", "serving", "autoscale"]
 
 
 def read_scenario(path: Path) -> AnyScenario:

@@ -1,0 +1,1 @@
+"""How many replicas of the target and of each drafter there shall be."""

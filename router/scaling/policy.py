@@ -1,0 +1,187 @@
+"""Decides the numbers of targets and of each drafter together, every PLAN_S.
+
+1. The demand says how many targets are needed now (`demand.py`), the forecast how many to have ready (`forecast.py`), both
+   for targets without drafts.
+2. Drafters that are ready make a target serve more, so fewer targets do. A drafter is wanted where the targets that it saves
+   take more GPUs than it does, or while GPUs are paid that nothing else uses.
+3. Targets go first: where GPUs are short, drafters give theirs up before requests are refused. Targets that drafters replace
+   end only when those drafters are ready, and drafters end only when the targets that they replaced are.
+
+Costs are GPUs, so that the plan is the cheapest per million tokens of those that meet the objectives.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from router.scaling.demand import Demand
+from router.scaling.forecast import Forecast
+from router.scaling.report import FleetReport, FleetSize
+from router.scaling.service_rates import Objectives, ServiceRates
+
+PERIOD_S = 1.0  # between reports
+PLAN_S = 5.0  # between plans; the greatest need within it counts
+BUDGET_SHARE = 0.5  # of the requests that may miss their objectives, those that may for want of replicas
+HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
+RUNNING_S = 40.0  # over which the most that ran, and that was wanted, counts for drafters
+DRAFTER_HEADROOM = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLimits:
+    """``num_reserved_gpus``: paid whether they are used or not."""
+
+    max_gpus: float
+    min_targets: int = 1
+    num_reserved_gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Seconds from the decision to the first request."""
+
+    target_s: float
+    drafter_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    num_targets: int
+    num_drafters: Mapping[str, int]
+    num_gpus: float
+    served: float = 1.0  # share of the demand for which there are GPUs
+
+    @property
+    def cost(self) -> float:
+        """GPUs, as many as would be paid if there were enough for the whole demand."""
+        return self.num_gpus / max(self.served, 1e-9)
+
+
+class FleetScaler:
+    """Fed with a report every ``period_s``.
+
+    Args:
+        attainment: share of requests that shall meet their objectives.
+    """
+
+    period_s = PERIOD_S
+
+    def __init__(
+        self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start: StartTimes, attainment: float = 0.99
+    ) -> None:
+        self._rates, self._objectives, self._limits = rates, objectives, limits
+        self._demand = Demand(rates, objectives)
+        self._forecast = Forecast(start.target_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment))
+        self._running: deque[float] = deque(maxlen=round(RUNNING_S / PLAN_S))
+        self._drafting: tuple[str, ...] = ()
+        self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(RUNNING_S / PLAN_S))
+        self._need = self._num_arrived = self._num_missed = self._plan_s = 0.0
+        self._size: FleetSize | None = None
+
+    def decide(self, report: FleetReport) -> FleetSize:
+        self._need = max(self._need, self._demand.need(report))
+        self._num_arrived += report.num_arrived
+        self._num_missed += report.num_missed
+        if self._size is not None and report.now_s < self._plan_s:
+            return self._size
+        self._plan_s = report.now_s + PLAN_S
+        need, self._need = self._need, 0.0
+        capacity = self._forecast.add(report.now_s, need, self._num_arrived, self._num_missed)
+        self._num_arrived = self._num_missed = 0.0
+        if not self._forecast.is_ready:
+            capacity = max(capacity, float(report.targets.num_wanted))
+        self._running.append(report.num_running)
+        self._size = self._decide(report, need, capacity)
+        return self._size
+
+    def _decide(self, report: FleetReport, need: float, capacity: float) -> FleetSize:
+        plan = self._best(report, capacity)
+        self._wanted.append(plan.num_drafters)
+        # A drafter stays for a while: what starting it costs is not paid for gains of seconds.
+        wanted = {name: max(one.get(name, 0) for one in self._wanted) for name in self._rates.drafters}
+        ready = {name: drafters.num_ready for name, drafters in report.drafters.items()}
+        if report.targets.num_ready < self._targets(report, capacity, wanted):
+            wanted = {name: max(num, ready.get(name, 0)) for name, num in wanted.items()}  # they end when targets are ready
+        drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
+        num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
+        num_targets = min(num_targets, self._most_targets(plan))
+        return FleetSize(num_targets, self._fitting(wanted, num_targets), self._reason(need, capacity))
+
+    def _best(self, report: FleetReport, capacity: float) -> _Plan:
+        """The cheapest plan, drafters added one after the other while that saves GPUs."""
+        chosen: tuple[str, ...] = ()
+        plans = {chosen: self._plan(report, capacity, chosen)}
+        names = list(self._rates.drafters)
+        while True:
+            more = [(*chosen, name) for name in names if name not in chosen]
+            for one in more:
+                plans[one] = self._plan(report, capacity, one)
+            cheapest = min(more, key=lambda one: plans[one].cost, default=chosen)
+            if plans[cheapest].cost >= plans[chosen].cost:
+                break
+            chosen = cheapest
+        current = tuple(name for name in self._drafting if name in names)
+        if set(current) != set(chosen):
+            plans[current] = self._plan(report, capacity, current)
+            if plans[chosen].cost > (1.0 - HYSTERESIS) * plans[current].cost:
+                chosen = current
+        self._drafting = chosen
+        return plans[chosen]
+
+    def _plan(self, report: FleetReport, capacity: float, drafting: tuple[str, ...]) -> _Plan:
+        sizes = self._rates.drafters
+        num_running = DRAFTER_HEADROOM * max(self._running)
+        drafters = {name: max(1, ceil(num_running * sizes[name].share / sizes[name].capacity)) for name in drafting}
+        num_targets = max(self._limits.min_targets, self._targets(report, capacity, drafters))
+        num_gpus = num_targets * self._rates.target.num_gpus
+        extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
+        served = 1.0
+        if num_gpus + extra > self._limits.max_gpus:
+            fits = max(0, int((self._limits.max_gpus - extra) / self._rates.target.num_gpus))
+            served, num_targets = fits / num_targets, fits
+            num_gpus = num_targets * self._rates.target.num_gpus
+        num_gpus += extra
+        return _Plan(num_targets, drafters, max(num_gpus, self._limits.num_reserved_gpus), served)
+
+    def _targets(self, report: FleetReport, capacity: float, drafters: Mapping[str, int]) -> int:
+        """That suffice beside these drafters for what ``capacity`` targets would serve without any."""
+        plain = self._demand.service(report.now_s)
+        shares = self._rates.shares(drafters, max(self._running))
+        if not any(shares.values()):
+            return ceil(capacity - 1e-9)
+        drafted = self._demand.service(report.now_s, shares)
+        return ceil(capacity * plain.requests_per_s / drafted.requests_per_s - 1e-9)
+
+    def _most_targets(self, plan: _Plan) -> int:
+        """Within the GPUs. Where they are short, drafters of the plan keep theirs: it serves more with them than without."""
+        held = sum(num * self._rates.drafters[name].num_gpus for name, num in plan.num_drafters.items())
+        return max(1, int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9))
+
+    def _fitting(self, drafters: Mapping[str, int], num_targets: int) -> dict[str, int]:
+        """As many as GPUs are left for; and on reserved GPUs that are idle, drafters that are not in the plan."""
+        sizes, used = self._rates.drafters, num_targets * self._rates.target.num_gpus
+        fitting = {}
+        for name in sizes:
+            left = self._limits.max_gpus - used
+            fitting[name] = max(0, min(drafters.get(name, 0), int(left / sizes[name].num_gpus + 1e-9)))
+            used += fitting[name] * sizes[name].num_gpus
+        num_running = max(self._running)
+        for name, size in sizes.items():
+            idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)
+            useful = ceil(num_running * size.share / size.capacity) - fitting[name]
+            if min(idle, useful) > 0 and self._speeds_up(name):
+                fitting[name] += min(idle, useful)
+                used += min(idle, useful) * size.num_gpus
+        return fitting
+
+    def _speeds_up(self, name: str) -> bool:
+        """Whether tokens come faster with this drafter than without, at the load of a full target."""
+        service = self._demand.service(self._plan_s)
+        context = service.batch * self._demand.workload.prompt_len
+        plain = self._rates.plain_tokens_per_s(service.batch, context)
+        return self._rates.drafted_tokens_per_s(name, service.batch, context) > plain
+
+    def _reason(self, need: float, capacity: float) -> str:
+        drafting = ", ".join(self._drafting) or "none"
+        return f"need {need:.1f}, to have {capacity:.1f}: {self._forecast.expert}; drafting: {drafting}"
