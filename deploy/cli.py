@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from cluster.errors import InvalidField, OutriderError
 from deploy.k8s.cli import commands as k8s
+from deploy.metrics_command import commands as metrics
 
 if TYPE_CHECKING:
     from cluster.config import Config
@@ -223,6 +224,7 @@ def train(
 
 _add_laboratory()
 app.add_typer(k8s, name="k8s")
+app.add_typer(metrics, name="metrics")
 
 
 models = typer.Typer(help="List and prepare the embedded models.", invoke_without_command=True)

@@ -51,6 +51,7 @@ class Call:
     choices: Sequence[Choice]
     writer: AnswerWriter
     stream: bool
+    domain: str  # for metrics
 
     @property
     def arrival_s(self) -> float:
@@ -104,6 +105,7 @@ class CallResponse(Response):
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
+                self._metrics.record_domain(self._call.domain, choice.counts)
                 self._timelines.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))

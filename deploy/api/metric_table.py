@@ -224,6 +224,12 @@ METRICS = (
         "Time from the start of a choice's first pass to its last token.",
         "request_inference_time_seconds",
     ),
+    _counter(
+        "domain_tokens_verified",
+        "Draft tokens verified, by the domain of the call: metadata.domain, else the form of the call.",
+        labels=("drafter", "domain"),
+    ),
+    _counter("domain_tokens_accepted", "Draft tokens accepted, by the domain of the call.", labels=("drafter", "domain")),
     # Service-level objectives.
     Metric(
         "slo_objectives",

@@ -14,8 +14,10 @@ from cluster.histograms import HistogramCounts
 from cluster.slo import OTHER, SloCounts
 from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
+from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
 
+MAX_DOMAINS = 32
 _FAMILIES: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -39,6 +41,7 @@ class Metrics:
         self.queued = self._gauges["requests_queued"]
         self.prompt_tokens = self._counters["prompt_tokens"]
         self.queue_s = self._histograms["queue_seconds"]
+        self._domains: set[str] = set()
         # Cached, because looking up a labelled counter is slow.
         self._labelled = cache(lambda name, label: self._counters[name].labels(label))
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
@@ -101,6 +104,16 @@ class Metrics:
             self._histograms["slo_tpot_seconds"].labels(slo.name).observe(tpot_s)
         for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)):
             self._counters["slo_objectives"].labels(*labels).inc(num)
+
+    def record_domain(self, domain: str, counts: DraftingCounts) -> None:
+        """Counts the drafts of a choice that ended. Domains beyond MAX_DOMAINS are counted as OTHER."""
+        if domain not in self._domains:
+            if len(self._domains) >= MAX_DOMAINS:
+                domain = OTHER
+            self._domains.add(domain)
+        for drafter, one in counts.by_drafter.items():
+            self._counters["domain_tokens_verified"].labels(drafter, domain).inc(one.num_proposed)
+            self._counters["domain_tokens_accepted"].labels(drafter, domain).inc(one.num_accepted)
 
     def record_shed(self, choices: Iterable[Choice]) -> None:
         """Counts the choices of a call that was refused because an objective could not be met."""

@@ -1,6 +1,7 @@
 """Converts the fields of a call into requests to the cluster."""
 
 import hashlib
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _UNCHANGED = {
     *("temperature", "top_k", "top_p", "min_p", "min_tokens", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 }
+
+_DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,16 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
             raise bad_request("drafting", message)
     _check_chain(chain, drafters)
     return chain
+
+
+def domain_of(fields: GenerationFields, kind: str, is_structured: bool) -> str:
+    """``metadata.domain`` of the call if it is a plain name, else the form of the call: tools, structured, chat or text."""
+    named = (fields.metadata or {}).get("domain", "")
+    if _DOMAIN.fullmatch(named):
+        return named
+    if getattr(fields, "tools", None):
+        return "tools"
+    return "structured" if is_structured else "chat" if kind.startswith("chat") else "text"
 
 
 def parse_slo(slo: str | Objectives | None, config: SloConfig) -> Slo:

@@ -37,6 +37,7 @@ from deploy.api.params import (
     check_call,
     check_model,
     check_prompt,
+    domain_of,
     make_requests,
     max_prompt_tokens,
     parse_drafting,
@@ -283,6 +284,7 @@ class Service:
             choices=choices,
             writer=writer,
             stream=stream,
+            domain=domain_of(fields, form.kind, asked is not None),
         )
         timelines = self.dashboard.timelines
         return CallResponse(call, self._client, self._admission, self.metrics, timelines, self._settings)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,8 +13,10 @@ from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
 from cluster.histograms import Histogram
 from cluster.types import Commit, FinishReason, Prefill, Request
+from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS
-from deploy.api.metrics import Metrics
+from deploy.api.metrics import MAX_DOMAINS, Metrics
+from deploy.metrics_command import page
 from tests.support.api import chat_body, finishing, serving, token_ids
 from tests.support.scripted import Step
 
@@ -221,3 +224,33 @@ def test_what_targets_count_of_drafters_is_exported_by_drafter_and_position() ->
 def test_histograms_of_other_bounds_are_not_added() -> None:
     with pytest.raises(ValueError, match="cannot be added"):
         Histogram((1.0,)).snapshot().plus(Histogram((2.0,)).snapshot())
+
+
+async def test_acceptance_is_counted_by_domain() -> None:
+    async with serving(drafting) as (http, _):
+        await http.post(CHAT, json=chat_body(max_tokens=9))
+        await http.post(CHAT, json=chat_body(max_tokens=9, metadata={"domain": "code"}))
+        await http.post(CHAT, json=chat_body(max_tokens=9, metadata={"domain": 'no "name"'}))
+        await http.post("/v1/responses", json={"model": "scripted", "input": "it?", "metadata": {"domain": "sql"}})
+        await http.post("/v1/completions", json={"model": "scripted", "prompt": "the", "max_tokens": 9})
+        series = parsed((await http.get("/metrics")).text)
+    for domain, num_calls in (("chat", 2), ("code", 1), ("sql", 1), ("text", 1)):
+        for drafter, num_verified, num_accepted in (("ngram", 4, 2), ("small", 2, 0)):
+            labels = {"drafter": drafter, "domain": domain}
+            assert value(series, "outrider_domain_tokens_verified_total", **labels) == num_calls * num_verified
+            assert value(series, "outrider_domain_tokens_accepted_total", **labels) == num_calls * num_accepted
+
+
+def test_clients_cannot_make_any_number_of_series() -> None:
+    metrics, counts = Metrics(600.0), DraftingCounts()
+    counts.record(Commit("r", 5, (1, 2), 4, 1, "ngram"), 2)
+    for i in range(3 * MAX_DOMAINS):
+        metrics.record_domain(f"d{i}", counts)
+    series = parsed(metrics.render(None).decode())
+    domains = {dict(labels)["domain"] for name, labels in series if name == "outrider_domain_tokens_verified_total"}
+    assert domains == {"other", *(f"d{i}" for i in range(MAX_DOMAINS))}
+
+
+def test_the_page_lists_every_metric() -> None:
+    same = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text() == page()
+    assert same, "run: outrider metrics list >docs/metrics.md"

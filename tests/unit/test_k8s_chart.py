@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.api.metric_table import METRICS
-from deploy.k8s.dashboard import dashboard
+from deploy.grafana import dashboard
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_templates, problems, render, typos
 
@@ -250,7 +250,7 @@ def test_the_application_has_the_deployments_that_the_chart_configures(tmp_path:
 
 def test_the_dashboard_is_the_one_that_the_metrics_make() -> None:
     same = (CHART / "dashboards" / "outrider.json").read_text() == dashboard()
-    assert same, "run: python -m deploy.k8s.dashboard >k8s/chart/dashboards/outrider.json"
+    assert same, "run: outrider metrics dashboard >k8s/chart/dashboards/outrider.json"
 
 
 def exported() -> set[str]:
@@ -263,6 +263,11 @@ def alerts() -> list[dict[str, str]]:
     return list(yaml.safe_load((CHART / "rules" / "alerts.yaml").read_text())["alerts"])
 
 
+def with_variables(query: str) -> str:
+    """As Grafana fills them in."""
+    return query.replace("$__rate_interval", "5m").replace("$gpu_hour", "2.5").replace("$cpu_hour", "0.04")
+
+
 def unknown_series(query: str) -> set[str]:
     """Raises ValueError: the query is no PromQL."""
     return set(re.findall(r"outrider_\w+", promql_parser.parse(query).prettify())) - exported()
@@ -272,7 +277,7 @@ def test_queries_name_metrics_that_exist() -> None:
     panels = json.loads(dashboard())["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(queries) > len(METRICS)
-    for query in [*(query.replace("$__rate_interval", "5m") for query in queries), *(alert["expr"] for alert in alerts())]:
+    for query in [*(with_variables(query) for query in queries), *(alert["expr"] for alert in alerts())]:
         assert unknown_series(query) == set()
 
 
