@@ -3,12 +3,13 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from cluster.config import Config, DrafterConfig, FileStateConfig, RedisStateConfig, Resources, SuffixOptions
+from cluster.config import Config, DrafterConfig, FileStateConfig, RedisStateConfig, Resources, Section, SuffixOptions
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
@@ -48,12 +49,14 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
     groups = dict(_drafter_groups(config))
     if "gateway" in groups:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
-    values: dict[str, Any] = {"modelSpec": {"config": config.model_dump(mode="json")}, "worker": _target_group(config)}
+    values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config)}
     values["additionalWorkerGroups"] = groups
     if options.models_claim:
         values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}
     if secrets := _secrets(config, options.secret):
         values["secrets"] = secrets
+    if isinstance(config.cluster.state, RedisStateConfig):
+        values["gcsFaultTolerance"] = _on_redis(config.cluster.state, secrets)
     if options.image is not None:
         repository, colon, tag = options.image.rpartition(":")
         values["image"] = (
@@ -84,6 +87,19 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
             "cluster": config.cluster.model_copy(update={"ray_address": None, "token_file": token, "state": state}),
         }
     )
+
+
+def _plain(value: Any) -> Any:
+    """A section as data, without defaults. The pool is always given, since a file without one gets that of its model."""
+    if isinstance(value, Section):
+        fields = {name: (getattr(value, name), field.get_default()) for name, field in type(value).model_fields.items()}
+        given = {name: now for name, (now, default) in fields.items() if now != default or name in ("kind", "drafters")}
+        return {name: _plain(now) for name, now in given.items()}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def _placed(drafter: DrafterConfig) -> DrafterConfig:
@@ -216,6 +232,16 @@ def _secrets(config: Config, name: str) -> dict[str, Any]:
         "linkToken": (config.cluster.token_file, "link-token"),
     }
     return {key: {"name": name, "key": file} for key, (path, file) in used.items() if path}
+
+
+def _on_redis(state: RedisStateConfig, secrets: dict[str, Any]) -> dict[str, Any]:
+    """Fault tolerance of Ray's GCS on the Redis of the state store."""
+    parts = urlsplit(state.url)
+    if parts.scheme == "unix":
+        raise InvalidField("cluster.state.url", state.url, "must be redis:// or rediss://: pods share no sockets")
+    address = f"{parts.scheme}://" if parts.scheme == "rediss" else ""
+    found: dict[str, Any] = {"enabled": True, "redisAddress": f"{address}{parts.hostname}:{parts.port or 6379}"}
+    return found | ({"redisPassword": secrets["redisPassword"]} if "redisPassword" in secrets else {})
 
 
 def manifest(values: dict[str, Any], release: str) -> str:

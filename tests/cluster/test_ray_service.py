@@ -19,7 +19,7 @@ from cluster.config import Config
 from deploy import haproxy
 from deploy.k8s.render import Options, values_for
 from deploy.local_ray import free_port
-from tests.support.manifests import ROOT, only, pod_templates, render
+from tests.support.manifests import ROOT, only, pod_templates, render, served_file
 from tests.support.settings import small_config
 from tests.support.waiting import DEADLINE_S, eventually
 
@@ -83,7 +83,7 @@ def url(manifest: dict[str, Any], nodes: Cluster, tmp_path_factory: pytest.TempP
     serve_config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     (application,) = serve_config["applications"]
     mounted = folder / "config.yaml"
-    mounted.write_text(pod_templates(manifest)[0]["metadata"]["annotations"]["outrider/config"])
+    mounted.write_text(served_file(manifest))
     application["args"] = {"config_file": str(mounted)}
     serve_config["http_options"] = {"host": "127.0.0.1", "port": (port := free_port())}
     (folder / "serve.yaml").write_text(yaml.safe_dump(serve_config))

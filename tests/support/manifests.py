@@ -104,11 +104,19 @@ def serve_problems(manifest: Manifest) -> list[str]:
             return [f"serveConfigV2: unknown {', '.join(unknown)}"]
         for application in schema.applications:
             Arguments.model_validate(application.args)
-        for template in pod_templates(manifest):
-            parse(template["metadata"]["annotations"]["outrider/config"], Config, "the annotation outrider/config")
+        parse(served_file(manifest), Config, "the annotation outrider/config")
     except (ValueError, KeyError) as error:  # of pydantic, and of the file
         return [f"serveConfigV2: {error}"]
     return []
+
+
+def served_file(ray_service: Manifest) -> str:
+    """The file of `outrider serve`, which the gateway's pods hold."""
+    annotated = [
+        template["metadata"].get("annotations", {}).get("outrider/config") for template in pod_templates(ray_service)
+    ]
+    (text,) = [text for text in annotated if text is not None]
+    return str(text)
 
 
 def _unknown(model: Any, written: Any) -> Iterator[str]:

@@ -237,6 +237,9 @@ def test_the_application_has_the_deployments_that_the_chart_configures(tmp_path:
     (application,) = yaml.safe_load(only(render(), "RayService")["spec"]["serveConfigV2"])["applications"]
     (tmp_path / "config.yaml").write_text("drafters: []")
     built = app(Arguments(config_file=tmp_path / "config.yaml"))
+    selectors = [deployment["ray_actor_options"]["label_selector"] for deployment in application["deployments"]]
+    # Ray builds the application on the nodes that all of its deployments select: there the file is mounted.
+    assert selectors == [{"outrider/pool": "gateway"}] * len(selectors)
     names, pending = set(), [built]
     while pending:
         one = pending.pop()

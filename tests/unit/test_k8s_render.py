@@ -13,7 +13,7 @@ from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
 from cluster.resolve import resolve
 from deploy.cli import app
-from deploy.k8s.render import GPU, Options, values_for
+from deploy.k8s.render import GPU, Options, for_cluster, values_for
 from drafters.shipped import with_shipped
 from tests.support.manifests import ROOT, documents, only, problems, render
 
@@ -54,6 +54,7 @@ def test_the_pods_hold_the_whole_file(example: Path, tmp_path: Path) -> None:
     """Placed by the code that places it on the cluster, and each part on the pods that are meant for it."""
     values = values_of(example)
     config, pods = config_of(values, tmp_path), pods_of(values)
+    assert config == for_cluster(with_shipped(load(example)))
     resolved = resolve(config, pods)
     assert resolved.target == config.target
     plan = place(resolved, pods)

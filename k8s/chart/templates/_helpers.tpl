@@ -21,7 +21,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- .Values.image.repository }}{{ if hasPrefix "sha256:" $tag }}@{{ else }}:{{ end }}{{ $tag -}}
 {{- end }}
 
-{{/* What KubeRay runs on the cluster: Serve's declarative configuration. The file of `outrider serve` is a file in the pods. */}}
+{{/* What KubeRay runs on the cluster: Serve's declarative configuration. The file of `outrider serve` is one in the gateway's pods. */}}
 {{- define "outrider.serveConfig" -}}
 proxy_location: EveryNode
 http_options:
@@ -90,12 +90,17 @@ metadata:
     {{- with merge dict (default dict $group.podLabels) $v.common.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- if or .serving $group.annotations }}
   annotations:
-    # The file of `outrider serve`, which the volume `config` shows: cluster and file change together.
+    {{- if .serving }}
+    # The file of `outrider serve`, which the volume `config` shows where Serve builds the application, on the nodes that all of
+    # its deployments select. Being part of the pod, its change is a new cluster.
     outrider/config: {{ toYaml $v.modelSpec.config | quote }}
+    {{- end }}
     {{- with $group.annotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- end }}
 spec:
   serviceAccountName: {{ include "outrider.name" .root }}-{{ .role }}
   # Of the head only: the autoscaler beside it asks the API server for pods.
@@ -175,7 +180,9 @@ spec:
         {{- include "outrider.probe" (dict "path" "/api/healthz" "port" 52365 "periodSeconds" 5 "failureThreshold" 3) | nindent 8 }}
         {{- end }}
       volumeMounts:
+        {{- if .serving }}
         - {name: config, mountPath: /etc/outrider, readOnly: true}
+        {{- end }}
         - {name: scratch, mountPath: /tmp, subPath: tmp}
         - {name: scratch, mountPath: /home/outrider, subPath: home}
         {{- if include "outrider.hasSecrets" .root }}
@@ -191,11 +198,13 @@ spec:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   volumes:
+    {{- if .serving }}
     - name: config
       downwardAPI:
         items:
           - path: config.yaml
             fieldRef: {fieldPath: "metadata.annotations['outrider/config']"}
+    {{- end }}
     - name: scratch
       emptyDir: {sizeLimit: {{ $v.scratchSize }}}
     {{- if include "outrider.hasSecrets" .root }}

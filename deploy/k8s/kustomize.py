@@ -1,0 +1,127 @@
+"""The kustomize base and overlays, made from the chart and the example files: overlays are patches of the base."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import load
+from deploy.k8s.render import CHART, Options, manifest, values_for
+from drafters.shipped import with_shipped
+
+RELEASE = "outrider"
+BASE = ("laptop", "0.1.0")
+# The example that an overlay deploys, and the tag of its image.
+OVERLAYS = {
+    "laptop-cpu": BASE,
+    "one-node": ("one-node-8gpu", "0.1.0-cuda"),
+    "gpu-pool": ("multi-node", "0.1.0-cuda"),
+    "vllm-target": ("vllm-4gpu", "0.1.0-vllm"),
+}
+NOTE = (
+    "# Made by `python -m deploy.k8s.kustomize` from deploy/examples/{example}.yaml. Patch it in an overlay of your own.\n"
+)
+_HELMS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
+Manifest = dict[str, Any]
+
+
+def files() -> dict[str, str]:
+    """All files by their path under `k8s`."""
+    base = {_key(one): one for one in _manifests(BASE[0])}
+    written = {
+        "base/outrider.yaml": _dump(list(base.values()), BASE[0]),
+        "base/kustomization.yaml": _kustomization(resources=["outrider.yaml"]),
+    }
+    for name, (example, tag) in OVERLAYS.items():
+        manifests = {_key(one): one for one in _manifests(example)}
+        if name == "laptop-cpu":  # reachable from outside of a cluster on one machine
+            manifests["RayService", RELEASE]["spec"]["serveService"]["spec"]["type"] = "NodePort"
+        resources, patches = ["../../base"], []
+        if added := [one for key, one in manifests.items() if key not in base]:
+            resources.append("added.yaml")
+            written[f"overlays/{name}/added.yaml"] = _dump(added, example)
+        for key, one in base.items():
+            target = dict(zip(("kind", "name"), key, strict=True))
+            if key not in manifests:
+                gone = {"apiVersion": one["apiVersion"], "kind": key[0], "metadata": {"name": key[1]}, "$patch": "delete"}
+                patches.append({"target": target, "patch": yaml.safe_dump(gone, sort_keys=False)})
+            elif changes := list(difference(one, manifests[key])):
+                file = f"{key[0].lower()}.yaml"
+                patches.append({"target": target, "path": file})
+                written[f"overlays/{name}/{file}"] = _dump([changes], example)
+        images = [{"name": RELEASE, "newTag": tag}]
+        written[f"overlays/{name}/kustomization.yaml"] = _kustomization(
+            namespace=RELEASE, resources=resources, patches=patches, images=images
+        )
+    return written
+
+
+def difference(old: Any, new: Any, path: str = "") -> Iterator[dict[str, Any]]:
+    """A JSON patch (RFC 6902) that makes ``new`` of ``old``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old:
+            place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+            if key not in new:
+                yield {"op": "remove", "path": place}
+            else:
+                yield from difference(old[key], new[key], place)
+        for key in (key for key in new if key not in old):
+            yield {"op": "add", "path": f"{path}/{key.replace('~', '~0').replace('/', '~1')}", "value": new[key]}
+    elif isinstance(old, list) and isinstance(new, list):
+        for i, (one, other) in enumerate(zip(old, new, strict=False)):
+            yield from difference(one, other, f"{path}/{i}")
+        for i in reversed(range(len(new), len(old))):
+            yield {"op": "remove", "path": f"{path}/{i}"}
+        for other in new[len(old) :]:
+            yield {"op": "add", "path": f"{path}/-", "value": other}
+    elif old != new:
+        yield {"op": "replace", "path": path, "value": new}
+
+
+def _manifests(example: str) -> list[Manifest]:
+    config = with_shipped(load(CHART.parents[1] / "deploy" / "examples" / f"{example}.yaml"))
+    options = Options(image=f"{RELEASE}:{BASE[1]}", models_claim="" if example == BASE[0] else "models")
+    found = [one for one in yaml.safe_load_all(manifest(values_for(config, options), RELEASE)) if one is not None]
+    for one in found:
+        for label in _HELMS:
+            one["metadata"].get("labels", {}).pop(label, None)
+    return found
+
+
+def _key(manifest: Manifest) -> tuple[str, str]:
+    return str(manifest["kind"]), str(manifest["metadata"]["name"])
+
+
+def _dump(documents: list[Any], example: str) -> str:
+    return NOTE.format(example=example) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def _kustomization(**fields: Any) -> str:
+    given = {name: value for name, value in fields.items() if value}
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    return yaml.dump(head | given, Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes longer texts as blocks, and everything in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def write(folder: Path = CHART.parent) -> None:
+    for path, text in files().items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+if __name__ == "__main__":
+    write()
