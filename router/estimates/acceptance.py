@@ -63,6 +63,10 @@ class AcceptanceModel:
         draft_lens = [member.max_draft_len for member in drafters]
         return self.requests.expected_lens(rows, columns, self._pool.means(), self._config.request_rounds, draft_lens)
 
+    def num_drafts(self, drafters: Sequence[PoolMember]) -> Floats:
+        """Drafts and scores behind the estimate of each drafter over all requests, as far as they are remembered."""
+        return self._pool.num_drafts(self.columns([member.name for member in drafters]))
+
     def mean_rates(self, drafter: str) -> tuple[float, ...]:
         """Acceptance of a drafter by position, over all requests with short contexts."""
         row = self._pool.row(drafter)

@@ -57,6 +57,10 @@ class PoolAcceptance:
         new = np.stack([self._summed(at, np.concatenate([one, one[known], one[known]])) for one in (reached, right)])
         self._counts = self._counts * retained(new[0, :, :, :1], self._memory) + new
 
+    def num_drafts(self, rows: Ints) -> Floats:
+        found: Floats = self._counts[0, rows, 0, 0]
+        return found
+
     def means(self) -> Floats:
         """(drafters, 1 + clusters, contexts, positions) posterior means; the first cluster is the unknown one."""
         reached, right = self._counts

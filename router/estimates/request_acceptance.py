@@ -15,6 +15,8 @@ from router.prompt_features import PromptClusters
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
+_FEW_DRAFTS = 256.0  # of a drafter over all requests: with fewer, requests explore it more
+_MAX_EXPLORATION = 10.0  # times the configured share of requests
 
 
 class RequestAcceptance:
@@ -98,12 +100,14 @@ class RequestAcceptance:
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
-    def draw_explorers(self, rows: Ints, num_rounds: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
-        """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior.
-        Placeholders never explore, since many requests would follow them."""
-        least = num_rounds.argmin(axis=1)
+    def draw_explorers(self, rows: Ints, num_rounds: Floats, num_drafts: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
+        """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior; of
+        several that with the fewest ``num_drafts`` over all requests. While these are few, more requests explore.
+        Placeholders never do, since many requests would follow them."""
+        least = (num_rounds + num_drafts / (1.0 + num_drafts.max())).argmin(axis=1)
         unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
-        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))
+        shares = config.exploration * np.clip(_FEW_DRAFTS / (1.0 + num_drafts), 1.0, _MAX_EXPLORATION)[least]
+        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < shares))
         return tries, least[tries]
 
     def expected_lens(

@@ -39,7 +39,7 @@ class Hedge:
 
     With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
     scarce places this is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores
-    for a slot the drafter that they have seen least.
+    for a slot the drafter that they have seen least; a larger one while little is known of that drafter.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
     The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
@@ -110,7 +110,8 @@ class Hedge:
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
-        tries, least = own.draw_explorers(rows, num_rounds, self._config)
+        num_drafts = self._acceptance.num_drafts(room.members)
+        tries, least = own.draw_explorers(rows, num_rounds, num_drafts, self._config)
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
