@@ -109,8 +109,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``batch`` requests in a closed loop, for as long as plain decoding takes for ``num_tokens``; or a trace, of which
-    ``num_requests`` are taken at equal distances, at TRACE_LOAD of what the machine can do."""
+    """``batch`` requests in a closed loop, for as long as plain decoding takes for their first prompts and ``num_tokens``;
+    or a trace, of which ``num_requests`` are taken at equal distances, at TRACE_LOAD of what the machine can do."""
 
     name: str
     batch: int | None = None
@@ -123,7 +123,11 @@ class Workload:
         return self.batch is None
 
     def until_s(self, machine: Machine) -> float | None:
-        return None if self.batch is None else self.num_tokens / self.batch * machine.token_s(self.batch)
+        if self.batch is None:
+            return None
+        prompt_lens = [min(round(text.prompt_len.median), machine.max_prompt_len) for text in machine.texts]
+        prompts_s = sum(machine.cost.prefill_s(prompt_len, prompt_len) for prompt_len in prompt_lens) / len(prompt_lens)
+        return self.batch * prompts_s + self.num_tokens / self.batch * machine.token_s(self.batch)
 
     def load(self, machine: Machine) -> Load:
         """The same requests at every call."""
