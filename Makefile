@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | check | proto        README.md says what each needs.
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | check | proto        README.md says what each needs.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ CONFIG ?=
 ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo vllm))
 VLLM_VENV := .venv-vllm
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm check proto
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser check proto
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -84,6 +84,14 @@ test-ray: setup $(VENV)/.dev
 test-vllm: setup-vllm
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -W default --durations 10 $(ARGS) \
 	    tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
+
+# The dashboard of a real server in headless Chromium, which must be installed. ARGS=... goes to pytest.
+test-browser: setup $(VENV)/.browser
+	$(BIN)/pytest -m browser --durations 10 $(ARGS) tests/browser
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

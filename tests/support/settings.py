@@ -23,6 +23,9 @@ from deploy.local_ray import free_port
 ALWAYS_DRAFTED = PlannerConfig(draft_length=FixedLength(), verify="all", overlap="barrier", max_hold_ms=2000)
 
 
+API_KEY = "sk-of-a-test"
+
+
 def small_config(model: str, state_folder: Path) -> Config:
     """The default deployment in fp32, where tokens do not depend on batch shape; all requests use ``ngram``."""
     return Config(

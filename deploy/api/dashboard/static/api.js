@@ -3,7 +3,7 @@
 const KEY = "outrider.key";
 const DEADLINE_MS = 8000;
 
-/** An answer that is an error: `status`, and the server's message. */
+/** A call that failed: `status` of the answer, or 0 without one, and the reason. */
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -23,51 +23,53 @@ export function storeKey(key) {
 // Relative to this file, so that the page also works below a path prefix.
 const urlOf = (path) => new URL(`../${path}`, import.meta.url);
 
-function headers(extra = {}) {
-  const key = storedKey();
-  return key ? { authorization: `Bearer ${key}`, ...extra } : extra;
+/** The browser's errors of the network, which are TypeErrors, and of deadlines, as Refused. */
+async function reached(work) {
+  try {
+    return await work;
+  } catch (error) {
+    if (error instanceof TypeError) throw new Refused(0, "the server cannot be reached");
+    if (error.name === "TimeoutError") throw new Refused(0, `no answer within ${DEADLINE_MS / 1000} seconds`);
+    throw error;
+  }
 }
 
-async function refusal(response) {
-  let message = `${response.status} ${response.statusText}`;
-  try {
-    message = (await response.json()).error?.message ?? message;
-  } catch (error) {
-    if (!(error instanceof SyntaxError)) throw error; // an answer that is not JSON has no better message
-  }
-  return new Refused(response.status, message);
+async function call(path, { body, signal = AbortSignal.timeout(DEADLINE_MS) } = {}) {
+  const key = storedKey();
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const options = body === undefined ? { headers } : {
+    method: "POST", headers: { ...headers, "content-type": "application/json" }, body: JSON.stringify(body),
+  };
+  const response = await reached(fetch(urlOf(path), { ...options, signal, cache: "no-store" }));
+  if (!response.ok) throw new Refused(response.status, await reasonOf(response));
+  return response;
+}
+
+async function reasonOf(response) {
+  const text = await reached(response.text());
+  const isJson = response.headers.get("content-type")?.startsWith("application/json");
+  return (isJson && JSON.parse(text).error?.message) || `${response.status} ${response.statusText}`;
+}
+
+async function parsed(response) {
+  return JSON.parse(await reached(response.text()));
 }
 
 export async function getJson(path) {
-  const response = await fetch(urlOf(path), { headers: headers(), signal: AbortSignal.timeout(DEADLINE_MS), cache: "no-store" });
-  if (!response.ok) throw await refusal(response);
-  return response.json();
+  return parsed(await call(path));
 }
 
 export async function postJson(path, body) {
-  const response = await fetch(urlOf(path), {
-    method: "POST",
-    headers: headers({ "content-type": "application/json" }),
-    body: JSON.stringify(body),
-    signal: AbortSignal.timeout(DEADLINE_MS),
-  });
-  if (!response.ok) throw await refusal(response);
-  return response.json();
+  return parsed(await call(path, { body }));
 }
 
-/** The chunks of a streamed answer. Ends with an exception if the stream breaks off or reports an error. */
+/** The chunks of a streamed answer. Throws Refused if the stream breaks off or reports an error. */
 export async function* streamed(path, body, signal) {
-  const response = await fetch(urlOf(path), {
-    method: "POST",
-    headers: headers({ "content-type": "application/json" }),
-    body: JSON.stringify({ ...body, stream: true }),
-    signal,
-  });
-  if (!response.ok) throw await refusal(response);
+  const response = await call(path, { body: { ...body, stream: true }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reached(reader.read());
     if (done) throw new Refused(0, "the stream broke off");
     rest += value;
     const events = rest.split("\n\n");

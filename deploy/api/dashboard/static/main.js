@@ -31,22 +31,29 @@ async function poll() {
   if (polling) return;
   polling = true;
   clearTimeout(timer);
+  let answer = null;
   try {
-    store.apply(await getJson(`v1/outrider/dashboard?${store.query}`));
+    answer = await getJson(`v1/outrider/dashboard?${store.query}`);
     failures = 0;
     if (keyRefused) byId("key-panel").hidden = true;
     keyRefused = false;
-    show();
   } catch (error) {
-    if (!expected(error)) throw error;
+    if (!(error instanceof Refused)) throw error;
     failures += 1;
-    keyRefused = error.status === 401;
-    if (keyRefused) askForKey(storedKey() ? error.message : "");
-    tell("fault", keyRefused ? "needs a key" : `no answer: ${error.message}`);
+    refused(error);
   } finally {
     polling = false;
     if (!document.hidden && !keyRefused) timer = setTimeout(poll, Math.min(MAX_PAUSE_MS, POLL_MS * 2 ** Math.min(4, failures)));
   }
+  if (answer === null) return;
+  store.apply(answer);
+  show();
+}
+
+function refused(error) {
+  keyRefused = error.status === 401;
+  if (keyRefused) askForKey(storedKey() ? error.message : "");
+  tell("fault", keyRefused ? "needs a key" : `no answer: ${error.message}`);
 }
 
 function show() {
@@ -129,7 +136,7 @@ async function start() {
   try {
     settings = await getJson("dashboard/settings.json");
   } catch (error) {
-    if (!expected(error)) throw error; // the first poll tells the reason
+    if (!(error instanceof Refused)) throw error; // the first poll tells the reason
   }
   preparePolicy(store, settings.can_switch);
   if (!settings.asks_for_key || storedKey()) {
@@ -139,10 +146,6 @@ async function start() {
   keyRefused = true;
   askForKey("");
   tell("fault", "needs a key");
-}
-
-function expected(error) {
-  return error instanceof Refused || error instanceof TypeError || error.name === "TimeoutError";
 }
 
 prepareTheme();

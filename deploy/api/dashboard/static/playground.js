@@ -38,7 +38,7 @@ async function play(work) {
     await work();
   } catch (error) {
     if (error.name === "AbortError") byId("play-figures").textContent = "stopped";
-    else if (error instanceof Refused || error instanceof TypeError) byId("play-error").textContent = error.message;
+    else if (error instanceof Refused) byId("play-error").textContent = error.message;
     else throw error;
   } finally {
     if (running === controller) {

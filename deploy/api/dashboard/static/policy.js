@@ -35,7 +35,7 @@ async function ask(policy, seconds) {
     byId("sure").checked = false;
     byId("try").disabled = true;
   } catch (error) {
-    if (!(error instanceof Refused || error instanceof TypeError || error.name === "TimeoutError")) throw error;
+    if (!(error instanceof Refused)) throw error;
     byId("policy-error").textContent = error.message;
   }
 }

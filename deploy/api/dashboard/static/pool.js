@@ -89,9 +89,9 @@ function drafterCard(store, drafter, y, width) {
       + `${share(drafter.num_accepted, drafter.num_proposed)} of ${number(drafter.num_proposed)} tokens accepted since the start`),
     svg("rect", { x: 0.5, y: 0.5, width: width - 1, height: CARD_HEIGHT - 1, rx: 8, class: ready ? "card" : "card away" }),
     svg("rect", { x: 0.5, y: 0.5, width: 6, height: CARD_HEIGHT - 1, rx: 3, class: "band" }),
-    svg("text", { x: 14, y: 19, class: "strong" }, cut(drafter.name, Math.floor(letters * (narrow ? (ready ? 0.7 : 0.4) : 0.55)))),
-    svg("text", { x: width - 10, y: 19, class: ready ? "end" : "end state-bad" }, state),
-    svg("text", { x: 14, y: 37, class: "soft" }, cut(length, letters)),
+    svg("text", { x: 14, y: 19, class: "strong" }, cut(drafter.name, Math.floor(letters * (narrow ? 0.7 : 0.55)))),
+    narrow && !ready ? null : svg("text", { x: width - 10, y: 19, class: ready ? "end" : "end state-bad" }, state),
+    svg("text", { x: 14, y: 37, class: narrow && !ready ? "state-bad" : "soft" }, narrow && !ready ? state : cut(length, letters)),
     svg("rect", { x: 14, y: 47, width: bar, height: 8, rx: 4, class: "track" }),
     proposed ? svg("rect", { x: 14, y: 47, width: ((bar * accepted) / proposed).toFixed(1), height: 8, rx: 4, class: "accepted" }) : null);
 }

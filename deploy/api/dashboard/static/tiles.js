@@ -1,6 +1,6 @@
 // The figures at the top.
 
-import { byId, html, number, share } from "./dom.js";
+import { byId, html, number, plural, share } from "./dom.js";
 
 const WINDOW_S = 60;
 
@@ -19,7 +19,7 @@ export function showTiles(store) {
     ["Wasted verification", rejected === null ? "–" : `${number(100 * rejected, 1)}%`, "of decoding time, last minute"],
     ["Requests", number(sum("num_running")), `${number(sum("num_waiting") + store.numQueued)} waiting`],
     ["Objectives met", share(met, answers), answers ? `of ${number(answers)} answers, ${number(refused)} refused` : "no class was used"],
-    ["Ready", `${ready(targets)} + ${ready(drafters)}`, `of ${targets.length} targets + ${drafters.length} drafters`],
+    ["Ready", `${ready(targets)} + ${ready(drafters)}`, `of ${plural(targets.length, "target")} + ${plural(drafters.length, "drafter")}`],
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value, note]) =>
     html("div", { class: "tile" }, html("dt", {}, name), html("dd", { class: "value" }, value), html("dd", { class: "note" }, note))));
