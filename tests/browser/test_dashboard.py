@@ -17,7 +17,7 @@ from tests.support.settings import API_KEY
 
 pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.model]
 
-ANSWER_MS = 90_000
+ANSWER_MS = 240_000  # on a busy machine
 NUM_TRIES = 4  # whether drafts pay is decided by times, and a busy machine changes those
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
