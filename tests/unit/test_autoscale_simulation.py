@@ -16,7 +16,7 @@ from router.scaling.service_rates import Objectives, ServiceRates, TargetSize
 from simulator.autoscale import arrivals as traces
 from simulator.autoscale.arrivals import Arrivals
 from simulator.autoscale.baselines import Fixed, QueueLength, ServeDeployment, Utilisation
-from simulator.autoscale.cases import Played, best
+from simulator.autoscale.cases import PHASE_S, Played, best
 from simulator.autoscale.fleet import Fleet, Outcome, StartUp, run
 from simulator.scenario import AutoscaleScenario, read_scenario
 
@@ -195,5 +195,5 @@ def test_the_study_plays_made_up_arrivals(monkeypatch: pytest.MonkeyPatch) -> No
     assert study.figures["num_cases"] == 3.0
     assert 0.9 < study.figures["slo_attainment.min"] <= 1.0
     assert 0.3 < study.figures["cost_over_serve_default"] < 1.5
-    assert 0.0 < study.figures["drafter_follow_s"] <= 60.0
+    assert 0.0 < study.figures["drafter_follow_s"] < PHASE_S  # they settle; docs/measurements/autoscale.md has the goal
     assert autoscale.NO_DATA in said
