@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.mailbox import DialingMailbox
@@ -55,6 +55,7 @@ class LinkClient:
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
         self._streams: dict[str, _Stream] = {}
         self._aborts: dict[Link, set[str]] = {}  # not sent yet
+        self._leaving: frozenset[str] = frozenset()
         self._inspection = Inspection(f"gateway {name}")
         self._stop = threading.Event()
         self._links_changed = threading.Condition(self._lock)
@@ -69,6 +70,10 @@ class LinkClient:
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         self._mailbox.set_addresses(addresses)
+
+    def set_leaving(self, names: Iterable[str]) -> None:
+        """Targets that get new requests only when there are no others."""
+        self._leaving = frozenset(names)
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
         """Waits for links to ``num_targets`` targets. False after the timeout."""
@@ -109,9 +114,11 @@ class LinkClient:
     # ---- on the callers' event loops
 
     def _candidates(self, refused_by: set[Link]) -> list[Link]:
-        """Targets that have not refused the request, the least loaded first."""
+        """Targets that have not refused the request, the least loaded first, and those that leave last."""
         with self._lock:
-            return sorted(self._links.keys() - refused_by, key=lambda link: self._links[link])
+            return sorted(
+                self._links.keys() - refused_by, key=lambda link: (link.peer.name in self._leaving, self._links[link])
+            )
 
     def _submit(self, request: Request, refused_by: set[Link]) -> _Stream:
         candidates = self._candidates(refused_by)

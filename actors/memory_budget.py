@@ -40,7 +40,7 @@ def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory) -> 
 
 def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
     for drafter in config.drafters:
-        if drafter.is_colocated:
+        if drafter.is_colocated or drafter.scales:  # the latter are placed by their resources alone
             continue
         bundles = plan.group(drafter_name(drafter.name)).bundles
         on_gpu = drafter.device == "cuda"

@@ -1,7 +1,7 @@
 """What the supervisor manages: processes across restarts, and the interface to what spawns them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ class Process(Protocol):
 
 
 class Spawner(Protocol):
-    """Spawns processes, or returns a running one of that name."""
+    """Spawns processes, or returns a running one of that name. Reserves resources for those that join later."""
 
     async def target(self, name: str) -> Process: ...
 
@@ -49,18 +49,24 @@ class Spawner(Protocol):
 
     async def router(self) -> Process: ...
 
-    async def end_drafter(self, name: str) -> None:
-        """Ends a drafter that an earlier supervisor may have left running; returns when it is dead."""
+    async def end(self, group: str, give_back: bool = False) -> None:
+        """Ends a target or drafter, also one that an earlier supervisor left running, by the name of its group; returns when
+        it is dead. ``give_back``: its resources, too."""
+
+    def running(self) -> Collection[str]:
+        """Groups of targets and drafters that an earlier supervisor left running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Addresses of the targets. ``epoch`` names the supervisor; ``version`` grows with each of its changes."""
+    """The membership of the targets, as gateways learn it. ``epoch`` names the supervisor; ``version`` grows with each
+    change."""
 
     epoch: str
     version: int = 0
     model: ModelInfo | None = None
     addresses: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()  # names of those that end when their requests have ended
 
 
 @dataclass(slots=True, eq=False)

@@ -10,19 +10,20 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded
 from actors.rank import RankActor, RankProcesses
+from actors.ray_groups import Groups, named_actors
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
 from cluster.config import Config, DrafterConfig
 from cluster.errors import OutriderError
-from cluster.placement import drafter_name, target_name
+from cluster.placement import drafter_group, drafter_name, target_group, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
 from router.router import SlotReport
@@ -48,6 +49,7 @@ class Deployment:
     budget: MemoryBudget | None = None
     model_folder: str = ""
     source: str = ""  # digest of the configuration before it was resolved
+    detached: bool = False  # processes and groups outlive the supervisor's owner
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -112,9 +114,12 @@ class RaySpawner:
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
+        self._groups = Groups(deployment.groups, deployment.detached)
 
     async def target(self, name: str) -> Process:
         d = self._deployment
+        if d.config.target.scales:
+            await self._groups.ensure(name, lambda: target_group(d.config, name))
         host = ray.util.get_node_ip_address
         num_ranks = d.config.target.tensor_parallel if d.config.target.engine == "native" else 1
         names = [name, *(f"{name}/{rank}" for rank in range(1, num_ranks))]
@@ -131,15 +136,26 @@ class RaySpawner:
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
-        replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
-        options = self._placed(drafter_name(config.name), replica)
+        group, replica = drafter_name(config.name), 0
+        if config.scales:
+            group = drafter_name(name)
+            await self._groups.ensure(group, lambda: drafter_group(config, group))
+        else:
+            replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
+        options = self._placed(group, replica)
         args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name))
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
-    async def end_drafter(self, name: str) -> None:
-        process = _find(drafter_name(name))
-        if process is not None:
-            await process.kill()
+    async def end(self, group: str, give_back: bool = False) -> None:
+        names = [group]
+        if group.startswith(target_name(0).removesuffix("0")):  # with its ranks
+            names += [name for name in named_actors() if name.startswith(f"{group}/")]
+        await asyncio.gather(*(process.kill() for name in names if (process := _find(name)) is not None))
+        if give_back:
+            self._groups.give_back(group)
+
+    def running(self) -> list[str]:
+        return named_actors()
 
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
@@ -151,20 +167,17 @@ class RaySpawner:
         policy, pool = build_policy(config.router.policy), build_pool(config)
         router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
         kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
-        targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
+        targets = RayTargets([target_name(replica) for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
         return self._get_or_create(kind, ROUTER, options, config, router, targets, True)
 
     def _router_group(self) -> str:
         """The first target's group that is placed on nodes; target 0's if none is, since Ray may reschedule it."""
         names = [target_name(replica) for replica in range(self._deployment.config.target.replicas)]
-        for name in names:
-            if placement_group_table(self._deployment.groups[name])["state"] == "CREATED":
-                return name
-        return names[0]
+        return next((name for name in names if self._groups.is_placed(name)), names[0])
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:
-        placement = self._deployment.groups[group]
+        placement = self._groups[group]
         resources = placement.bundle_specs[bundle]
         return {
             "num_cpus": resources.get("CPU", 0),
@@ -198,7 +211,9 @@ class RayTargets:
         self._handles: dict[str, Any] = {}
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
-        for name in self._names:
+        names = self._names
+        self._handles = {name: handle for name, handle in self._handles.items() if name in names}
+        for name in names:
             if name not in self._handles:
                 with suppress(ValueError):  # not started yet, or being restarted
                     self._handles[name] = ray.get_actor(name)
@@ -219,8 +234,11 @@ class RayTargets:
         return reports
 
     def publish(self, table: RoutingTable) -> None:
-        for handle in self._handles.values():
+        for handle in tuple(self._handles.values()):
             handle.publish_table.remote(table)
+
+    def set_names(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
 
 
 class PoolSupervisor(Supervisor):

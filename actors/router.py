@@ -6,7 +6,7 @@ It is off the data path: while it is down, targets keep serving with the last ta
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,9 @@ class Targets(Protocol):
 
     def publish(self, table: RoutingTable) -> None:
         """Sends the table to all targets without waiting."""
+
+    def set_names(self, names: Sequence[str]) -> None:
+        """The targets that there are from now on."""
 
 
 class RouterActor(LoopActor):
@@ -94,6 +97,11 @@ class RouterActor(LoopActor):
     def set_draining(self, names: frozenset[str]) -> None:
         """Drafters that get no requests. Takes effect with the next slot, which begins now."""
         self._router.set_draining(names)
+        self._wake.set()
+
+    def set_targets(self, names: Sequence[str]) -> None:
+        """Targets come and go."""
+        self._targets.set_names(names)
         self._wake.set()
 
     def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:

@@ -15,14 +15,16 @@ from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
+from actors.resizer import Resizer, first_drafters, first_targets
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus, TargetStatus
-from cluster.config import Config, PolicyConfig
+from cluster.config import Config, DrafterConfig, PolicyConfig
 from cluster.errors import InvalidField
+from cluster.placement import drafter_name
 from cluster.types import ModelInfo
-from router.assignment import member_name
+from router.scaling.report import FleetSize
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class Supervisor:
         self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = ProcessPool()
-        self._drafters = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
+        self._drafters: dict[str, DrafterConfig] = {}  # every member of the pool
+        self._resizer = Resizer(config, self._pool, self, self._leave)
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}
         self._directory = Directory(secrets.token_hex(8))
@@ -62,14 +65,11 @@ class Supervisor:
         """Starts the targets; drafters and router follow as soon as one is ready. Idempotent."""
         if self._pool.targets:
             return
-        for replica in range(self._config.target.replicas):
-            name = f"target-{replica}"
-            restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
-            spawn = partial(self._spawner.target, name)
-            member = ManagedProcess(name, spawn, self._target_ready, restarts, TARGET_TIMEOUT_FACTOR)
-            self._pool.targets[name] = member
+        running = frozenset(self._spawner.running())
+        for name in first_targets(self._config.target, running):
             self._starting_targets.add(name)
-            self._supervise(member)
+            self.add_target(name)
+        self._drafters |= first_drafters(self._config, running)
 
     async def ready(self) -> Directory:
         """Waits until every target is ready or has failed to start; ``reasons`` says why.
@@ -109,7 +109,8 @@ class Supervisor:
         model = self._directory.model
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
-        return cluster_status(self._config, name, reports, self._drafters, drafters, models, self._draining, router)
+        leaving = self._draining | self._resizer.leaving
+        return cluster_status(self._config, name, reports, self._drafters, drafters, models, leaving, router)
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
@@ -151,7 +152,7 @@ class Supervisor:
         member.task = self._create_task(self._keep_running(member), f"supervise {member.name}")
 
     async def _keep_running(self, member: ManagedProcess) -> None:
-        while not self._stopping and self._loader.may_run(member.name):
+        while not self._stopping and self._loader.may_run(member.name) and member.name not in self._resizer.leaving:
             await asyncio.sleep(max(0.0, member.start_at_s - time.monotonic()))
             member.state = ProcessState.STARTING
             await self._notify()
@@ -201,11 +202,8 @@ class Supervisor:
 
     async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
-        addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
-        version = self._directory.version + 1
-        self._directory = replace(self._directory, version=version, model=info.model, addresses=addresses)
         self._starting_targets.discard(member.name)
-        await self._send_addresses()
+        await self._membership_changed(info.model)
         if self._pool.router is None:
             self._start_pool(info.model)
 
@@ -213,31 +211,41 @@ class Supervisor:
         """Starts drafters and router."""
         self._loader.models.start(time.monotonic())
         for name, config in self._drafters.items():
-            if config.is_colocated:
-                continue  # runs in each target's process
-            member = ManagedProcess(
-                name,
-                lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
-                    name, self._loader.placed(name, config), model, self._directory.addresses
-                ),
-                self._drafter_ready,
-                RestartPolicy(self._config.supervision, may_quarantine=True),
-            )
-            self._pool.drafters[name] = member
-            if self._loader.may_run(name):
-                self._supervise(member)
-            else:
-                member.state = ProcessState.UNLOADED
+            if not config.is_colocated:  # else it runs in each target's process
+                self._start_drafter(name, config, model)
         restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
         self._pool.router = ManagedProcess("router", self._spawner.router, self._router_ready, restarts)
         self._supervise(self._pool.router)
         if self._loader.models.tenants:
             self._create_task(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
 
+    def _start_drafter(self, name: str, config: DrafterConfig, model: ModelInfo) -> None:
+        member = ManagedProcess(
+            name,
+            lambda: self._spawner.drafter(name, self._loader.placed(name, config), model, self._directory.addresses),
+            self._drafter_ready,
+            RestartPolicy(self._config.supervision, may_quarantine=True),
+        )
+        self._pool.drafters[name] = member
+        if self._loader.may_run(name):
+            self._supervise(member)
+        else:
+            member.state = ProcessState.UNLOADED
+
     async def _drafter_ready(self, member: ManagedProcess, info: ProcessInfo) -> None:
         """A drafter that an earlier supervisor started may have outdated addresses."""
         if not self._starting_targets and member.process is not None:
             await self._call(member.process, "set_addresses", self._directory.addresses)
+
+    async def _membership_changed(self, model: ModelInfo | None) -> None:
+        """Tells drafters, router and gateways which targets there are, and which of them leave."""
+        addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
+        leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
+        version = self._directory.version + 1
+        self._directory = replace(self._directory, version=version, model=model, addresses=addresses, leaving=leaving)
+        await self._send_addresses()
+        await self._update_router()
+        await self._notify()
 
     async def _send_addresses(self) -> None:
         """To the drafters, once all targets were found again: they close links to targets that are left out."""
@@ -252,7 +260,9 @@ class Supervisor:
 
     async def _update_router(self) -> None:
         models = self._loader.models
-        await self._call_router("set_draining", frozenset(self._draining) | models.retiring)
+        if self._config.target.scales:
+            await self._call_router("set_targets", tuple(self._pool.targets))
+        await self._call_router("set_draining", frozenset(self._draining | self._resizer.leaving) | models.retiring)
         if models.tenants:
             offered = models.offered(time.monotonic()) - self._draining
             await self._call_router("set_offered", offered, models.on_fallback)
@@ -281,12 +291,51 @@ class Supervisor:
             member.task.cancel()
             await asyncio.gather(member.task, return_exceptions=True)
         await self._end(member)
-        await self._spawner.end_drafter(name)  # its task may have just spawned one
+        await self._spawner.end(drafter_name(name))  # its task may have just spawned one
         member.state, member.pid, member.reason = ProcessState.UNLOADED, None, None
 
     async def pool_changed(self) -> None:
         await self._update_router()
         await self._notify()
+
+    # ---- `actors.resizer.ResizedProcesses`
+
+    def add_target(self, name: str) -> None:
+        restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
+        spawn = partial(self._spawner.target, name)
+        member = ManagedProcess(name, spawn, self._target_ready, restarts, TARGET_TIMEOUT_FACTOR)
+        self._pool.targets[name] = member
+        self._supervise(member)
+
+    def add_drafter(self, name: str, config: DrafterConfig) -> None:
+        """Without effect before the first target is ready: the pool starts then."""
+        self._drafters[name] = config
+        if self._pool.router is not None and self._directory.model is not None:
+            self._start_drafter(name, config, self._directory.model)
+
+    async def remove(self, name: str) -> None:
+        is_target = name in self._pool.targets
+        member = (self._pool.targets if is_target else self._pool.drafters)[name]
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
+        await self._end(member)
+        await self._spawner.end(name if is_target else drafter_name(name), give_back=True)
+        if is_target:
+            del self._pool.targets[name]
+            self._addresses.pop(name, None)
+        else:
+            del self._pool.drafters[name], self._drafters[name]
+
+    async def members_changed(self) -> None:
+        await self._membership_changed(self._directory.model)
+
+    def resize(self, size: FleetSize) -> FleetSize:
+        """Begins to start or end replicas; returns what is wanted now, within the bounds of the configuration."""
+        return self._resizer.resize(size)
+
+    def _leave(self, name: str) -> None:
+        self._create_task(self._resizer.leave(name), f"remove {name}")
 
     # ---- helpers
 

@@ -106,6 +106,9 @@ class _Loop:
     def publish(self, table: RoutingTable) -> None:
         self._loop.publish_table(table)
 
+    def set_names(self, names: Sequence[str]) -> None:
+        """There is one target."""
+
 
 @contextmanager
 def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:

@@ -1,13 +1,14 @@
 """Placement of processes: configuration and inventory in, placement groups for Ray out. Pure.
 
-One group per target replica and one per drafter, so that each can be scaled, moved and lost separately.
+One group per target replica and one per drafter, so that each can be moved and lost separately; one per replica of drafters
+whose replicas come and go.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.config import Config, Resources
+from cluster.config import Config, DrafterConfig, Resources
 from cluster.errors import OutriderError
 from cluster.inventory import Inventory, Node
 
@@ -63,8 +64,31 @@ def target_name(replica: int) -> str:
 
 
 def drafter_name(name: str) -> str:
-    """Group of a drafter. Its processes are named group/replica."""
+    """Group of a drafter, or of one replica of it. Its processes are named group/replica."""
     return f"drafter-{name}"
+
+
+def target_group(config: Config, name: str) -> Group:
+    """Of a target that joins while others serve. Ray chooses its nodes, as few as possible."""
+    num_processes, resources = _target_processes(config)
+    return Group(name, Strategy.PACK, tuple(_anywhere(f"{name}/{i}", resources) for i in range(num_processes)))
+
+
+def drafter_group(config: DrafterConfig, name: str) -> Group:
+    """Of a replica of a drafter that joins while others serve."""
+    return Group(name, Strategy.PACK, (_anywhere(f"{name}/0", config.resources),))
+
+
+def _anywhere(process: str, resources: Resources) -> Bundle:
+    return Bundle(process, _number(resources.cpus), _number(resources.gpus), "", resources.node_labels)
+
+
+def _target_processes(config: Config) -> tuple[int, Resources]:
+    """How many bundles a replica of the target has, and the resources of one."""
+    target = config.target
+    if target.engine == "vllm":
+        return 1, _times(target.resources, target.tensor_parallel)
+    return target.tensor_parallel, target.resources
 
 
 def place(config: Config, inventory: Inventory) -> PlacementPlan:
@@ -74,17 +98,18 @@ def place(config: Config, inventory: Inventory) -> PlacementPlan:
     (PACK). vLLM's are children of one process, which one bundle holds. Each drafter process goes to the node with the fewest
     drafters, on GPUs that no target uses.
     """
-    free, target = [_Free(node) for node in inventory.nodes], config.target
-    names = map(target_name, range(target.replicas))
-    num_processes, resources = target.tensor_parallel, target.resources
-    if target.engine == "vllm":
-        num_processes, resources = 1, _times(resources, num_processes)
+    free = [_Free(node) for node in inventory.nodes]
+    names = map(target_name, range(config.target.replicas))
+    num_processes, resources = _target_processes(config)
     groups = [_place_target(name, num_processes, resources, free) for name in names]
     for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
         if drafter.is_colocated:
             continue  # in the target's process
         name = drafter_name(drafter.name)
         bundles = tuple(_place_drafter(f"{name}/{i}", drafter.resources, free) for i in range(drafter.replicas))
+        if drafter.scales:
+            groups += [Group(f"{name}/{i}" if i else name, Strategy.PACK, (bundle,)) for i, bundle in enumerate(bundles)]
+            continue
         groups.append(Group(name, Strategy.SPREAD if len(bundles) > 1 else Strategy.PACK, bundles))
     return PlacementPlan(tuple(groups))
 

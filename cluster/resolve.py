@@ -24,7 +24,8 @@ MIN_TARGET_CPUS = 0.5
 
 
 def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
-    """Idempotent. ``max_threads``: of the target with "auto"; None: as many as there are.
+    """Idempotent. Replicas count as many as there may be. ``max_threads``: of the target with "auto"; None: as many as
+    there are.
 
     The target and the drafters in its process use GPUs if there are enough for all ranks. Other drafters with a model
     use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs.
@@ -34,7 +35,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     """
     target = config.target
     nodes = inventory.matching(target.resources.node_labels)
-    num_ranks = target.replicas * target.tensor_parallel
+    num_ranks = target.most * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
     on_gpu = target.engine == "native" and 0 < num_gpus <= nodes.num_gpus
     device = target.device if target.device != "auto" else ("cuda" if on_gpu else "cpu")
@@ -93,10 +94,10 @@ def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
 def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:
     """Share of a GPU for each process of ``sharing`` with ``gpus: auto``; 0 if none is left."""
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
-    named = sum(d.replicas * d.resources.gpus for d in sharing if d.resources.gpus != "auto")
+    named = sum(d.most * d.resources.gpus for d in sharing if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
     wanting = [d for d in sharing if d.has_model and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"]
-    num_wanting = sum(d.replicas for d in wanting)
+    num_wanting = sum(d.most for d in wanting)
     if num_free < 1 or num_wanting == 0:
         return 0.0
     sharers = -(-num_wanting // num_free)
@@ -106,8 +107,8 @@ def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes:
 def _target_resources(
     target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory, max_threads: int | None
 ) -> Resources:
-    num_ranks, on_gpu = target.replicas * target.tensor_parallel, device == "cuda"
-    used = sum(d.replicas * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
+    num_ranks, on_gpu = target.most * target.tensor_parallel, device == "cuda"
+    used = sum(d.most * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
     # Ranks on CPUs share what drafters leave, up to the largest machine's.
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
     left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)

@@ -146,6 +146,23 @@ def status(
 
 
 @app.command()
+def scale(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The deployment's configuration file (YAML).")],
+    targets: Annotated[int, typer.Option(min=1, help="Replicas of the target.")],
+    drafter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="Replicas of a drafter; may be repeated.")
+    ] = None,
+) -> None:
+    """Change the number of replicas of a deployment that runs on a Ray cluster, within the bounds of its file."""
+    from deploy.scale import parse_drafters
+    from deploy.scale import scale as resize
+
+    size = resize(_configuration(file), targets, parse_drafters(drafter or ()))
+    drafters = "".join(f", {name} {num}" for name, num in size.num_drafters.items())
+    print(f"targets {size.num_targets}{drafters}")
+
+
+@app.command()
 def profile(
     file: ConfigFile = None,
     model: ModelName = None,

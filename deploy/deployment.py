@@ -63,7 +63,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             inventory = with_gpu_memory(inventory)
         self._groups = make_groups(plan, detached=self._detached)
         budget = memory_budget(config, as_made(plan, self._groups), inventory)
-        return Deployment(config, self._groups, str(self._folder), token, budget)
+        return Deployment(config, self._groups, str(self._folder), token, budget, detached=self._detached)
 
     def deploy(self, model_folder: Path) -> ModelInfo:
         """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""

@@ -19,7 +19,7 @@ def check_memory(config: Config) -> None:
     target = config.target
     if target.device == "cuda" or config.cluster.ray_address is not None:
         return
-    num_ranks = target.replicas * target.tensor_parallel
+    num_ranks = target.most * target.tensor_parallel
     needed, free = BASE_BYTES + num_ranks * target_footprint(config).total, available_memory_bytes()
     if needed <= free:
         return

@@ -9,21 +9,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.ray_groups import GROUP_DEADLINE_S, make_group
 from cluster.inventory import Inventory, Node
-from cluster.placement import Group, PlacementPlan
+from cluster.placement import PlacementPlan
 from deploy.local_ray import LaunchError
 from profiler.hardware import num_cores
 
 _logger = logging.getLogger(__name__)
 
-GROUP_DEADLINE_S = 60.0
 QUERY_DEADLINE_S = 20.0
-# A bundle must not be empty; this is Ray's smallest unit.
-SMALLEST_SHARE = 0.0001
 
 
 def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
@@ -96,7 +94,7 @@ def make_groups(plan: PlacementPlan, *, detached: bool = False) -> dict[str, Pla
     groups: dict[str, PlacementGroup] = {}
     end_s = time.monotonic() + GROUP_DEADLINE_S
     for group in plan.groups:
-        groups[group.name] = made = _make(group, detached)
+        groups[group.name] = made = make_group(group, detached)
         if not made.wait(max(1.0, end_s - time.monotonic())):
             for one in groups.values():
                 remove_placement_group(one)
@@ -116,13 +114,3 @@ def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> Placem
         bundles = tuple(replace(bundle, node=nodes.get(i, bundle.node)) for i, bundle in enumerate(group.bundles))
         made.append(replace(group, bundles=bundles))
     return PlacementPlan(tuple(made))
-
-
-def _make(group: Group, detached: bool) -> PlacementGroup:
-    labels = [dict(bundle.node_labels) for bundle in group.bundles]
-    asked = [{"CPU": bundle.cpus, "GPU": bundle.gpus} for bundle in group.bundles]
-    shares = [{key: share for key, share in one.items() if share} or {"CPU": SMALLEST_SHARE} for one in asked]
-    selector = labels if any(labels) else None
-    lifetime = "detached" if detached else None
-    made: PlacementGroup = placement_group(shares, str(group.strategy), group.name, lifetime, bundle_label_selector=selector)
-    return made

@@ -91,6 +91,7 @@ async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) 
     while True:
         try:
             known = await supervisor.directory.remote(known)
+            client.set_leaving(known.leaving)
             client.set_addresses(known.addresses)
             continue
         except RayError as error:

@@ -96,7 +96,9 @@ class Router:
             passes = next((report.target_passes for report in reports if report.target_passes), ())
             self.policy.learn(levels, monotone(passes) if passes else None)
         self.policy.observe(observations, scores)
-        linked = set[str].intersection(*(set(report.drafters) for report in reports))
+        # One that has just joined has neither requests nor links yet.
+        settled = [report for report in reports if report.requests or report.drafters] or reports
+        linked = set[str].intersection(*(set(report.drafters) for report in settled))
         absent = self._offered - linked
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]

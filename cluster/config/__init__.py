@@ -39,6 +39,7 @@ from cluster.config.file import (
     ModelConfig,
     PlannerConfig,
     RedisStateConfig,
+    ScalingConfig,
     StateConfig,
     SupervisionConfig,
     TargetConfig,

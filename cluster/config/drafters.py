@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Resources, Section
+from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Resources, Section, check_replicas
 
 DEFAULT_CAPACITY = 64
 DEFAULT_DRAFT_LEN = 8
@@ -140,7 +140,9 @@ class DrafterConfig(Section):
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
     # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
     spare_share: Fraction = 0.1
-    replicas: Count = 1
+    replicas: Annotated[int, Field(ge=0, le=1024)] = 1  # at start
+    min_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as replicas
+    max_replicas: Count | None = None
     device: Device = "auto"
     # start: loaded at start if there is room, and evictable; lazy: loaded on demand; pinned: loaded at start, never evicted.
     load: Literal["start", "lazy", "pinned"] = "start"
@@ -165,7 +167,28 @@ class DrafterConfig(Section):
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_colocated and self.replicas != 1:
             raise ValueError(f"replicas must be 1 for a drafter in the target's process, got {self.replicas}")
+        check_replicas(self.replicas, self.least, self.most)
+        if self.most == 0:
+            raise ValueError("max_replicas must be set for a drafter with replicas: 0, or it would never start")
+        if self.scales and (self.is_colocated or self.load == "lazy"):
+            raise ValueError(
+                "min_replicas and max_replicas must be equal for a drafter that is lazy or in the target's process"
+            )
         return self
+
+    @property
+    def least(self) -> int:
+        """Replicas at any time."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def scales(self) -> bool:
+        """Whether replicas come and go while it serves. Each then has a placement group of its own."""
+        return self.least != self.most
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:

@@ -11,7 +11,7 @@ from cluster import strict_yaml
 from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
-from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section
+from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section, check_replicas
 from cluster.config.slo import SloConfig
 
 
@@ -28,7 +28,9 @@ class TargetConfig(Section):
     engine: Literal["native", "vllm"] = "native"  # vllm: in an environment of its own (`make setup-vllm`)
     dtype: Dtype = "auto"
     device: Device = "auto"
-    replicas: Count = 1
+    replicas: Count = 1  # at start
+    min_replicas: Count | None = None  # None: as replicas
+    max_replicas: Count | None = None
     tensor_parallel: Count = 1  # ranks of one replica; at most the model's key-value heads
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
@@ -66,7 +68,22 @@ class TargetConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
+        check_replicas(self.replicas, self.least, self.most)
         return self
+
+    @property
+    def least(self) -> int:
+        """Replicas at any time."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def scales(self) -> bool:
+        """Whether replicas come and go while it serves."""
+        return self.least != self.most
 
 
 class MemoryConfig(Section):
@@ -168,6 +185,12 @@ class SupervisionConfig(Section):
     at_most = (("restart_backoff_ms", "max_restart_backoff_ms"),)
 
 
+class ScalingConfig(Section):
+    """Replicas between ``min_replicas`` and ``max_replicas`` of the target and of each drafter."""
+
+    drain_s: Seconds = 60  # for the running requests of a target that leaves; what remains ends with an error
+
+
 class Config(Section):
     """The whole file. ``drafters: []`` serves the target alone; without the key the default pool is used."""
 
@@ -182,6 +205,7 @@ class Config(Section):
     api: ApiConfig = ApiConfig()
     cluster: ClusterConfig = ClusterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    scaling: ScalingConfig = ScalingConfig()
 
     def proposers_of(self, name: str) -> tuple[DrafterConfig, ...]:
         """Drafters that may draft for another in its process, smallest first: those before it in the chain or the file."""

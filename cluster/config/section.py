@@ -32,6 +32,14 @@ class Section(BaseModel):
         return self
 
 
+def check_replicas(replicas: int, min_replicas: int, max_replicas: int) -> None:
+    """Raises ValueError unless the bounds contain the number of replicas at start."""
+    if not min_replicas <= replicas <= max_replicas:
+        raise ValueError(
+            f"replicas must lie between min_replicas and max_replicas, got {min_replicas}, {replicas}, {max_replicas}"
+        )
+
+
 class Resources(Section):
     """Resources of one process. Ray reserves cpus and gpus; a fraction shares a GPU."""
 

@@ -47,6 +47,6 @@ def load_vllm(
         tensor_parallel=target.tensor_parallel,
         device=target.device,
         num_threads=1 if target.resources.threads == "auto" else target.resources.threads,
-        binds=target.replicas == 1,  # several on one machine would be bound to the same cores
+        binds=target.most == 1,  # several on one machine would be bound to the same cores
     )
     return VllmTarget(folder, limits, info.eos_token_ids, feature_layers)

@@ -38,7 +38,7 @@ def build_policy(config: PolicyConfig) -> AssignmentPolicy:
 
 
 def build_pool(config: Config) -> tuple[PoolMember, ...]:
-    """Every replica of every drafter, all healthy, in the order of the file."""
+    """Every replica that there may be of every drafter, all healthy, in the order of the file."""
     return tuple(
         PoolMember(
             member_name(drafter.name, replica),
@@ -49,7 +49,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             leads=not drafter.is_colocated,
         )
         for drafter in config.drafters
-        for replica in range(drafter.replicas)
+        for replica in range(drafter.most)
     )
 
 

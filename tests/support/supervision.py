@@ -81,6 +81,8 @@ class PretendedSpawner:
     lives: dict[str, list[PretendedProcess]] = field(default_factory=dict)
     stillborn: set[str] = field(default_factory=set)
     mute: set[str] = field(default_factory=set)
+    found: list[str] = field(default_factory=list)
+    given_back: list[str] = field(default_factory=list)
 
     async def target(self, name: str) -> Process:
         number = len(self.lives.get(name, []))
@@ -98,9 +100,15 @@ class PretendedSpawner:
     async def router(self) -> Process:
         return self._born("router", ProcessInfo(300))
 
-    async def end_drafter(self, name: str) -> None:
+    async def end(self, group: str, give_back: bool = False) -> None:
+        name = group.removeprefix("drafter-")
+        if give_back:
+            self.given_back.append(group)
         if name in self.lives:
             await self.now(name).kill()
+
+    def running(self) -> list[str]:
+        return self.found
 
     def _born(self, name: str, info: Any) -> PretendedProcess:
         process = PretendedProcess(name, info, starts=name not in self.stillborn, silent=name in self.mute)

@@ -39,7 +39,7 @@ async def test_addresses_are_followed_through_failures(
     monkeypatch.setattr(serve_app, "RETRY_S", 0.0)
     wanted: asyncio.Queue[Any] = asyncio.Queue()
     answers = Answers(failure, NEW)
-    client: Any = SimpleNamespace(set_addresses=wanted.put_nowait)
+    client: Any = SimpleNamespace(set_addresses=wanted.put_nowait, set_leaving=lambda names: None)
     with caplog.at_level(logging.WARNING):
         following = asyncio.create_task(serve_app.follow_targets(client, SimpleNamespace(directory=answers), OLD))
         assert await asyncio.wait_for(wanted.get(), 10) == NEW.addresses

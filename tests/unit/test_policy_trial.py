@@ -1,6 +1,7 @@
 """Another routing policy for a limited time: the router's part, and who may ask for it."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class OneTarget:
 
     def publish(self, table: RoutingTable) -> None:
         self.tables.append((table, self._actor_of().report().policy))
+
+    def set_names(self, names: Sequence[str]) -> None: ...
 
 
 def test_the_configured_policy_returns_when_the_trial_is_over() -> None:

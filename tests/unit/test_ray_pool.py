@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from actors import ray_pool
+from actors import ray_groups, ray_pool
 from actors.ray_pool import Deployment, RaySpawner
 from cluster.config import Config, TargetConfig
 
@@ -25,7 +25,7 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     groups: dict[str, Any] = {
         f"target-{i}": SimpleNamespace(bundle_specs=[{"CPU": 1}], state=s) for i, s in enumerate(states)
     }
-    monkeypatch.setattr(ray_pool, "placement_group_table", lambda group: {"state": group.state})
+    monkeypatch.setattr(ray_groups, "placement_group_table", lambda group: {"state": group.state})
     monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, **_: group)
     spawner = RaySpawner(Deployment(Config(target=TargetConfig(replicas=2)), groups, "/folder", "token"))
     made: list[dict[str, Any]] = []

@@ -89,6 +89,13 @@ def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
     assert table.chains == {"r": ()}
 
 
+def test_a_target_that_has_just_joined_takes_no_drafter_from_others() -> None:
+    router = Router(build_policy(FixedPolicy()), POOL)
+    table = router.slot([report(view("r", "a")), report(drafters=())])
+    assert table is not None
+    assert table.chains == {"r": ("a",)}
+
+
 def test_a_drafter_that_could_be_loaded_is_wished_for_and_its_requests_are_served_on() -> None:
     pool = (*POOL, PoolMember("lazy", 8, 0.01))
     router = Router(Fixed(FixedPolicy(chain=("lazy",))), pool)

@@ -1,0 +1,53 @@
+"""``outrider scale``: another number of replicas for a deployment on a Ray cluster."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from actors.ray_pool import SUPERVISOR
+from cluster.config import Config
+from cluster.errors import InvalidField
+from deploy.local_ray import LaunchError
+from router.scaling.report import FleetSize
+
+ANSWER_S = 10.0
+
+
+def parse_drafters(texts: Sequence[str]) -> dict[str, int]:
+    """``NAME=NUMBER`` each. Raises InvalidField."""
+    found = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not (name and number.isdecimal()):
+            raise InvalidField("drafter", text, "must be NAME=NUMBER, such as ngram=2")
+        found[name] = int(number)
+    return found
+
+
+def scale(config: Config, num_targets: int, num_drafters: Mapping[str, int]) -> FleetSize:
+    """What the running deployment will have, within the bounds of its own configuration. Returns before it is reached.
+
+    Raises LaunchError: there is no such deployment; InvalidField: a drafter does not scale.
+    """
+    namespace, address = config.cluster.namespace, config.cluster.ray_address
+    if address is None:
+        raise LaunchError("cluster.ray_address must name the Ray cluster of the deployment: others cannot be reached")
+    scaling = [drafter.name for drafter in config.drafters if drafter.scales]
+    for name in num_drafters:
+        if name not in scaling:
+            raise InvalidField("drafter", name, f"must be one with max_replicas: {', '.join(scaling) or 'there is none'}")
+    try:
+        ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
+    try:
+        size: FleetSize = ray.get(
+            ray.get_actor(SUPERVISOR).resize.remote(FleetSize(num_targets, num_drafters)), timeout=ANSWER_S
+        )
+    except (ValueError, RayActorError, GetTimeoutError) as error:
+        raise LaunchError(f"no deployment answers in the namespace {namespace}: {error}") from error
+    finally:
+        ray.shutdown()
+    return size

@@ -1,0 +1,127 @@
+"""Targets and drafters join and leave a real Ray cluster, on pretended GPUs, while streams run."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table, remove_placement_group
+
+from actors.gateway import LinkClient
+from actors.ray_pool import Deployment, start_supervisor
+from cluster.client import ClusterStatus
+from cluster.config import DrafterConfig, ModelConfig, NgramOptions, Resources
+from cluster.placement import place
+from cluster.resolve import resolve
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from deploy.placement_groups import make_groups, read_inventory
+from router.scaling.report import FleetSize
+from tests.cluster.test_nodes import Caller, _no_status
+from tests.support.settings import small_config
+from tests.support.waiting import DEADLINE_S, eventually
+
+pytestmark = pytest.mark.ray
+
+NUM_STREAMS = 6
+
+
+@pytest.fixture
+def node() -> Iterator[Cluster]:
+    """One machine of 4 CPUs and 2 pretended GPUs."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "object_store_memory": 80 * 2**20})
+    ray.init(address=cluster.address, namespace="resizing", logging_level="ERROR", log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
+    """All tokens are those of the smallest cluster, and what left has given back its place."""
+    base = small_config(str(tiny_model_folder), tmp_path)
+    of_target = base.target.model_copy(
+        update={
+            "device": "cpu",
+            "kv_cache_gb": 0.01,
+            "max_replicas": 2,
+            "resources": Resources(cpus=1, gpus=0, threads=1),
+        }
+    )
+    ngram = DrafterConfig(
+        name="ngram",
+        options=NgramOptions(),
+        replicas=0,
+        min_replicas=0,
+        max_replicas=2,
+        resources=Resources(cpus=0.5, gpus=0, threads=1),
+    )
+    inventory = read_inventory(ray.nodes())
+    config = resolve(
+        base.model_copy(
+            update={
+                "model": ModelConfig(name=str(tiny_model_folder), max_model_len=256),
+                "target": of_target,
+                "drafters": (ngram,),
+                "cluster": base.cluster.model_copy(update={"namespace": "resizing"}),
+            }
+        ),
+        inventory,
+    )
+    groups = make_groups(place(config, inventory))
+    assert set(groups) == {"target-0"}
+    supervisor = start_supervisor(Deployment(config, groups, str(tmp_path), "secret"))
+    caller = None
+    try:
+        directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
+        caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret"))
+        assert caller.client.wait_linked(DEADLINE_S)
+        sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+        def start(name: str) -> list[object]:
+            asks = [Request(f"{name}-{i}", (5, 6, 7 + i), sampling, time.monotonic()) for i in range(NUM_STREAMS)]
+            return [caller.complete(ask) for ask in asks]
+
+        def status() -> ClusterStatus:
+            answer: ClusterStatus = ray.get(supervisor.status.remote(), timeout=DEADLINE_S)
+            return answer
+
+        def follow() -> None:
+            known = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
+            caller.client.set_leaving(known.leaving)
+            caller.client.set_addresses(known.addresses)
+
+        alone = [one.result(DEADLINE_S) for one in start("alone")]
+
+        ray.get(supervisor.resize.remote(FleetSize(2, {"ngram": 2})), timeout=DEADLINE_S)
+        eventually(lambda: [t.state for t in status().targets] == ["ready"] * 2, DEADLINE_S)
+        eventually(lambda: [d.state for d in status().drafters] == ["ready"] * 2, DEADLINE_S)
+        assert _groups() == {"target-0", "target-1", "drafter-ngram", "drafter-ngram/1"}
+        follow()
+        assert caller.client.wait_linked(DEADLINE_S, num_targets=2)
+        eventually(lambda: all("ngram" in t.riders for t in status().targets), DEADLINE_S)
+
+        during = start("during")
+        ray.get(supervisor.resize.remote(FleetSize(1, {"ngram": 0})), timeout=DEADLINE_S)
+        follow()
+        assert [one.result(DEADLINE_S) for one in during] == alone
+        eventually(lambda: _groups() == {"target-0"}, DEADLINE_S)
+        follow()
+        assert [target.name for target in status().targets] == ["target-0"]
+        assert not status().drafters
+        assert [one.result(DEADLINE_S) for one in start("after")] == alone
+    finally:
+        if caller is not None:
+            caller.close()
+        ray.get(supervisor.stop.remote(), timeout=DEADLINE_S)
+        ray.kill(supervisor)
+        for group in groups.values():
+            remove_placement_group(group)
+    eventually(lambda: not _groups(), DEADLINE_S)
+
+
+def _groups() -> set[str]:
+    return {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}

@@ -1,0 +1,150 @@
+"""Replicas that join and leave under a supervisor over pretended processes."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from actors.supervisor import Supervisor
+from actors.target import DrafterCounts, TargetReport
+from cluster.client import TargetStatus
+from cluster.config import Config, DrafterConfig, NgramOptions, ScalingConfig, TargetConfig
+from cluster.errors import InvalidField
+from cluster.strict_yaml import ConfigError, parse
+from deploy.local_ray import LaunchError
+from deploy.scale import parse_drafters, scale
+from router.scaling.report import FleetSize
+from tests.support.supervision import FAST, PretendedSpawner, eventually
+
+NGRAM = DrafterConfig(name="ngram", options=NgramOptions(), replicas=0, min_replicas=0, max_replicas=3)
+CONFIG = Config(
+    target=TargetConfig(replicas=1, max_replicas=3),
+    drafters=(NGRAM,),
+    supervision=FAST,
+    scaling=ScalingConfig(drain_s=60),
+)
+IDLE = TargetStatus("", "ready", 0, 0, 10, 10, 0.0, 0.0)
+
+
+@pytest.fixture
+def spawner() -> PretendedSpawner:
+    return PretendedSpawner()
+
+
+@pytest.fixture
+async def supervisor(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(CONFIG, spawner)
+    supervisor.start()
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    yield supervisor
+    await supervisor.stop()
+    assert not any(process.alive for lives in spawner.lives.values() for process in lives)
+
+
+def _report(spawner: PretendedSpawner, name: str, num_running: int, num_drafted: int = 0) -> None:
+    counts = (DrafterCounts("ngram/1", num_drafted, 0, 0, None),)
+    spawner.now(name).report = TargetReport(replace(IDLE, name=name, num_running=num_running), counts)
+
+
+async def test_replicas_join_within_their_bounds(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    wanted = supervisor.resize(FleetSize(9, {"ngram": 9}))
+    assert (wanted.num_targets, wanted.num_drafters) == (3, {"ngram": 3})
+    everyone = {"target-0", "target-1", "target-2", "ngram", "ngram/1", "ngram/2", "router"}
+    await eventually(lambda: set(supervisor.pids()) == everyone)
+    names = ("target-0", "target-1", "target-2")
+    await eventually(lambda: ("set_targets", (names,)) in spawner.now("router").calls)
+    assert not spawner.given_back
+
+
+async def test_a_target_that_leaves_ends_when_its_requests_have(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    supervisor.resize(FleetSize(2))
+    await eventually(lambda: "target-1" in supervisor.pids())
+    known = await supervisor.ready()
+    _report(spawner, "target-1", num_running=1)
+    supervisor.resize(FleetSize(1))
+    leaving = await supervisor.directory(known)
+    assert (leaving.leaving, leaving.addresses) == (("target-1",), known.addresses)
+    await eventually(lambda: ("drain", ()) in spawner.now("target-1").calls)
+    assert spawner.now("target-1").alive
+    _report(spawner, "target-1", num_running=0)
+    await eventually(lambda: spawner.given_back == ["target-1"])
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    assert [target.name for target in (await supervisor.status()).targets] == ["target-0"]
+    assert len(spawner.lives["target-1"]) == 1
+
+
+async def test_a_target_whose_requests_last_ends_at_its_deadline(spawner: PretendedSpawner) -> None:
+    config = CONFIG.model_copy(update={"scaling": ScalingConfig(drain_s=0.1)})
+    supervisor = Supervisor(config, spawner)
+    try:
+        await supervisor.ready()
+        supervisor.resize(FleetSize(2))
+        await eventually(lambda: "target-1" in supervisor.pids())
+        supervisor.resize(FleetSize(1))
+        await eventually(lambda: spawner.given_back == ["target-1"])
+        assert not spawner.now("target-1").alive
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_drafter_that_leaves_is_left_by_its_requests_first(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.resize(FleetSize(1, {"ngram": 2}))
+    await eventually(lambda: {"ngram", "ngram/1"} <= supervisor.pids().keys())
+    _report(spawner, "target-0", num_running=1, num_drafted=1)
+    supervisor.resize(FleetSize(1, {"ngram": 1}))
+    await eventually(lambda: ("set_draining", (frozenset({"ngram/1"}),)) in spawner.now("router").calls)
+    assert spawner.now("ngram/1").alive
+    _report(spawner, "target-0", num_running=1, num_drafted=0)
+    await eventually(lambda: spawner.given_back == ["drafter-ngram/1"])
+    supervisor.resize(FleetSize(1, {"ngram": 0}))  # to zero
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    assert not (await supervisor.status()).drafters
+
+
+async def test_a_target_that_dies_while_it_leaves_is_not_started_again(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.resize(FleetSize(2))
+    await eventually(lambda: "target-1" in supervisor.pids())
+    supervisor.resize(FleetSize(1))
+    await eventually(lambda: ("drain", ()) in spawner.now("target-1").calls)
+    spawner.now("target-1").die("killed")
+    await eventually(lambda: spawner.given_back == ["target-1"])
+    assert len(spawner.lives["target-1"]) == 1
+
+
+async def test_a_supervisor_in_the_place_of_another_goes_on_with_what_runs(spawner: PretendedSpawner) -> None:
+    spawner.found = ["target-0", "target-0/1", "target-2", "drafter-ngram/1", "router"]
+    supervisor = Supervisor(CONFIG, spawner)
+    try:
+        await supervisor.ready()
+        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-2", "ngram/1", "router"})
+    finally:
+        await supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("target: {replicas: 2, max_replicas: 1}", "replicas must lie between"),
+        ("target: {min_replicas: 2}", "replicas must lie between"),
+        ("drafters: [{name: a, replicas: 0, options: {kind: ngram}}]", "max_replicas must be set"),
+        ("drafters: [{name: a, load: lazy, max_replicas: 2, options: {kind: ngram}}]", "must be equal"),
+    ],
+)
+def test_bounds_that_cannot_hold_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(text, Config, "test.yaml")
+
+
+def test_the_command_names_drafters_by_number_and_refuses_those_that_do_not_scale() -> None:
+    assert parse_drafters(["ngram=2", "suffix=0"]) == {"ngram": 2, "suffix": 0}
+    with pytest.raises(InvalidField, match="must be NAME=NUMBER"):
+        parse_drafters(["ngram"])
+    with pytest.raises(LaunchError, match=r"cluster\.ray_address must name"):
+        scale(CONFIG, 2, {})
+    joined = CONFIG.model_copy(update={"cluster": CONFIG.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})
+    with pytest.raises(InvalidField, match="must be one with max_replicas: ngram"):
+        scale(joined, 2, {"suffix": 1})
