@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -43,9 +44,8 @@ def scale(config: Config, num_targets: int, num_drafters: Mapping[str, int]) -> 
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     try:
-        size: FleetSize = ray.get(
-            ray.get_actor(SUPERVISOR).resize.remote(FleetSize(num_targets, num_drafters)), timeout=ANSWER_S
-        )
+        supervisor: Any = ray.get_actor(SUPERVISOR)
+        size: FleetSize = ray.get(supervisor.resize.remote(FleetSize(num_targets, num_drafters)), timeout=ANSWER_S)
     except (ValueError, RayActorError, GetTimeoutError) as error:
         raise LaunchError(f"no deployment answers in the namespace {namespace}: {error}") from error
     finally:
