@@ -19,6 +19,8 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+FULL_PAUSE_S = 0.05
+MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
 IDLE_WAIT_S = 1.0
 MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
@@ -89,7 +91,8 @@ class LinkClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Commit, None]:
         resumption = Resumption(request)
-        avoided: set[Link] = set()  # targets that refused the request, or gave it up
+        gave_up: set[Link] = set()  # targets that were lost with the request
+        avoided: set[Link] = set()  # and those that refused it since
         lost: LinkClosed | None = None  # why its last target was lost
         lost_s = 0.0
         while True:
@@ -97,9 +100,14 @@ class LinkClient:
                 raise lost
             try:
                 stream = self._submit(request, avoided)
-            except (LinkClosed, Overloaded):
+            except LinkClosed:
                 if lost is None:
                     raise
+                continue
+            except Overloaded:
+                if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
+                    raise
+                await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
                 continue
             if lost is not None:
                 self._num_resumed += 1
@@ -129,7 +137,8 @@ class LinkClient:
             lost_s = asyncio.get_running_loop().time()
             if not resumption.is_possible:
                 raise lost
-            request, avoided = resumption.resume(), {stream.link}
+            gave_up.add(stream.link)
+            request, avoided = resumption.resume(), set(gave_up)
 
     async def close(self) -> None:
         self._stop.set()
@@ -163,7 +172,7 @@ class LinkClient:
         return True
 
     def _submit(self, request: Request, avoided: set[Link]) -> _Stream:
-        """Adds targets that cannot be sent to to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
+        """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
         ones read too slowly."""
         full: LinkFull | None = None
         for link in self._candidates(avoided):
@@ -179,8 +188,10 @@ class LinkClient:
                 self._forget(request.id, abort=False)
                 if not isinstance(error, LinkFull | LinkClosed):
                     raise
-                full = error if isinstance(error, LinkFull) else full
-                avoided.add(link)
+                if isinstance(error, LinkFull):
+                    full = error
+                else:
+                    avoided.add(link)
                 continue
             return stream
         if full is not None:

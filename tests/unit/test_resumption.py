@@ -16,9 +16,11 @@ from actors.gateway import LinkClient
 from actors.resumption import MAX_RESUMPTIONS, Resumption
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, NgramOptions
-from cluster.errors import LinkClosed
+from cluster.errors import LinkClosed, LinkFull
 from cluster.grammar import Grammar, GrammarKind
+from cluster.messages import Message, SubmitRound
 from cluster.sampling_params import SamplingParams
+from cluster.transport.memory import MemoryLink
 from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo, TokenLogprobs
 from drafters.registry import make_drafter
 from engine.factory import load_target
@@ -236,6 +238,24 @@ async def test_a_full_queue_takes_a_request_that_was_taken_before(replicas: Repl
     (found,) = await disturbed(replicas, [request(3)], 4)
     replicas.second.loop._max_waiting = 9
     assert tokens(found) == tokens((await undisturbed(replicas, [request(3)]))[0])
+    await replicas.client.close()
+
+
+async def test_a_full_link_takes_resumed_requests_later(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, num_full = MemoryLink.send, 3
+
+    def full_at_first(link: MemoryLink, message: Message) -> None:
+        nonlocal num_full
+        if isinstance(message, SubmitRound) and any(one.output_token_ids for one in message.submits) and num_full:
+            num_full -= 1
+            raise LinkFull("it is full")
+        send(link, message)
+
+    monkeypatch.setattr(MemoryLink, "send", full_at_first)
+    found = await disturbed(replicas, [request(i) for i in range(4)], 4)
+    assert not num_full
+    plain = await undisturbed(replicas, [request(i) for i in range(4)])
+    assert [tokens(commits) for commits in found] == [tokens(commits) for commits in plain]
     await replicas.client.close()
 
 
