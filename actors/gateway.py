@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from dataclasses import dataclass, field, replace
 
 from actors.mailbox import DialingMailbox
+from actors.resumption import Resumption
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded, Unattainable
 from cluster.message_checks import Inspection, commit_fault
@@ -18,6 +19,8 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+FULL_PAUSE_S = 0.05
+MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
 IDLE_WAIT_S = 1.0
 MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
@@ -30,13 +33,16 @@ class _Stream:
     link: Link
     next_len: int | None  # committed length at which the next commit begins; None after the last
     end_len: int  # committed length at max_tokens
-    commits: asyncio.Queue[Commit | Exception] = field(default_factory=asyncio.Queue)
+    commits: asyncio.Queue[Commit | LinkClosed] = field(default_factory=asyncio.Queue)
 
 
 class LinkClient:
     """Serves any number of asyncio tasks. A thread of its own drains the mailbox and keeps the links.
 
     A request goes to the target with the fewest requests of this client. Addresses may change (``set_addresses``).
+
+    Args:
+        resume_wait_s: how long a request whose target is lost waits for another, if none is linked.
     """
 
     def __init__(
@@ -46,9 +52,12 @@ class LinkClient:
         addresses: Sequence[str],
         status: Callable[[], Awaitable[ClusterStatus]],
         token: str = "",
+        resume_wait_s: float = 0.0,
     ) -> None:
         self._model = model
         self._status = status
+        self._resume_wait_s = resume_wait_s
+        self._num_resumed = 0
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
         self._mailbox = DialingMailbox(hello, addresses)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
@@ -56,6 +65,7 @@ class LinkClient:
         self._streams: dict[str, _Stream] = {}
         self._aborts: dict[Link, set[str]] = {}  # not sent yet
         self._leaving: frozenset[str] = frozenset()
+        self._awaiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of callers without a target
         self._inspection = Inspection(f"gateway {name}")
         self._stop = threading.Event()
         self._links_changed = threading.Condition(self._lock)
@@ -66,7 +76,7 @@ class LinkClient:
         return self._model
 
     async def status(self) -> ClusterStatus:
-        return await self._status()
+        return replace(await self._status(), num_resumed=self._num_resumed)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         self._mailbox.set_addresses(addresses)
@@ -85,26 +95,55 @@ class LinkClient:
         return bool(self._links)
 
     async def generate(self, request: Request) -> AsyncGenerator[Commit, None]:
-        refused_by: set[Link] = set()
+        resumption = Resumption(request)
+        gave_up: set[Link] = set()  # targets that were lost with the request
+        avoided: set[Link] = set()  # and those that refused it since
+        lost: LinkClosed | None = None  # why its last target was lost
+        lost_s = 0.0
         while True:
-            stream = self._submit(request, refused_by)
+            if lost is not None and not await self._await_target(avoided, lost_s + self._resume_wait_s):
+                raise lost
+            try:
+                stream = self._submit(request, avoided)
+            except LinkClosed:
+                if lost is None:
+                    raise
+                continue
+            except Overloaded:
+                if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
+                    raise
+                await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
+                continue
+            if lost is not None:
+                self._num_resumed += 1
+                logger.info("%s goes on after %d tokens: %s", request.id, len(request.output_token_ids), lost)
             finished = False
             try:
-                while not finished:
-                    commit = await stream.commits.get()
-                    if isinstance(commit, Exception):
-                        raise commit  # the finally clause aborts the request
-                    finished = commit.finish is not None
-                    if commit.finish is FinishReason.OVERLOADED:
+                while True:
+                    item = await stream.commits.get()
+                    if isinstance(item, LinkClosed):
+                        break  # the finally clause aborts the request
+                    finished = item.finish is not None
+                    if item.finish in (FinishReason.OVERLOADED, FinishReason.ABORT):
                         break
-                    yield commit
-                else:
-                    return
+                    commit = resumption.deliver(item)
+                    if commit is not None:
+                        yield commit
+                    if finished:
+                        return
             finally:
                 self._forget(request.id, abort=not finished)
-            refused_by.add(stream.link)
-            if not self._candidates(refused_by):
-                raise _refusal(commit, request.slo)
+            avoided.add(stream.link)
+            if isinstance(item, Commit) and item.finish is FinishReason.OVERLOADED:
+                if lost is None and not self._candidates(avoided):
+                    raise _refusal(item, request.slo)
+                continue
+            lost = item if isinstance(item, LinkClosed) else LinkClosed(f"{item.error}; send the request again")
+            lost_s = asyncio.get_running_loop().time()
+            if not resumption.is_possible:
+                raise lost
+            gave_up.add(stream.link)
+            request, avoided = resumption.resume(), set(gave_up)
 
     async def close(self) -> None:
         self._stop.set()
@@ -120,25 +159,51 @@ class LinkClient:
                 self._links.keys() - refused_by, key=lambda link: (link.peer.name in self._leaving, self._links[link])
             )
 
-    def _submit(self, request: Request, refused_by: set[Link]) -> _Stream:
-        candidates = self._candidates(refused_by)
-        if not candidates:
-            raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
-        link = candidates[0]
+    async def _await_target(self, avoided: set[Link], until_s: float) -> bool:
+        """Waits for a target that the request may go to. False: there is none by ``until_s``, on the loop's clock."""
+        linked = asyncio.Event()
         with self._lock:
-            prompt_len = len(request.prompt_token_ids)
-            stream = _Stream(asyncio.get_running_loop(), link, prompt_len, prompt_len + request.sampling.max_tokens)
-            self._streams[request.id] = stream
-            if link in self._links:
-                self._links[link] += 1
+            self._awaiting[linked] = asyncio.get_running_loop()
         try:
-            link.send(SubmitRound(submits=(_aged(request),)))
-        except OutriderError as error:
-            self._forget(request.id, abort=False)
-            if isinstance(error, LinkFull):
-                raise Overloaded(f"the target reads too slowly: {error}", RETRY_AFTER_S) from error
-            raise
-        return stream
+            async with asyncio.timeout_at(until_s):
+                while not self._candidates(avoided):
+                    linked.clear()
+                    if self._stop.is_set():
+                        return False
+                    await linked.wait()
+        except TimeoutError:
+            return False
+        finally:
+            with self._lock:
+                del self._awaiting[linked]
+        return True
+
+    def _submit(self, request: Request, avoided: set[Link]) -> _Stream:
+        """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
+        ones read too slowly."""
+        full: LinkFull | None = None
+        for link in self._candidates(avoided):
+            base_len, end_len = request.committed_len, len(request.prompt_token_ids) + request.sampling.max_tokens
+            with self._lock:
+                stream = _Stream(asyncio.get_running_loop(), link, base_len, end_len)
+                self._streams[request.id] = stream
+                if link in self._links:
+                    self._links[link] += 1
+            try:
+                link.send(SubmitRound(submits=(_aged(request),)))
+            except OutriderError as error:
+                self._forget(request.id, abort=False)
+                if not isinstance(error, LinkFull | LinkClosed):
+                    raise
+                if isinstance(error, LinkFull):
+                    full = error
+                else:
+                    avoided.add(link)
+                continue
+            return stream
+        if full is not None:
+            raise Overloaded(f"the target reads too slowly: {full}", RETRY_AFTER_S) from full
+        raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
 
     def _forget(self, request_id: str, abort: bool) -> None:
         with self._lock:
@@ -181,9 +246,13 @@ class LinkClient:
                 self._mailbox.wait(IDLE_WAIT_S)
         finally:
             self._mailbox.close()
-            for link in tuple(self._links):
+            with self._lock:
+                links = tuple(self._links)
+                self._links.clear()
+            for link in links:
                 link.close()
                 self._link_down(link, "this gateway stops")
+            self._wake_awaiting()
 
     def _handle_events(self) -> None:
         for event in self._mailbox.drain():
@@ -192,6 +261,7 @@ class LinkClient:
                     with self._lock:
                         self._links.setdefault(link, 0)
                         self._links_changed.notify_all()
+                    self._wake_awaiting()
                 case LinkDown(link, reason):
                     self._link_down(link, reason)
                 case Received(link, _) if link not in self._links:
@@ -204,9 +274,16 @@ class LinkClient:
                 case Received(link, message):
                     self._drop_link(link, f"it sent a {type(message).__name__}, which a gateway does not accept")
 
+    def _wake_awaiting(self) -> None:
+        with self._lock:
+            awaiting = tuple(self._awaiting.items())
+        for linked, loop in awaiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(linked.set)
+
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
         """Delivers commits with one wake-up per event loop; an invalid one ends its stream. Returns the faults."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | Exception]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | LinkClosed]]] = {}
         faults: list[str] = []
         with self._lock:
             for commit in commits:
@@ -214,7 +291,7 @@ class LinkClient:
                 if stream is None or stream.link is not link or stream.next_len is None:
                     continue  # the stream has ended or belongs to another target
                 fault = commit_fault(commit, self._model.vocab_size) or _sequence_fault(stream, commit)
-                item: Commit | Exception = commit
+                item: Commit | LinkClosed = commit
                 if fault is not None:
                     faults.append(fault)
                     item = LinkClosed(f"the target sent {fault}; send the request again")
@@ -266,7 +343,7 @@ def _sequence_fault(stream: _Stream, commit: Commit) -> str | None:
     return None
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | Exception]]) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | LinkClosed]]) -> None:
     def put() -> None:
         for stream, item in items:
             stream.commits.put_nowait(item)

@@ -36,6 +36,7 @@ BENCHES = {
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),
     "routing": Bench("benchmarks.routing", "assignment policies on recorded agreement against hindsight, simulated"),
     "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process, and memory"),
+    "soak": Bench("benchmarks.soak", "memory and errors at saturation for an hour, then 1,000 streams at once"),
     "structured": Bench("benchmarks.structured", "answers for JSON schemas: valid, ending, the same under drafting"),
     "transport": Bench("benchmarks.transport", "round trips of the data plane between two processes"),
     "faults": Bench("benchmarks.faults", "streams while processes are killed, hang or send invalid messages"),

@@ -24,7 +24,7 @@ from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLen
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
-from cluster.types import Commit, ModelInfo, Request, RoutingTable
+from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
@@ -224,7 +224,7 @@ class EmbeddedCluster:
 
     def abort(self) -> None:
         """After ``pause``: requests under way end with an error."""
-        self.loop.fail_all("the embedded target has stopped")
+        self.loop.fail_all("the embedded target has stopped", FinishReason.ERROR)
 
     def read_mail(self) -> None:
         """After ``abort``: drafters read what the target has sent."""

@@ -1,17 +1,20 @@
 """Faults that ``outrider bench faults`` injects into the processes of a running server, from outside."""
 
 import fcntl
+import json
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from benchmarks.load import HttpTarget, LoadRequest
 from benchmarks.server import ServerProcess
 from benchmarks.unsound import Unsound
 from cluster.errors import InvalidField, OutriderError
@@ -22,6 +25,7 @@ from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 
 ACTORS = ("TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor", "ServeReplica")
+NUM_HOSTILE = 40
 NUM_UNSOUND = 400  # maximum per faulty peer; its link is closed before
 UNLINK_S = 30.0
 SLOW_PERIOD_S = 0.5
@@ -85,14 +89,48 @@ def locked_state(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def without_descriptors(process: psutil.Process) -> Iterator[None]:
-    """Prevents a process from opening files and sockets."""
-    soft, hard = process.rlimit(resource.RLIMIT_NOFILE)
-    process.rlimit(resource.RLIMIT_NOFILE, (3, hard))
+def _limited(process: psutil.Process, kind: int, limit: int) -> Iterator[None]:
+    soft, hard = process.rlimit(kind)
+    process.rlimit(kind, (limit, hard))
     try:
         yield
     finally:
-        process.rlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with suppress(psutil.NoSuchProcess):
+            process.rlimit(kind, (soft, hard))
+
+
+def without_descriptors(process: psutil.Process) -> AbstractContextManager[None]:
+    """Prevents a process from opening files and sockets."""
+    return _limited(process, resource.RLIMIT_NOFILE, 3)
+
+
+def without_disk(process: psutil.Process) -> AbstractContextManager[None]:
+    """Each write to a file fails (EFBIG), as on a full disk (ENOSPC)."""
+    return _limited(process, resource.RLIMIT_FSIZE, 0)
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def hostile_clients(server: HttpTarget, seconds: float) -> None:
+    """Half requests, garbage, huge lengths, and streams that nobody reads, all at once; reset after a while."""
+    body = json.dumps(server.body(LoadRequest("unread", (1, 2, 3), 500))).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+    words = (post, b"\x16\x03\x01" * 99, post + b"999999999999\r\n\r\n{", post + b"%d\r\n\r\n" % len(body) + body)
+    with ExitStack() as stack:
+        for i in range(NUM_HOSTILE):
+            client = stack.enter_context(socket.create_connection((server.host, server.port), UNLINK_S))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):  # refused at once
+                client.sendall(words[i % len(words)])
+        time.sleep(seconds)
 
 
 @contextmanager

@@ -120,7 +120,8 @@ class Unsound:
         ttft_s, tpot_s = (self._rng.choice((None, self._float())) for _ in range(2))
         slo = Slo(ttft_s, tpot_s, self._rng.choice((None, self._name())))
         chain = self._rng.choice((None, (), (self._drafter,), ("stranger",) * 9, ("",)))
-        return Request(self._id(), self._tokens(), self._sampling(), self._float(), slo, chain)
+        output = self._rng.choice(((), self._tokens()))
+        return Request(self._id(), self._tokens(), self._sampling(), self._float(), slo, chain, output)
 
     def _commit(self) -> Commit:
         tokens = self._tokens()

@@ -86,6 +86,7 @@ class ClusterStatus:
     drafters: tuple[DrafterStatus, ...]
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
+    num_resumed: int = 0  # by this process of the API: how often it sent on a request whose target was lost
 
 
 class EngineClient(Protocol):
@@ -98,10 +99,11 @@ class EngineClient(Protocol):
     async def model(self) -> ModelInfo: ...
 
     def generate(self, request: Request) -> AsyncIterator[Commit]:
-        """The request's commits in order; the last has a finish reason. Closing the iterator aborts the request.
+        """The request's commits in order; the last has a finish reason. Closing the iterator aborts the request. If its
+        target is lost, another one continues it with the same tokens.
 
         Raises Overloaded if no target accepts requests now, Unattainable if none meets the request's objective, LinkClosed
-        if none is reachable or it is lost.
+        if none is reachable, or it is lost and no other one can continue it.
         """
 
     async def status(self) -> ClusterStatus:

@@ -165,7 +165,7 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
             return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
         if not _known([token for token, _ in tops], vocab_size):
             return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"
-    if commit.error is None and commit.finish in (FinishReason.ERROR, FinishReason.OVERLOADED):
+    if commit.error is None and commit.finish in (FinishReason.ERROR, FinishReason.OVERLOADED, FinishReason.ABORT):
         return f"a commit that ends with {commit.finish} and no reason"
     return None
 
@@ -174,6 +174,8 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
     """Of a request with a valid id: values that a target cannot process."""
     if not _known(request.prompt_token_ids, vocab_size):
         return f"a prompt token lies outside the vocabulary of {vocab_size}"
+    if not _known(request.output_token_ids, vocab_size):
+        return f"an output token lies outside the vocabulary of {vocab_size}"
     ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
     if not all(isfinite(time) for time in (request.arrival_s, ttft_s or 0.0, tpot_s or 0.0)):
         return "its arrival and objectives must be finite numbers of seconds"

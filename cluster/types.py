@@ -50,6 +50,12 @@ class Request:
     arrival_s: float
     slo: Slo = Slo()
     chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
+    output_token_ids: tuple[int, ...] = ()  # committed already, by a target that was lost
+
+    @property
+    def committed_len(self) -> int:
+        """When the request reaches its target."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def teaches(self) -> bool:
@@ -72,7 +78,7 @@ class Proposal:
 class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, a stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the model's context
-    ABORT = "abort"
+    ABORT = "abort"  # given up by its target, which stops or fails: another may continue it; Commit.error says why
     ERROR = "error"  # the engine failed on this request; Commit.error says why
     OVERLOADED = "overloaded"  # refused: the queue is full
 
@@ -108,7 +114,7 @@ class Commit:
     drafter: str | None = None  # of the proposal at hand, even if it was empty or not verified
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
-    error: str | None = None  # the reason of ERROR and OVERLOADED
+    error: str | None = None  # the reason of ERROR, OVERLOADED and ABORT
     prefill: Prefill | None = None  # with the first tokens of a request, and with some refusals
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 

@@ -62,7 +62,8 @@ class ApiReplica:
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
-        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token)
+        wait_s = self._config.api.resume_wait_s
+        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token, wait_s)
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -32,11 +32,13 @@ def refusal(
         error = f"request {request.id} is live already"
     elif draining:
         finish, error = FinishReason.OVERLOADED, "the target drains: it takes no more requests"
-    elif num_waiting >= max_waiting:
+    elif num_waiting >= max_waiting and not request.output_token_ids:  # one that has output was taken before
         finish, error = FinishReason.OVERLOADED, f"{num_waiting} requests wait already"
     elif not 0 < prompt_len < max_len:
         room = f"at least 1 and leave room in the model's context of {max_len}"
         error = f"the prompt has {prompt_len} tokens; it must have {room}"
+    elif not len(request.output_token_ids) < min(request.sampling.max_tokens, max_len - prompt_len):
+        error = f"its output of {len(request.output_token_ids)} tokens is complete"
     elif longest > num_cached:
         needed = f"prompt and max_tokens need {longest} tokens of KV cache, of which there are {num_cached} in all"
         error = f"{needed}; lower max_tokens"
@@ -46,4 +48,4 @@ def refusal(
         finish, error = FinishReason.OVERLOADED if refused.is_busy else FinishReason.ERROR, refused.reason
     else:
         error = request_fault(request, model.vocab_size)
-    return None if error is None else Commit(request.id, prompt_len, (), finish=finish, error=error)
+    return None if error is None else Commit(request.id, request.committed_len, (), finish=finish, error=error)

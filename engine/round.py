@@ -32,7 +32,7 @@ from router.plan import DraftBudget, StepPlan
 from router.planner import Planner, StepPlanner
 
 if TYPE_CHECKING:
-    from engine.grammar.compiling import Grammars
+    from engine.grammar.compiling import CompiledGrammar, Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class TargetLoop:
     # ---- the loop's own thread
 
     def run(self, stop: threading.Event) -> None:
-        """Steps until stopped. An error of the engine ends every request with an error and is raised on."""
+        """Steps until stopped. An error of the engine gives every request up and is raised on."""
         self.run_resumably(stop)
         self.fail_all("the target stops")
 
@@ -166,11 +166,10 @@ class TargetLoop:
             self.fail_all(f"the target failed: {type(error).__name__}: {error}")
             raise
 
-    def fail_all(self, reason: str) -> None:
-        """Ends every live request with an error. While no other thread runs the loop."""
+    def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
+        """Ends every live request; by default another target may continue it. While no other thread runs the loop."""
         sequences = self._sequences.snapshot()
-        failed = FinishReason.ERROR
-        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=failed, error=reason) for s in sequences])
+        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()
@@ -264,19 +263,27 @@ class TargetLoop:
             sequence.awaits_grammar = True
             known = self._grammars.start(request.id, request.sampling.grammar, now_s)
             if known is not None:
-                sequence.follow(known)
+                self._follow(sequence, known)
 
     def _follow_grammars(self, now_s: float) -> None:
         """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
         for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
-            sequence = self._sequences[request_id]
-            if not isinstance(result, GrammarRefusal):
-                sequence.follow(result)
-                continue
-            finish = FinishReason.OVERLOADED if result.is_busy else FinishReason.ERROR
-            error = Commit(request_id, len(sequence.token_ids), (), finish=finish, error=result.reason)
-            self._gateways.publish([error])
-            self._end(request_id)
+            if isinstance(result, GrammarRefusal):
+                self._refuse(self._sequences[request_id], result)
+            else:
+                self._follow(self._sequences[request_id], result)
+
+    def _follow(self, sequence: LiveSequence, grammar: "CompiledGrammar") -> None:
+        try:
+            sequence.follow(grammar)
+        except ValueError as error:  # the output of another target
+            self._refuse(sequence, GrammarRefusal(f"it cannot be continued: {error}"))
+
+    def _refuse(self, sequence: LiveSequence, refused: GrammarRefusal) -> None:
+        finish = FinishReason.OVERLOADED if refused.is_busy else FinishReason.ERROR
+        request_id = sequence.request.id
+        self._gateways.publish([Commit(request_id, len(sequence.token_ids), (), finish=finish, error=refused.reason)])
+        self._end(request_id)
 
     # ---- the pass
 

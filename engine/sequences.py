@@ -137,7 +137,10 @@ class Sequences:
         sampling = request.sampling
         ignores_eos = sampling.ignore_eos and sampling.grammar is None  # the end of a grammar ends the request
         stops = frozenset(sampling.stop_token_ids).union(() if ignores_eos else self.model.eos_token_ids)
-        sequence = LiveSequence(request, list(request.prompt_token_ids), features, stops, arrived_s=now_s)
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        sequence = LiveSequence(request, token_ids, features, stops, arrived_s=now_s)
+        if request.output_token_ids:  # as if its tokens had come in time: this target knows no other times of them
+            sequence.first_token_s = now_s - (request.slo.tpot_s or 0.0) * len(request.output_token_ids)
         self._live[request.id] = sequence
         return sequence
 

@@ -34,7 +34,7 @@ class SloMonitor:
         predicted_s = predicted.queue_s + predicted.prefill_s
         error = f"the first token would come after {predicted_s:.2f} s, the objective leaves {slo.ttft_s:.2f} s"
         prefill = Prefill(0, predicted.queue_s, predicted.prefill_s)
-        return Commit(request.id, prompt_len, (), finish=FinishReason.OVERLOADED, error=error, prefill=prefill)
+        return Commit(request.id, request.committed_len, (), finish=FinishReason.OVERLOADED, error=error, prefill=prefill)
 
     def note_answer(self, sequence: LiveSequence, now_s: float) -> None:
         """A request with objectives has all its tokens."""

@@ -279,7 +279,7 @@ class Chain(_message.Message):
     def __init__(self, drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name", "output_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +288,7 @@ class Request(_message.Message):
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     SLO_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -296,7 +297,8 @@ class Request(_message.Message):
     tpot_s: float
     chain: Chain
     slo_name: str
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ...) -> None: ...
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SubmitRound(_message.Message):
     __slots__ = ("submits", "aborts")

@@ -264,6 +264,12 @@ METRICS = (
         "Version of the newest routing table.",
         read=lambda status: [((), float(status.table_version))],
     ),
+    Metric(
+        "requests_resumed",
+        "counter",
+        "Continuations of requests at another target, after the loss of theirs.",
+        read=lambda status: [((), float(status.num_resumed))],
+    ),
     _target("ready", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
     _target("running", "Requests in the target's batch.", lambda t: t.num_running, "num_requests_running"),
     _target("waiting", "Requests waiting for the target's batch.", lambda t: t.num_waiting, "num_requests_waiting"),

@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ import pytest
 import redis
 from redis.commands.core import Script
 
-from cluster.config import FileStateConfig, RedisStateConfig
+from benchmarks.redis_server import RedisServer
+from cluster.config import FileStateConfig
 from cluster.errors import InvalidField
 from cluster.state import (
     MAX_DOCUMENT_BYTES,
@@ -27,43 +26,6 @@ from cluster.state_redis import RedisStateStore
 from tests.support.memory_store import MemoryStateStore
 
 NAMESPACE = "test"
-
-
-class RedisServer:
-    """A redis-server of the test's own, on a port that was free."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def config(self, deadline_s: float = 5.0) -> RedisStateConfig:
-        return RedisStateConfig(url=f"redis://127.0.0.1:{self.port}/0", deadline_s=deadline_s)
-
-    def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "yes"}
-        command = ["redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        store = open_store(self.config(deadline_s=20.0), NAMESPACE)
-        store.keys()  # waits until it answers
-        store.close()
-
-    def require_password(self, password: str) -> None:
-        with redis.Redis(port=self.port) as client:
-            client.config_set("requirepass", password)
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,9 @@ def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, dr
     return streamed
 
 
-def undrafted(server: ServerProcess) -> dict[int, str]:
+def undrafted(server: ServerProcess, max_tokens: int = 48) -> dict[int, str]:
     """The answers of the target alone."""
-    streamed = run(server, drafting="off")
+    streamed = run(server, max_tokens=max_tokens, drafting="off")
     assert not streamed.errors
     return streamed.texts
 

@@ -250,12 +250,8 @@ def test_a_failing_engine_ends_its_streams_with_the_reason() -> None:
     async def first() -> Commit:
         return await anext(cluster.client.generate(request(1)))
 
-    try:
-        commit = asyncio.run(first())
-        assert commit.finish is FinishReason.ERROR
-        assert "the device is gone" in (commit.error or "")
-    except LinkClosed:
-        pass  # the link went before the word of it was read
+    with pytest.raises(LinkClosed, match=r"the device is gone; send the request again|the target is gone"):
+        asyncio.run(first())  # the link may go before the commit is read
     with pytest.raises(RuntimeError, match="the device is gone"):
         cluster.close()
 

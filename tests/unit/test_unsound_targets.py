@@ -11,13 +11,14 @@ import pytest
 
 from actors.dialer import Dialer
 from actors.gateway import LinkClient
+from actors.resumption import MAX_RESUMPTIONS
 from benchmarks.unsound import Unsound
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
-from cluster.types import Commit, Request
+from cluster.types import Commit, FinishReason, Request
 from tests.support.toys import MODEL, VOCAB_SIZE
 
 _NUMBERS = count()
@@ -144,3 +145,31 @@ async def test_a_gateway_whose_thread_has_ended_says_so(target: BadTarget, monke
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it is healthy without its thread")
+
+
+async def test_a_request_that_every_target_gives_up_is_sent_on_so_often_at_most() -> None:
+    """It may itself be what ends them."""
+    targets = [BadTarget() for _ in range(MAX_RESUMPTIONS + 2)]
+    client = LinkClient("test", MODEL, [target.address for target in targets], _no_status)  # type: ignore[arg-type]
+    assert client.wait_linked(10.0, len(targets))
+    waiting = asyncio.create_task(outcome(client, request("a")))
+    bases = []
+
+    async def give_up(target: BadTarget) -> None:
+        link, one = await target.submitted()
+        bases.append(one.committed_len)
+        tokens = (1,) if len(bases) < 3 else ()
+        gone = Commit("a", one.committed_len + len(tokens), (), finish=FinishReason.ABORT, error="the target failed")
+        commits = (Commit("a", one.committed_len, tokens), gone) if tokens else (gone,)
+        link.send(CommitRound(commits))  # type: ignore[attr-defined]
+
+    giving_up = [asyncio.create_task(give_up(target)) for target in targets]
+    said = await asyncio.wait_for(waiting, 30.0)
+    assert said == "the target failed; send the request again"
+    assert bases == [3, 4, 5, 5]
+    for task in giving_up:
+        task.cancel()
+    await asyncio.gather(*giving_up, return_exceptions=True)
+    await client.close()
+    for target in targets:
+        target.close()

@@ -1,5 +1,6 @@
 """vLLM's engine over two ranks: what the contract of targets does not say."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,9 @@ import torch
 
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import DSparkOptions
-from cluster.errors import RankLost
+from cluster.errors import LinkClosed, RankLost
 from cluster.sampling_params import SamplingParams
-from cluster.types import FinishReason, ModelInfo, Request
+from cluster.types import ModelInfo, Request
 from drafters.dspark.host import Host, make_dspark
 from engine.models.tokenizer import fingerprint
 from engine.target import LoadedTarget, SpanInput
@@ -128,11 +129,11 @@ def test_a_rank_killed_in_a_pass_ends_the_engine(folder: Path) -> None:
 
     engine.execute = killing  # type: ignore[method-assign]
     cluster = EmbeddedCluster(engine, model_of(folder), TableCost((1, 32), (0.02, 0.03)), {})
-    completions = cluster.complete(requests("killed"))
+    completing = cluster.begin(requests("killed"))
     lost = "RankLost: rank 0 (exit code -9) of the 2 ranks of vLLM ended"
-    assert all(completion.token_ids for completion in completions)
-    ends = [completion.commits[-1] for completion in completions]
-    assert {(end.finish, end.error) for end in ends} == {(FinishReason.ERROR, f"the target failed: {lost}")}
+    with pytest.raises(LinkClosed, match=re.escape(f"the target failed: {lost}; send the request again")):
+        completing.ended.result()
+    assert all(completion.token_ids for completion in completing.completions)
     with pytest.raises(RuntimeError, match="the embedded target failed: RankLost"):
         cluster.close()
     eventually(lambda: all(map(has_ended, ranks)), END_S)

@@ -12,6 +12,7 @@ from scipy import stats
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DSparkOptions
+from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
 from drafters.dspark.host import Host, make_dspark
@@ -168,11 +169,10 @@ def test_after_an_error_of_the_engine_streams_end_and_nothing_is_computed(folder
 
     executor.execute_model = failing
     cluster = EmbeddedCluster(engine, model_of(folder), COST, {})
-    completions = cluster.complete([request(f"error-{i}") for i in range(3)])
-    assert all(completion.token_ids for completion in completions)
-    last = [completion.commits[-1] for completion in completions]
-    assert {commit.finish for commit in last} == {FinishReason.ERROR}
-    assert {commit.error for commit in last} == {"the target failed: RuntimeError: the device is gone"}
+    completing = cluster.begin([request(f"error-{i}") for i in range(3)])
+    with pytest.raises(LinkClosed, match="the target failed: RuntimeError: the device is gone; send the request again"):
+        completing.ended.result()
+    assert all(completion.token_ids for completion in completing.completions)
     with pytest.raises(RuntimeError, match="the embedded target failed: RuntimeError: the device is gone"):
         cluster.close()
     with pytest.raises(RuntimeError, match="computes nothing after an error"):

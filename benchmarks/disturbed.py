@@ -1,0 +1,162 @@
+"""A running server under load, some of whose processes are disturbed meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from benchmarks.injections import lost, running
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
+from benchmarks.recovery import Metrics
+from benchmarks.serve import checked
+from benchmarks.server import ServerProcess
+from cluster.errors import OutriderError
+
+# Pieces per stream before a fault is injected.
+NUM_PIECES = 8
+POLL_S = 0.05
+STATUS_AGE_S = 1.5  # the API's status is up to a second old
+DEADLINE_S = 300.0
+
+
+class FaultBenchFailed(OutriderError):
+    """A measurement was not possible."""
+
+
+@dataclass(slots=True)
+class Disturbed:
+    """A run in which a process was killed. Times are monotonic."""
+
+    killed_s: float
+    answers: list[TimedAnswer] = field(default_factory=list)
+    recovery_s: float = 0.0
+
+    @property
+    def max_gap_s(self) -> float:
+        """Longest time between consecutive pieces of a stream, the second of which came after the kill."""
+        gaps_s = [
+            later - earlier
+            for answer in self.answers
+            for earlier, later in zip(answer.pieces_s, answer.pieces_s[1:], strict=False)
+            if answer.sent_s + later > self.killed_s
+        ]
+        if not gaps_s:
+            raise FaultBenchFailed("every stream had ended before the kill: ask for more tokens")
+        return max(gaps_s)
+
+    def identical_fraction(self, plain: Sequence[TimedAnswer]) -> float:
+        pairs = list(zip(plain, self.answers, strict=True))
+        same = sum(a.error is None and a.text == b.text and a.num_tokens == b.num_tokens for a, b in pairs)
+        return same / len(pairs)
+
+    @property
+    def clear_error_fraction(self) -> float:
+        """Share of the open streams that ended with an error that says what to do."""
+        cut_off = [answer for answer in self.answers if answer.error is not None]
+        return sum("again" in (answer.error or "") for answer in cut_off) / len(cut_off) if cut_off else 0.0
+
+
+class DisturbedServer:
+    """Streams on a server, and injuries to it. ``lost``: processes that ended without being killed."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        with server.client() as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+        self.target = HttpTarget(server.config.api.host, server.config.api.port, model)
+        self._console = Console(stderr=True)
+        self.killed: set[psutil.Process] = set()
+        self.lost: list[str] = []
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Records processes that ended in this phase without being killed."""
+        self._console.print(f"faults: {what}", highlight=False)
+        before = running(self.server)
+        yield
+        self.lost += lost(before, self.killed)
+
+    def kill(self, actor: str) -> psutil.Process:
+        processes = self.server.workers(actor)
+        if not processes:
+            raise FaultBenchFailed(f"there is no {actor} to kill: {self.server.last_words()}")
+        self.killed.add(processes[0])
+        processes[0].kill()
+        return processes[0]
+
+    def all_ready(self) -> bool:
+        with self.server.client() as client:
+            try:
+                status = client.get("/v1/outrider/status")
+            except httpx.TransportError:
+                return False
+        if status.status_code != httpx.codes.OK:
+            return False
+        members = (*status.json()["targets"], *status.json()["drafters"])
+        return bool(members) and all(member["state"] == "ready" for member in members)
+
+    async def undisturbed(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
+        return checked(await run_streams(self.target.ask, asks, len(asks)))
+
+    async def disturbed(
+        self, asks: Sequence[LoadRequest], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
+    ) -> Disturbed:
+        """Runs streams, injects the fault once all of them flow, and sends further requests until ``recovered``."""
+        async with self._http() as client, asyncio.timeout(DEADLINE_S):
+            flowing = {ask.id: asyncio.Event() for ask in asks}
+
+            def ask_one(ask: LoadRequest) -> Awaitable[TimedAnswer]:
+                flows = flowing[ask.id]
+                return self.target.ask(ask, lambda number: flows.set() if number >= NUM_PIECES else None)
+
+            streams = asyncio.create_task(run_streams(ask_one, asks, len(asks)))
+            await asyncio.gather(*(flows.wait() for flows in flowing.values()))
+            outcome = Disturbed(killed_s=time.monotonic())
+            await asyncio.to_thread(injure)
+            load = asyncio.create_task(self._further_requests(asks, streams))
+            try:
+                while not await asyncio.to_thread(recovered, await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
+                    await asyncio.sleep(POLL_S)
+                outcome.recovery_s = time.monotonic() - outcome.killed_s
+                outcome.answers = await streams
+            finally:
+                load.cancel()
+                with suppress(asyncio.CancelledError):
+                    await load
+            return outcome
+
+    async def until_answered(self, ask: LoadRequest) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.target.ask(ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
+                await asyncio.sleep(POLL_S)
+
+    async def _further_requests(self, asks: Sequence[LoadRequest], after: asyncio.Task[list[TimedAnswer]]) -> None:
+        """Sends requests one by one, so that there is drafting. Starts after the streams, whose gaps their prefill would
+        widen."""
+        await asyncio.wait({after})
+        while True:
+            for ask in asks:
+                await self.target.ask(LoadRequest("further", ask.prompt_token_ids, 32))
+                await asyncio.sleep(POLL_S)
+
+    async def _metrics(self, client: httpx.AsyncClient) -> Metrics:
+        try:
+            answer = await client.get("/metrics")
+        except httpx.TransportError:
+            return {}
+        if answer.status_code != httpx.codes.OK:
+            return {}
+        return {
+            (sample.name, sample.labels.get("drafter") or sample.labels.get("target") or ""): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)

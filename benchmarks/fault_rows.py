@@ -1,0 +1,232 @@
+"""The rows of the fault table on a server with two targets: each fault many times, with streams under way."""
+
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
+from benchmarks.injections import ACTORS, hostile_clients, stopped, without_descriptors, without_disk
+from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.redis_server import RedisServer
+from benchmarks.report import Cell
+from benchmarks.server import ServerProcess
+from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
+
+STALL_S = 3.0
+REDIS_AWAY_S = 2.0
+TARGETS = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
+
+
+@dataclass(slots=True)
+class RowResult:
+    """``ends_streams``: as promised. ``complaints``: what was not."""
+
+    name: str
+    ends_streams: bool = False
+    runs: list[Disturbed] = field(default_factory=list)
+    num_wrong_tokens: int = 0
+    num_lost: int = 0  # streams
+    num_leaked: int = 0
+    num_resumed: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+    def recovery(self, percent: float) -> float:
+        return float(np.percentile([run.recovery_s for run in self.runs], percent))
+
+    def judge(self, plain: Sequence[TimedAnswer]) -> None:
+        """The newest run."""
+        for undisturbed, answer in zip(plain, self.runs[-1].answers, strict=True):
+            if answer.error is not None and not self.ends_streams:
+                self.num_lost += 1
+                self.complaints.append(f"a stream ended: {answer.error}")
+            is_whole = answer.error is None
+            if answer.text != (undisturbed.text if is_whole else undisturbed.text[: len(answer.text)]):
+                self.num_wrong_tokens += undisturbed.num_tokens
+                self.complaints.append(f"{answer.text!r} instead of {undisturbed.text!r}")
+
+    def cells(self) -> tuple[Cell, ...]:
+        gap_s: Cell = "-" if self.ends_streams else max(run.max_gap_s for run in self.runs)
+        counts = (len(self.runs), self.num_wrong_tokens, self.num_lost, self.num_leaked, self.num_resumed)
+        return (self.name, *counts, gap_s, self.recovery(50), self.recovery(99))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """``replaces``: the actor whose process is replaced; None: none is. ``ends_streams``: as promised."""
+
+    name: str
+    injure: Callable[["_Rows"], object]
+    replaces: str | None = None
+    ends_streams: bool = False
+
+
+def measure_rows(
+    config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int
+) -> tuple[list[RowResult], list[str]]:
+    """Returns the rows, and processes that ended without being killed."""
+    with ExitStack() as stack:
+        redis = RedisServer(folder) if shutil.which("redis-server") else None
+        if redis is not None:
+            stack.callback(redis.stop)
+        state = FileStateConfig(folder=folder / "rows") if redis is None else RedisStateConfig(url=redis.url)
+        rarely = {"quarantine_restarts": 1000, "max_restart_backoff_ms": 1000}
+        changes = {
+            "target": config.target.model_copy(update=TARGETS),
+            "cluster": config.cluster.model_copy(update={"state": state}),
+            "supervision": config.supervision.model_copy(update=rarely),
+        }
+        server = stack.enter_context(ServerProcess(config.model_copy(update=changes)))
+        rows = _Rows(server, redis)
+        return [rows.measure(row, asks, num_times) for row in rows.table()], rows.lost
+
+
+class _Rows(DisturbedServer):
+    def __init__(self, server: ServerProcess, redis: RedisServer | None) -> None:
+        super().__init__(server)
+        self._redis = redis
+        self._num_processes = {actor: len(server.workers(actor)) for actor in ACTORS}
+        self._plain: list[TimedAnswer] | None = None
+
+    def table(self) -> list[_Row]:
+        rows = [
+            *(_Row(f"{name}_killed", _killing(actor), actor) for name, actor in _ACTOR_OF.items()),
+            *(_Row(f"{name}_hangs", _hanging(actor), actor) for name, actor in _ACTOR_OF.items() if name != "supervisor"),
+            _Row("api_killed", _killing("ServeReplica"), "ServeReplica", ends_streams=True),
+            _Row("supervisor_stalls", lambda rows: rows.stall(rows.server.workers("PoolSupervisor"))),
+            _Row("ray_stalls", lambda rows: rows.stall(rows.ray_processes())),
+            _Row("disk_full", lambda rows: rows.deprive(without_disk, STALL_S)),
+            _Row("descriptors_used_up", lambda rows: rows.deprive(without_descriptors, STALL_S / 2)),
+            _Row(
+                "hostile_clients",
+                lambda rows: hostile_clients(rows.target, STALL_S),
+            ),
+        ]
+        return rows if self._redis is None else [*rows, _Row("redis_lost", lambda rows: rows.lose_redis())]
+
+    def measure(self, row: _Row, asks: Sequence[LoadRequest], num_times: int) -> RowResult:
+        if self._plain is None:
+            self._plain = asyncio.run(self.undisturbed(asks))
+        result = RowResult(row.name, row.ends_streams)
+        for number in range(num_times):
+            with self.phase(f"{row.name}, {number + 1} of {num_times}"):
+                num_resumed = self._num_resumed()
+                result.runs.append(asyncio.run(self._run(row, asks)))
+                result.judge(self._plain)
+                result.num_resumed += max(0, self._num_resumed() - num_resumed)  # a new API counts from 0
+                left = self._leaked()
+                result.num_leaked += len(left)
+                result.complaints += left
+        return result
+
+    async def _run(self, row: _Row, asks: Sequence[LoadRequest]) -> Disturbed:
+        before = set() if row.replaces is None else set(self.server.workers(row.replaces))
+        began_s = math.inf
+
+        def injure() -> None:
+            nonlocal began_s
+            began_s = time.monotonic()
+            row.injure(self)
+
+        def recovered(_: object) -> bool:
+            is_fresh = time.monotonic() > began_s + STATUS_AGE_S
+            return is_fresh and self._is_replaced(row.replaces, before) and self.all_ready()
+
+        return await self.disturbed(asks, injure, recovered)
+
+    def _is_replaced(self, actor: str | None, before: set[psutil.Process]) -> bool:
+        if actor is None:
+            return True
+        found = set(self.server.workers(actor))
+        return len(found) == self._num_processes[actor] and bool(found - before)
+
+    # ---- injuries
+
+    def hang(self, actor: str) -> None:
+        """Stops a process for good; whoever watches it must end it."""
+        process = self.server.workers(actor)[0]
+        self.killed.add(process)
+        process.suspend()
+
+    def stall(self, processes: Sequence[psutil.Process]) -> None:
+        with ExitStack() as stack:
+            for process in processes:
+                stack.enter_context(stopped(process))
+            time.sleep(STALL_S)
+
+    def deprive(self, of: Callable[[psutil.Process], AbstractContextManager[None]], seconds: float) -> None:
+        """All processes of Outrider are without a resource for a while."""
+        with ExitStack() as stack:
+            for actor in ACTORS:
+                for process in self.server.workers(actor):
+                    stack.enter_context(of(process))
+            time.sleep(seconds)
+
+    def ray_processes(self) -> list[psutil.Process]:
+        found = [p for p in psutil.Process(self.server.pid).children(recursive=True) if p.name() in ("raylet", "gcs_server")]
+        if len(found) != 2:
+            raise FaultBenchFailed(f"a raylet and a GCS were expected, and found {found}")
+        return found
+
+    def lose_redis(self) -> None:
+        assert self._redis is not None
+        self._redis.stop()
+        time.sleep(REDIS_AWAY_S)
+        self._redis.start()
+
+    # ---- what is left
+
+    def _num_resumed(self) -> int:
+        return int(self._status().get("num_resumed", 0))
+
+    def _status(self) -> dict[str, Any]:
+        until_s = time.monotonic() + DEADLINE_S
+        with self.server.client() as client:
+            while time.monotonic() < until_s:
+                with suppress(httpx.TransportError):
+                    answer = client.get("/v1/outrider/status")
+                    if answer.status_code == httpx.codes.OK:
+                        status: dict[str, Any] = answer.json()
+                        return status
+                time.sleep(POLL_S)
+        raise FaultBenchFailed(f"no status after {DEADLINE_S:g} s: {self.server.last_words()}")
+
+    def _leaked(self) -> list[str]:
+        """What an idle server must not have; the status is a second old, so it is asked until nothing is left."""
+        left: list[str] = []
+        until_s = time.monotonic() + 2 * STATUS_AGE_S + STALL_S
+        while time.monotonic() < until_s:
+            left = list(self._left())
+            if not left:
+                break
+            time.sleep(POLL_S)
+        return left
+
+    def _left(self) -> Iterator[str]:
+        for target in self._status()["targets"]:
+            held, live = target["num_blocks"] - target["num_free_blocks"], target["num_running"] + target["num_waiting"]
+            if held or live:
+                yield f"{target['name']} idle: {held} blocks, {live} requests"
+        for actor, num in self._num_processes.items():
+            if (found := len(self.server.workers(actor))) != num:
+                yield f"{found} processes of {actor}, not {num}"
+
+
+_ACTOR_OF = {"target": "TargetActor", "drafter": "DrafterActor", "router": "RouterActor", "supervisor": "PoolSupervisor"}
+
+
+def _killing(actor: str) -> Callable[[_Rows], object]:
+    return lambda rows: rows.kill(actor)
+
+
+def _hanging(actor: str) -> Callable[[_Rows], object]:
+    return lambda rows: rows.hang(actor)

@@ -1,0 +1,51 @@
+"""A redis-server to lose."""
+
+import socket
+import subprocess
+from pathlib import Path
+
+import redis
+
+from cluster.config import RedisStateConfig
+from cluster.state import open_store
+
+
+class RedisServer:
+    """A redis-server of one's own, on a port that was free. What it keeps outlasts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def config(self, deadline_s: float = 5.0) -> RedisStateConfig:
+        return RedisStateConfig(url=self.url, deadline_s=deadline_s)
+
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "yes"}
+        command = ["redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        store = open_store(self.config(deadline_s=20.0), "outrider")
+        store.keys()  # waits until it answers
+        store.close()
+
+    def require_password(self, password: str) -> None:
+        with redis.Redis(port=self.port) as client:
+            client.config_set("requirepass", password)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None

@@ -1,0 +1,46 @@
+"""A real server with two target replicas: streams outlast the loss of one, killed or hanging."""
+
+import signal
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from benchmarks.server import ServerProcess
+from cluster.config import Resources
+from tests.support.settings import small_config
+from tests.support.streaming import Streamed, undrafted
+from tests.support.waiting import eventually, gauge
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+NUM_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
+    target = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
+    with ServerProcess(config.model_copy(update={"target": config.target.model_copy(update=target)})) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(server: ServerProcess) -> Mapping[int, str]:
+    with server.client() as http:
+        eventually(lambda: gauge(http, "outrider_target_ready") == 2)
+    return undrafted(server, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_streams_of_a_lost_target_go_on(server: ServerProcess, plain: Mapping[int, str], number: signal.Signals) -> None:
+    with server.client() as http:
+        num_resumed = gauge(http, "outrider_requests_resumed_total")
+        streamed = Streamed(server.url, NUM_TOKENS)
+        streamed.start(4)
+        streamed.wait_flowing()
+        server.workers("TargetActor")[0].send_signal(number)
+        streamed.wait_end()
+        assert (streamed.texts, streamed.errors) == (plain, {})
+        eventually(lambda: gauge(http, "outrider_requests_resumed_total") > num_resumed)
+        eventually(lambda: gauge(http, "outrider_target_ready") == 2)
+    assert len(server.workers("TargetActor")) == 2
