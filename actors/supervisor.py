@@ -251,7 +251,7 @@ class Supervisor:
         """To the drafters, once all targets were found again: they close links to targets that are left out."""
         if self._starting_targets:
             return
-        for drafter in self._pool.drafters.values():
+        for drafter in tuple(self._pool.drafters.values()):  # they may join and leave meanwhile
             if drafter.process is not None:
                 await self._call(drafter.process, "set_addresses", self._directory.addresses)
 

@@ -1,0 +1,69 @@
+"""Gateways send new requests to targets that leave only where there are no others."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from actors.gateway import LinkClient
+from cluster.client import ClusterStatus
+from cluster.messages import Hello, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
+from cluster.transport.base import Mailbox, Received
+from cluster.transport.factory import listen
+from cluster.types import Request
+from tests.support.supervision import eventually
+from tests.support.toys import MODEL, VOCAB_SIZE
+
+
+class Target:
+    """Counts the requests that it gets, and answers none."""
+
+    def __init__(self, number: int) -> None:
+        self.name, self.address, self._num = f"target-{number}", f"memory://leaving-{number}", 0
+        self._mailbox = Mailbox()
+        self._listener = listen(self.address, self._mailbox, Hello(Role.TARGET, self.name, VOCAB_SIZE, "toy"))
+
+    def num_submitted(self) -> int:
+        for event in self._mailbox.drain():
+            if isinstance(event, Received) and isinstance(event.message, SubmitRound):
+                self._num += len(event.message.submits)
+        return self._num
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+async def targets() -> AsyncIterator[list[Target]]:
+    targets = [Target(1), Target(2)]
+    yield targets
+    for target in targets:
+        target.close()
+
+
+async def _no_status() -> ClusterStatus:
+    raise AssertionError("nobody asks")
+
+
+@pytest.mark.parametrize(("leaving", "expected"), [((1,), (0, 4)), ((2,), (4, 0)), ((1, 2), (2, 2))])
+async def test_new_requests_avoid_targets_that_leave(
+    targets: list[Target], leaving: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    client = LinkClient("test", MODEL, [target.address for target in targets], _no_status)
+    assert await asyncio.to_thread(client.wait_linked, 10.0, 2)
+    client.set_leaving([f"target-{number}" for number in leaving])
+
+    async def ask(number: int) -> None:
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        async for _ in client.generate(Request(f"r{number}", (1, 2), sampling, time.monotonic())):
+            pass
+
+    asking = [asyncio.create_task(ask(number)) for number in range(4)]
+    await eventually(lambda: sum(target.num_submitted() for target in targets) == 4)
+    assert tuple(target.num_submitted() for target in targets) == expected
+    for one in asking:
+        one.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await client.close()
