@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.pass_costs import PassCosts
+from cluster.types import Commit
+from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
 from router.draft_length import PRICE_STEPS, BatchState, DecodeRate, DraftLengths, row_price
 from router.plan import DraftBudget, SequenceView
@@ -62,6 +63,11 @@ def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     costs = PassCosts(COST)
     costs.plan(8, 0)
     assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0)), "plain decoding, before anything is known"
+    decoded = PassCounts(8, 0, 8, 8, 0, frozenset(), 0)
+    commits = [Commit(str(i), 10, (1, 2), num_proposed=1, num_accepted=1) for i in range(8)]
+    for number in range(10):
+        costs.plan(8, 0)
+        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits)
     for batch in (1, 16, 2):
         costs.plan(batch, 0)
-        assert costs.tokens_per_s == pytest.approx(batch / COST.step_s(batch, 0))
+        assert costs.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
