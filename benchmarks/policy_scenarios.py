@@ -27,7 +27,7 @@ from simulator.recording import AgreementRecording, read_recording
 from simulator.scenario import Lens, ServingScenario, read_scenario
 from simulator.serving import read_trace
 from simulator.simulation import ClusterSpec, DrafterSpec, Load
-from simulator.speculation import Arm
+from simulator.speculation import Arm, VerificationAlone
 from simulator.synthetic import Family
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
@@ -50,6 +50,9 @@ PAPERS = (
     Arm("spin", FixedLength(num_tokens=4), "all", "micro-batch"),
 )
 DEFAULT = Arm("outrider", OutriderLength())
+# That are compared under objectives. AdaSpec says nothing of prompts; the last arm has the default's chunks.
+ADASPEC_SLO = Arm("adaspec", AdaSpecLength(), "adaspec", planner=VerificationAlone)
+UNDER_SLO = (ADASPEC_SLO, DEFAULT, Arm("adaspec, chunks by objectives", AdaSpecLength(), "adaspec"), PLAIN)
 ARMS = (PLAIN, *FIXED, *PAPERS, DEFAULT)
 # The papers' own ablations: AdaSpec, table 2 (with `adaspec`); FASER, figure 15 (with `fixed-4` and `faser`; no early exit).
 TABLE_2 = (Arm("threshold", ThresholdLength(), "all"), Arm("adaspec-", AdaSpecLength(), "all"))

@@ -65,13 +65,17 @@ class PassCosts:
         self._cost = cost
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
+        self._plain_per_s = 0.0  # tokens per second of plain decoding of the present batch
+        self.tokens_per_s: float | None = None  # that the present batch decodes; None: it has been none yet
         self.row_price = 0.0  # in tokens
         self.drafting = DraftingMonitor(cost)
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Decoded over the last rounds; None: not known yet."""
-        return self._decode_rate.tokens_per_s
+    def plan(self, num_decoding: int, num_context: int) -> None:
+        """So many requests decode from now on: as fast, over plain decoding, as the last rounds did."""
+        if num_decoding:
+            over_plain = self._decode_rate.over_plain
+            self._plain_per_s = num_decoding / self._cost.step_s(num_decoding, num_context)
+            self.tokens_per_s = self._plain_per_s * (1.0 if over_plain is None else over_plain)
 
     def interrupt(self) -> None:
         """Nothing was wanted: the time until the next pass says nothing of decoding."""
@@ -88,10 +92,10 @@ class PassCosts:
         if not counts.num_sampled:
             self.interrupt()
             return
-        self._decode_rate.note(began_s, counts.num_decoded(commits), counts.prompts_s(self._cost))
+        self._decode_rate.note(began_s, counts.num_decoded(commits), counts.prompts_s(self._cost), self._plain_per_s)
         num_rows, num_context = counts.num_sampled_rows, counts.num_sampled_context
         if counts.prompts:
             self.drafting.interrupt(began_s)
         else:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
-        self.row_price = row_price(self._decode_rate.tokens_per_s, num_rows, num_context, self._cost)
+        self.row_price = row_price(self.tokens_per_s, num_rows, num_context, self._cost)

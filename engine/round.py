@@ -291,6 +291,8 @@ class TargetLoop:
         views = self._sequences.views()
         drafters, costs = self._drafters.views(), self._pass_costs
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
+        lens = [view.committed_len for view in views if view.running and view.committed_len - view.computed_len == 1]
+        costs.plan(len(lens), sum(lens))
         batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:

@@ -12,7 +12,7 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.overlap import OVERLAP_POLICIES
 from router.plan import NO_PROMPTS, Capacity, DrafterView, PromptRows, SequenceView, Span, StepPlan
-from router.slo import NO_LIMITS, by_deadline, round_limits
+from router.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
@@ -87,7 +87,7 @@ class StepPlanner:
         num_context = sum(s.computed_len for s in running) if prompts else 0
         if has_slo:
             prompts = by_deadline(prompts, now_s)
-            limits = round_limits(decoding, prompts, num_context, cost, now_s)
+            limits = self.limits(decoding, prompts, num_context, cost, now_s)
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
         if survivors or held:  # streams are live
             num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
@@ -115,6 +115,17 @@ class StepPlanner:
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         spans = (*decode, *prefill)
         return replace(none, spans=spans, admitted=tuple(admitted), preempted=tuple(preempted), held=held)
+
+    def limits(
+        self,
+        decoding: Sequence[SequenceView],
+        prompts: Sequence[SequenceView],
+        num_context: int,
+        cost: CostModel,
+        now_s: float,
+    ) -> RoundLimits:
+        """What objectives leave a pass: arguments as of `round_limits`."""
+        return round_limits(decoding, prompts, num_context, cost, now_s)
 
     def _prompt_rows(self, num_remaining: int, capacity: Capacity) -> PromptRows:
         if not num_remaining:

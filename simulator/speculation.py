@@ -1,6 +1,6 @@
 """Speculation policies on the same requests: each arm drafts, verifies and overlaps by other rules, all else equal."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,21 +8,39 @@ from numpy.typing import NDArray
 
 from cluster.config import DraftLengthConfig, FixedPolicy
 from cluster.types import Slo
+from router.cost_model import CostModel
+from router.plan import SequenceView
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
+from router.slo import RoundLimits
 from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
 
 Floats = NDArray[np.float64]
 
 
+class VerificationAlone(StepPlanner):
+    """Objectives are a constraint of verification alone, as in AdaSpec (algorithm 3): prompts are computed as they come."""
+
+    def limits(
+        self,
+        decoding: Sequence[SequenceView],
+        prompts: Sequence[SequenceView],
+        num_context: int,
+        cost: CostModel,
+        now_s: float,
+    ) -> RoundLimits:
+        return RoundLimits(tpot_s=super().limits(decoding, prompts, num_context, cost, now_s).tpot_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Rules of speculation. ``draft_length`` None: plain decoding."""
+    """Rules of speculation. ``draft_length`` None: plain decoding. ``planner``: what reads the objectives."""
 
     name: str
     draft_length: DraftLengthConfig | None
     verification: str = "outrider"
     overlap: str = "gain"
+    planner: type[StepPlanner] = StepPlanner
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ def run_arm(
         tpot_slo_s: objective that every request asks for.
     """
     ruled = replace(settings, verification=arm.verification, overlap=arm.overlap)
-    spec = replace(spec, planner=lambda: StepPlanner(ruled), sheds=False)
+    spec = replace(spec, planner=lambda: arm.planner(ruled), sheds=False)
     if arm.draft_length is not None:
         spec = replace(spec, draft_length=arm.draft_length)
     if tpot_slo_s is not None:

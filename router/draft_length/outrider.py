@@ -18,13 +18,13 @@ from math import inf
 from cluster.types import StopRule
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.draft_length.base import BatchState, DraftLengths, PassFeedback
+from router.draft_length.base import BatchState, DraftLengths, PassFeedback, decoding
 from router.draft_length.prices import QuotedPrice
 from router.estimates.decayed import DecayedMean
 from router.estimates.exploration import Pause
 from router.plan import NO_DRAFTS, UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
 
-_SHARE = 0.25  # quoted prices of time stay while the true ones are so near
+_SHARE = 0.1  # quoted prices of time stay while the true ones are so near
 _LEAST_PER_S = 0.5  # tokens per second
 _LEAST_JOIN = 1 / 64  # tokens
 _MEMORY = 64.0  # draft tokens of a request that count
@@ -149,7 +149,7 @@ class Outrider(DraftLengths):
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
-        self._num_decoding = max(1, len([None for s in sequences if s.running]))
+        self._num_decoding = max(1, len(decoding(sequences)))
         self._tokens_per_s = batch.tokens_per_s or 0.0
         self._moved.clear()
         self._tried.clear()

@@ -26,26 +26,31 @@ class QuotedPrice:
 
 
 class DecodeRate:
-    """Tokens decoded per second over the last rounds: whole rounds count, but for the time that prompts took in a pass."""
+    """How many times faster than plain decoding the last rounds decoded.
+
+    Whole rounds count, but for the time that prompts took in a pass. A rate itself would lag behind a batch that grows or
+    shrinks: its share of each request would price drafts by a batch that is gone.
+    """
 
     def __init__(self) -> None:
-        self._tokens, self._seconds = DecayedMean(), DecayedMean()
-        self._last: tuple[float, int, float] | None = None  # of the last round, as for `note`, if it decoded
+        self._tokens, self._plain_tokens = DecayedMean(), DecayedMean()
+        self._last: tuple[float, int, float, float] | None = None  # of the last round, as for `note`, if it decoded
 
     @property
-    def tokens_per_s(self) -> float | None:
+    def over_plain(self) -> float | None:
         """None: not known yet."""
-        return self._tokens.value / self._seconds.value if self._seconds.is_known else None
+        return self._tokens.value / self._plain_tokens.value if self._plain_tokens.is_known else None
 
-    def note(self, began_s: float, num_tokens: int, prompts_s: float) -> None:
-        """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass."""
+    def note(self, began_s: float, num_tokens: int, prompts_s: float, plain_per_s: float) -> None:
+        """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass. ``plain_per_s``:
+        tokens per second of plain decoding of its batch."""
         if self._last is not None:
-            last_began_s, num_last, last_prompts_s = self._last
+            last_began_s, num_last, last_prompts_s, last_plain_per_s = self._last
             seconds = began_s - last_began_s - last_prompts_s
             if seconds > 0.0:  # else the prompts' time was overestimated
                 self._tokens.add(num_last, _MEMORY)
-                self._seconds.add(self._seconds.clipped(seconds), _MEMORY)
-        self._last = (began_s, num_tokens, prompts_s) if num_tokens else None
+                self._plain_tokens.add(self._plain_tokens.clipped(seconds * last_plain_per_s), _MEMORY)
+        self._last = (began_s, num_tokens, prompts_s, plain_per_s) if num_tokens else None
 
     def interrupt(self) -> None:
         """A round decoded nothing: the time until the next one does not count."""

@@ -23,9 +23,10 @@ from benchmarks.policy_scenarios import (
     trace_lens,
 )
 from router.cost_model import TableCost
+from router.planner import StepPlanner
 from simulator.scenario import Lens
 from simulator.simulation import DrafterSpec
-from simulator.speculation import ArmResult, run_arm
+from simulator.speculation import ArmResult, VerificationAlone, run_arm
 from simulator.synthetic import DrafterFamily, Family
 
 FAMILY = Family(drafters={"small": DrafterFamily(acceptance=0.7, token_spread=1.5)})
@@ -112,3 +113,17 @@ def test_machines_of_scenarios_cost_what_their_roofline_says() -> None:
     machine = gpu_machine("a100-70b", "middle-1b")
     assert machine.cost.draft_s("middle-1b", 1, 4) == pytest.approx(4 * (machine.cost.draft_s("middle-1b", 1, 1) or 0.0))
     assert 0.005 < machine.cost.step_s(1, 512) < 0.1
+
+
+def test_adaspec_reads_objectives_in_verification_alone() -> None:
+    """Its prompts are computed as without objectives; the default's wait for streams that are due."""
+    prompts = Text(Lens(median=400, spread=0.0), Lens(median=40, spread=0.0), family=FAMILY)
+    machine = replace(MACHINE, texts=(prompts,))
+    load = Workload("synthetic", num_requests=20)
+
+    def ttft_s(planner: type[StepPlanner], tpot_slo_s: float | None) -> float:
+        arm = replace(DEFAULT, planner=planner)
+        result = run_arm(machine.spec(), machine.settings(), arm, load.load(machine), tpot_slo_s=tpot_slo_s)
+        return float(result.ttft_s.mean())
+
+    assert ttft_s(VerificationAlone, 0.02) < 1.2 * ttft_s(StepPlanner, None) < ttft_s(StepPlanner, 0.02)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from cluster.types import Commit
+from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
 from router.draft_length import PRICE_STEPS, BatchState, DecodeRate, DraftLengths, row_price
 from router.plan import DraftBudget, SequenceView
@@ -31,25 +33,41 @@ def test_a_price_that_hardly_moves_stays_the_same() -> None:
     assert budgets[2] == DraftBudget(4, pytest.approx(0.3, abs=0.5 / PRICE_STEPS))
 
 
+def decoded_over_plain(rate: DecodeRate) -> float:
+    assert rate.over_plain is not None
+    return rate.over_plain
+
+
 def test_a_row_costs_the_tokens_that_could_be_decoded_in_its_time() -> None:
-    rate = DecodeRate()
-    assert row_price(rate.tokens_per_s, 8, 0, COST) == 0.0, "before anything is known"
-    for number in range(10):
-        rate.note(0.016 * number, 8, 0.0)
-    assert rate.tokens_per_s == pytest.approx(500)
-    assert row_price(rate.tokens_per_s, 12, 0, COST) == pytest.approx(0.002 * 500)
-    assert row_price(rate.tokens_per_s, 16, 0, COST) == pytest.approx(0.001 * 500), "at a knee the cheaper side"
-    assert row_price(rate.tokens_per_s, 2, 0, COST) == 0.0, "a row that is free"
+    assert row_price(500.0, 12, 0, COST) == pytest.approx(0.002 * 500)
+    assert row_price(500.0, 16, 0, COST) == pytest.approx(0.001 * 500), "at a knee the cheaper side"
+    assert row_price(500.0, 2, 0, COST) == 0.0, "a row that is free"
 
 
 def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
     rate = DecodeRate()
     began_s = 0.0
+    assert rate.over_plain is None, "before anything is known"
     for _ in range(10):
-        rate.note(began_s, 8, 0.1)
+        rate.note(began_s, 8, 0.1, 250.0)
         began_s += 0.116
-    assert rate.tokens_per_s == pytest.approx(500)
+    assert decoded_over_plain(rate) == pytest.approx(2.0)
     rate.interrupt()
-    rate.note(began_s + 100.0, 8, 0.0)
-    rate.note(began_s + 100.016, 8, 0.0)
-    assert rate.tokens_per_s == pytest.approx(500)
+    rate.note(began_s + 100.0, 8, 0.0, 250.0)
+    rate.note(began_s + 100.016, 8, 0.0, 250.0)
+    assert decoded_over_plain(rate) == pytest.approx(2.0)
+
+
+def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
+    """As many tokens over plain decoding as so far, of the batch that is there: a mean rate would lag behind a burst."""
+    costs = PassCosts(COST)
+    costs.plan(8, 0)
+    assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0)), "plain decoding, before anything is known"
+    decoded = PassCounts(8, 0, 8, 8, 0, frozenset(), 0)
+    commits = [Commit(str(i), 10, (1, 2), num_proposed=1, num_accepted=1) for i in range(8)]
+    for number in range(10):
+        costs.plan(8, 0)
+        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits)
+    for batch in (1, 16, 2):
+        costs.plan(batch, 0)
+        assert costs.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
