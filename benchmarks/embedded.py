@@ -60,6 +60,7 @@ class PoolEntry:
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
     proposers: tuple[str, ...] = ()
+    max_outcomes: int = 0
 
 
 @dataclass(slots=True)
@@ -181,6 +182,7 @@ class EmbeddedCluster:
                     drafter.capacity,
                     drafter.is_colocated,
                     tuple(below.name for below in config.proposers_of(drafter.name)),
+                    drafter.num_outcomes,
                 )
                 for drafter in config.drafters
             }
@@ -387,5 +389,5 @@ class EmbeddedCluster:
 
 def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
     mailbox = Mailbox()
-    limits = SessionLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
+    limits = SessionLimits(entry.capacity, entry.max_draft_len, max_outcomes=entry.max_outcomes)
     return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len), mailbox

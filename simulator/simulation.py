@@ -47,9 +47,11 @@ class DrafterSpec:
     replicas: int = 1
     companion: bool = False  # each target has its own, in its process
     verifies: bool = False
+    max_outcomes: int = 0
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
-        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=(4 if spare_share else 1) * self.capacity)
+        num_shadows = (4 if spare_share else 1) * self.capacity
+        return SessionLimits(self.capacity, self.max_draft_len, num_shadows, max_outcomes=self.max_outcomes)
 
 
 @dataclass(frozen=True)
