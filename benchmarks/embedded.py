@@ -141,6 +141,8 @@ class EmbeddedCluster:
             proposers=proposers,
             grammars=grammars,
         )
+        if TARGET in self._partitions:
+            self.loop.partition = self._partitions[TARGET].name
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._is_paused = False
         self._drafters: dict[str, _RunningDrafter] = {}
@@ -199,6 +201,9 @@ class EmbeddedCluster:
             grammars=engine.grammars,
             draft_length=config.planner.draft_length,
         )
+
+    def drafter_loop(self, name: str) -> DrafterLoop:
+        return self._drafters[name].loop
 
     def pause(self) -> None:
         """All threads end: one that has made products slows those of others even while it waits (engine.threads). Requests

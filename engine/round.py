@@ -88,6 +88,7 @@ class TargetLoop:
         mailbox.clock = clock
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
+        self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
         self._engine = engine
         self._model = model
         self._cost = cost
@@ -291,7 +292,7 @@ class TargetLoop:
         views = self._sequences.views()
         drafters, costs = self._drafters.views(), self._pass_costs
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
-        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches)
+        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches, self.partition)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)
