@@ -9,9 +9,13 @@ from drafters.session import Prepared, Session
 from engine.acceptance import common_prefix_len
 from router.estimates.decayed import DecayedMean
 from router.estimates.survival import OnlineSurvival
+from router.estimates.trial import Trial
 from router.outcomes import NUM_RUNNERS_UP, RunnerUpRates, StepTimes, num_prepared, outcomes
 
 _MEMORY = 100.0  # commits
+SPELL_LEN = 16  # commits: the spells of the trial
+MIN_PAUSE, MAX_PAUSE = 32, 1024  # spells without preparing, where it was measured to lose
+_LONGEST_ROUNDS = 8.0  # of the mean time of a round: a spell with a longer gap is not measured
 
 
 @dataclass(slots=True)
@@ -29,7 +33,8 @@ class OutcomeCounts:
 
 
 class OutcomeDrafts:
-    """Of one drafter. Learns how likely outcomes are, how long verification takes, and how long draft steps take.
+    """Of one drafter. Learns how likely outcomes are, how long verification takes, and how long draft steps take. Cores that
+    draft ahead may slow those that verify, so spells with it take turns with others, and it stays where these are slower.
 
     Args:
         max_outcomes: of a request, beside the drafter's own guess.
@@ -37,7 +42,6 @@ class OutcomeDrafts:
 
     def __init__(self, drafter: Drafter, forks: Forks, max_outcomes: int) -> None:
         self.counts = OutcomeCounts()
-        self.num_runners_up = NUM_RUNNERS_UP
         self._drafter = drafter
         self._forks = forks
         self._max_outcomes = max_outcomes
@@ -46,6 +50,11 @@ class OutcomeDrafts:
         self._times = StepTimes()
         self._verify = DecayedMean()  # seconds from a proposal to its commit
         self._serials = count()
+        self._trial = Trial(MIN_PAUSE, MAX_PAUSE)
+        self._is_used = self._trial.next()
+        self._num_commits = self._num_tokens = 0  # of the present spell
+        self._spell_s: float | None = None  # when it began
+        self._last_s = 0.0  # time of the last commit
 
     def note_step(self, num_rows: int, seconds: float) -> None:
         self._times.add(num_rows, seconds)
@@ -61,10 +70,18 @@ class OutcomeDrafts:
             self._forks.adopt(session.key, hit.key)
             session.prepared.remove(hit)
         self.drop(session)
+        if not session.ahead:  # the next draft; one that goes on keeps what it has
+            session.num_runners_up = self.num_runners_up
         if was_judged:
+            self._note_commit(len(token_ids), now_s)
             self.counts.num_commits += 1
             self.counts.num_own += had_own
             self.counts.num_hits += hit is not None and bool(session.ahead)
+
+    @property
+    def num_runners_up(self) -> int:
+        """Wanted of each draft token that begins a draft now."""
+        return NUM_RUNNERS_UP if self._is_used else 0
 
     def drop(self, session: Session) -> None:
         """Ends its branches, before it is closed or another drafts for it."""
@@ -75,7 +92,7 @@ class OutcomeDrafts:
 
     def batch(self, sessions: Sequence[Session], now_s: float) -> list[tuple[Session | Prepared, int]]:
         """What to draft one more token of, for sessions whose proposal is being verified. Empty: it does not pay."""
-        if not self._verify.is_known or not sessions:
+        if not self._is_used or not self._verify.is_known or not sessions:
             return []
         growing: list[Session | Prepared] = [one for one in sessions if _wants_more(one)]
         growing += [p for one in sessions for p in one.prepared if not p.exhausted and len(p.token_ids) < _draft_len(one)]
@@ -127,6 +144,22 @@ class OutcomeDrafts:
         session.prepared.append(prepared)
         self.counts.num_prepared += 1
         return prepared
+
+    def _note_commit(self, num_tokens: int, now_s: float) -> None:
+        """Ends a spell, or drops it where nothing was drafted for a while."""
+        is_gap = now_s - self._last_s > _LONGEST_ROUNDS * self._verify.value
+        self._last_s = now_s
+        if self._spell_s is None or is_gap:
+            self._spell_s, self._num_commits, self._num_tokens = now_s, 0, 0
+            return
+        self._num_commits += 1
+        self._num_tokens += num_tokens
+        if self._num_commits < SPELL_LEN:
+            return
+        if self._is_used is not None and now_s > self._spell_s:
+            self._trial.note(self._is_used, (now_s - self._spell_s) / self._num_tokens)
+        self._is_used = self._trial.next()
+        self._spell_s, self._num_commits, self._num_tokens = now_s, 0, 0
 
     def _learn(self, session: Session, token_ids: Sequence[int], now_s: float) -> None:
         self._verify.add(self._verify.clipped(now_s - session.answered_s), _MEMORY)

@@ -260,14 +260,14 @@ def simulated(max_outcomes: int, runner_up: float = 0.6) -> SimulationResult:
         cost,
         PackedPass(cost),
         DraftByCost(cost),
-        TargetLimits(max_num_sequences=4, block_len=16, num_blocks=64, max_pass_tokens=512, max_model_len=512),
+        TargetLimits(max_num_sequences=4, block_len=16, num_blocks=256, max_pass_tokens=512, max_model_len=1024),
         (DrafterSpec("small", 8, 4, max_outcomes=max_outcomes),),
         lambda: StepPlanner(PlannerSettings("all", 1.0, overlap="barrier")),
         draft_length=FixedLength(num_tokens=4),
     )
     family = Family(drafters={"small": DrafterFamily(acceptance=0.7, spread=0.0, runner_up=runner_up)}, common=0.0)
     random = np.random.default_rng(3)
-    requests = [SimulatedRequest(f"r{i}", 0.0, 16, 200, family.answer(random, 200, 8)) for i in range(4)]
+    requests = [SimulatedRequest(f"r{i}", 0.0, 16, 800, family.answer(random, 800, 8)) for i in range(4)]
     return simulate(spec, build_policy(FixedPolicy(chain=("small",))), in_turn(requests, 1))
 
 
