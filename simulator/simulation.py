@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from simulator.router import SimulatedRouter
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
+
+if TYPE_CHECKING:
+    from drafters.outcome_drafts import OutcomeCounts
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)  # of drafts that policies are told the time of
@@ -227,6 +231,11 @@ class Simulation:
         with _uncollected():
             events.run(self._until_s if self._until_s is not None else float("inf"))
         return self._summary()
+
+    def outcome_counts(self, member: str) -> "OutcomeCounts | None":
+        """Of a drafter outside the targets' processes; None: it prepares no outcomes."""
+        outcomes = self._drafters[member].loop.sessions.outcomes
+        return None if outcomes is None else outcomes.counts
 
     # ---- the parts
 
