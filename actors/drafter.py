@@ -49,7 +49,7 @@ class DrafterActor(LoopActor):
         from engine.threads import in_own_thread
 
         num_shadows = (4 if config.spare_share else 1) * config.capacity
-        limits = SessionLimits(config.capacity, config.max_draft_len, num_shadows)
+        limits = SessionLimits(config.capacity, config.max_draft_len, num_shadows, max_outcomes=config.num_outcomes)
         drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share

@@ -60,6 +60,7 @@ class PoolEntry:
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
     proposers: tuple[str, ...] = ()
+    max_outcomes: int = 0
 
 
 @dataclass(slots=True)
@@ -140,6 +141,8 @@ class EmbeddedCluster:
             proposers=proposers,
             grammars=grammars,
         )
+        if TARGET in self._partitions:
+            self.loop.partition = self._partitions[TARGET].name
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._is_paused = False
         self._drafters: dict[str, _RunningDrafter] = {}
@@ -181,6 +184,7 @@ class EmbeddedCluster:
                     drafter.capacity,
                     drafter.is_colocated,
                     tuple(below.name for below in config.proposers_of(drafter.name)),
+                    drafter.num_outcomes,
                 )
                 for drafter in config.drafters
             }
@@ -197,6 +201,9 @@ class EmbeddedCluster:
             grammars=engine.grammars,
             draft_length=config.planner.draft_length,
         )
+
+    def drafter_loop(self, name: str) -> DrafterLoop:
+        return self._drafters[name].loop
 
     def pause(self) -> None:
         """All threads end: one that has made products slows those of others even while it waits (engine.threads). Requests
@@ -387,5 +394,5 @@ class EmbeddedCluster:
 
 def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
     mailbox = Mailbox()
-    limits = SessionLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
+    limits = SessionLimits(entry.capacity, entry.max_draft_len, max_outcomes=entry.max_outcomes)
     return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len), mailbox

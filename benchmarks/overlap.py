@@ -1,24 +1,32 @@
 """``outrider bench overlap``: drafting beside verification, over drafting before it, on disjoint cores of this machine.
 
 The target computes on one half of the cores, the drafter on the other, each on threads of its own, as two devices would. The
-target is the model with all layers after the first third damped, and the drafter is its first third: so their agreement is
-that of a good pair, their computation is real, and no trained pair is needed. Every arm serves the same requests with the
-same draft length and verification; the arms take turns.
+drafter computes the first layers of the target and chooses by a script: at each position the target's own answer, which was
+decoded before, with probability AGREEMENT, and otherwise another token, whose next choices are right as often as
+RUNNER_UP. So its computation is real, all arms get the same drafts, and the agreement is that of a good pair. Every arm
+serves the same requests with the same draft length and verification; the arms take turns.
 
-- ``overlap_over_barrier.CASE``: tokens per second by the default policy over those of a barrier.
-- ``worst_overlap_over_barrier``: the least of these over the cases whose drafts take less than 0.4 of a round.
+- ``overlap_over_barrier.CASE``: tokens per second by the default policy over those of a barrier. By default nothing is
+  prepared for several outcomes on a CPU; ``outcomes_over_barrier.CASE`` is with them.
+- ``overlap_over_barrier``, ``worst_overlap_over_barrier``: the least of these over the cases whose drafts take 0.4 of a
+  round or more, and over the others.
 - ``draft_share.CASE``: drafting, of a barrier's round without prompts.
+- ``hit_rate.CASE``: commits that a drafter which prepares outcomes was prepared for, its own guess among them.
+- ``simulated.*``: with a target and a drafter on GPUs (`benchmarks.overlap_simulated`).
 - ``whole_machine_over_barrier.CASE``: a barrier in which target and drafter may use all cores, one after the other.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from benchmarks.interleaved import run_interleaved, throughput_of
+from benchmarks.overlap_simulated import simulated
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig, NgramOptions
@@ -28,119 +36,173 @@ from cluster.types import ModelInfo, Request
 from drafters.model import ModelDrafter
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
-from drafters.small_model import SmallModel
+from drafters.session import request_id_of
+from drafters.small_model import Question, SmallModel
 from engine.factory import DTYPES, build_model
+from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import LayerWeights, LinearWeight, Weights, open_weights
+from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.partition import CoreSet, core_sets, usable_cores
 from engine.pass_timing import measure_cost
+from engine.sampling import Chosen
+from engine.target import SpanInput
 from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.overlap.gains import remote_bound
 from router.planner import PlannerSettings, StepPlanner
 
-DAMPING = 0.1  # of what a layer after the first third adds
+AGREEMENT = 0.75  # of a draft token, given that those before it are right
+# Of its next choices where it is wrong, as measured of a copy of the model (docs/measurements/overlap.md).
+RUNNER_UP = (0.43, 0.14)
 DRAFT_LEN = 4
 PROMPT_LEN = 32
 TEMPERATURE = 0.8
 MAX_HOLD_S = 5.0  # a barrier must not end before its drafts come, on slow machines too
+MAX_OUTCOMES = 4
 OVERLAPPING = 0.4  # share of a round that drafting takes, from which overlap must pay
-BARRIER, WHOLE, DEFAULT = "barrier", "barrier, all cores", "gain"
-ARMS = (BARRIER, WHOLE, "micro-batch", "frontier", DEFAULT)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    overlap: str
+    max_outcomes: int = 0
+    on_all_cores: bool = False
+
+
+BARRIER, WHOLE, DEFAULT, OUTCOMES = "barrier", "barrier, all cores", "gain", "gain, outcomes"
+ARMS: Mapping[str, Rule] = {
+    BARRIER: Rule("barrier"),
+    WHOLE: Rule("barrier", on_all_cores=True),
+    "micro-batch": Rule("micro-batch"),
+    "frontier": Rule("frontier"),
+    DEFAULT: Rule("gain"),
+    OUTCOMES: Rule("gain", MAX_OUTCOMES),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    kind: str  # of the drafter
+    num_layers: float | None  # of the drafter, as a share of the target's; None: an n-gram lookup
     batch: int
     num_tokens: int  # of each request
     num_requests: int
 
 
 QUICK = (
-    Case("model, batch 1", "model", 1, 96, 2),
-    Case("model, batch 8", "model", 8, 48, 8),
-    Case("ngram, batch 4", "ngram", 4, 64, 4),
+    Case("third, batch 1", 1 / 3, 1, 96, 2),
+    Case("third, batch 4", 1 / 3, 4, 48, 4),
+    Case("thin, batch 4", 1 / 15, 4, 48, 4),
 )
 FULL = (
-    Case("model, batch 1", "model", 1, 192, 6),
-    Case("model, batch 4", "model", 4, 128, 8),
-    Case("model, batch 8", "model", 8, 96, 16),
-    Case("ngram, batch 1", "ngram", 1, 128, 4),
-    Case("ngram, batch 4", "ngram", 4, 96, 12),
+    Case("third, batch 1", 1 / 3, 1, 256, 4),
+    Case("third, batch 2", 1 / 3, 2, 192, 6),
+    Case("third, batch 4", 1 / 3, 4, 128, 8),
+    Case("third, batch 8", 1 / 3, 8, 96, 16),
+    Case("thin, batch 1", 1 / 15, 1, 256, 3),
+    Case("thin, batch 4", 1 / 15, 4, 128, 8),
+    Case("ngram, batch 4", None, 4, 96, 8),
 )
 
 
-class Damped:
-    """Weights whose later layers add little."""
+class ScriptedModel(SmallModel):
+    """Computes what its model computes, and chooses by a script. Deterministic: by request and position.
 
-    def __init__(self, weights: Weights, first: int) -> None:
-        self._weights, self._first = weights, first
-        self.embedding, self.final_norm, self.head = weights.embedding, weights.final_norm, weights.head
+    ``answers``: prompt and output by request.
+    """
 
-    def layers(self) -> Iterator[LayerWeights]:
-        for i, layer in enumerate(self._weights.layers()):
-            yield layer if i < self._first else _damped(layer)
+    def __init__(self, model: CausalModel, num_blocks: int, info: ModelInfo, answers: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(
+            model, num_blocks=num_blocks, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids, max_pass_rows=512
+        )
+        self._vocab_size = info.vocab_size
+        self._answers = {name: tuple(answer) for name, answer in answers.items()}
 
+    def choose(self, questions: Sequence[Question], num_runners_up: int = 0) -> list[Chosen]:
+        found = super().choose(questions, num_runners_up)
+        return [self._scripted(*one, num_runners_up) for one in zip(questions, found, strict=True)]
 
-def _damped(layer: LayerWeights) -> LayerWeights:
-    def of(linear: LinearWeight) -> LinearWeight:
-        return LinearWeight(linear.weight * DAMPING, None if linear.bias is None else linear.bias * DAMPING, linear.uneven)
+    def _scripted(self, question: Question, chosen: Chosen, num_runners_up: int) -> Chosen:
+        name = request_id_of(question.request_id).partition("#")[0]
+        answer, base_len = self._answers[name], self.committed_len(question.request_id)
+        given, token_ids, others = question.ahead, [], []
+        for i in range(len(chosen.token_ids)):
+            before = (*given, *question.drafts[:i])
+            position = base_len + len(before)
+            on_path = answer[base_len:position] == before and position < len(answer)
+            draw = random.Random(f"{name} {position}")
+            own = answer[position] if on_path else self._other(draw)
+            is_right = draw.random() < AGREEMENT
+            token_ids.append(own if is_right else self._other(draw))
+            ranked = [self._other(draw) for _ in range(num_runners_up)]
+            rank = bisect(list(accumulate(RUNNER_UP)), draw.random())
+            if not is_right and rank < num_runners_up:
+                ranked[rank] = own
+            others.append(tuple(ranked))
+        runners_up = tuple(others) if num_runners_up else ()
+        return replace(chosen, token_ids=tuple(token_ids), confidences=(AGREEMENT,) * len(token_ids), runners_up=runners_up)
 
-    return LayerWeights(
-        layer.input_norm,
-        layer.qkv,
-        layer.q_norm,
-        layer.k_norm,
-        of(layer.out),
-        layer.post_norm,
-        layer.gate_up,
-        of(layer.down),
-    )
+    def _other(self, draw: random.Random) -> int:
+        return draw.randrange(self._vocab_size)
 
 
 class Pair:
-    """A target and a third of it, loaded once."""
+    """A target, and drafters of its first layers, loaded once each."""
 
-    def __init__(self, name: str, max_tokens: int, dtype: str = "auto") -> None:
+    def __init__(self, name: str, cases: Sequence[Case], dtype: str = "auto") -> None:
         folder = ensure_model(name)
         config = load_config(folder)
-        num_layers = max(1, config.num_layers // 3)
         dtype = "bfloat16" if dtype == "auto" else dtype
         with open_weights(folder, config, DTYPES[dtype]) as weights:
-            self.target = build_model(config, Damped(weights, num_layers), dtype, "cpu")
-        shallow = config.truncated(num_layers)
-        with open_weights(folder, shallow, DTYPES[dtype]) as weights:
-            self.drafter = build_model(shallow, weights, dtype, "cpu")
-        self.max_len = min(config.max_len, PROMPT_LEN + max_tokens + 1)
+            self.target = build_model(config, weights, dtype, "cpu")
+        self._shallow: dict[float, CausalModel] = {}
+        for share in {case.num_layers for case in cases if case.num_layers is not None}:
+            shallow = config.truncated(max(1, round(share * config.num_layers)))
+            with open_weights(folder, shallow, DTYPES[dtype]) as weights:
+                self._shallow[share] = build_model(shallow, weights, dtype, "cpu")
+        self.max_len = min(config.max_len, PROMPT_LEN + max(case.num_tokens for case in cases) + 1)
         self.info = ModelInfo(name, config.vocab_size, self.max_len, config.eos_token_ids, fingerprint(folder))
 
     def engine(self, batch: int) -> NativeTarget:
         num_blocks = batch * (self.max_len // BLOCK_LEN + 2)
         return NativeTarget(self.target, NativeLimits(num_blocks, BLOCK_LEN, batch, 512, self.max_len), prefix_cache=False)
 
-    def make_drafter(self, kind: str, batch: int) -> Drafter:
-        if kind == "ngram":
+    def make_drafter(self, case: Case, answers: Mapping[str, Sequence[int]]) -> Drafter:
+        if case.num_layers is None:
             return make_drafter(DrafterConfig(name="ngram", options=NgramOptions()), self.info)
-        num_blocks = batch * (self.max_len // BLOCK_LEN + 2)
-        eos = self.info.eos_token_ids
-        return ModelDrafter(
-            SmallModel(self.drafter, num_blocks=num_blocks, vocab_size=self.info.vocab_size, eos_token_ids=eos)
-        )
+        num_blocks = case.batch * ((1 + MAX_OUTCOMES) * 2 + self.max_len // BLOCK_LEN + 2)
+        return ModelDrafter(ScriptedModel(self._shallow[case.num_layers], num_blocks, self.info, answers))
+
+    def answers(self, case: Case) -> dict[str, list[int]]:
+        """Prompt and output of each request, decoded plainly."""
+        engine, texts = self.engine(case.batch), {}
+        everyone = _requests(case, self.info)
+        for start in range(0, len(everyone), case.batch):
+            requests = everyone[start : start + case.batch]
+            for request in requests:
+                texts[request.id] = list(request.prompt_token_ids)
+                engine.open(request, request.prompt_token_ids)
+            base_lens = {request.id: 0 for request in requests}
+            for _ in range(case.num_tokens):
+                spans = [SpanInput(r.id, base_lens[r.id], tuple(texts[r.id][base_lens[r.id] :])) for r in requests]
+                for outcome in engine.execute(spans):
+                    base_lens[outcome.request_id] = len(texts[outcome.request_id])
+                    texts[outcome.request_id] += outcome.token_ids
+            for request in requests:
+                engine.release(request.id)
+        return texts
 
 
 @dataclass
 class Arm:
-    """One policy on one case. An ``Interleaved`` run."""
+    """One rule on one case. An ``Interleaved`` run."""
 
     case: Case
-    policy: str
     cluster: EmbeddedCluster
     requests: Sequence[Request]
     completing: Completing = field(init=False)
@@ -177,6 +239,7 @@ class Found:
     agreeing: float
     draft_s: float  # of a batch of drafts of a barrier
     pass_s: float
+    hit_rate: float = 0.0  # of the drafter that prepares outcomes; 0: it prepares nothing
 
     @property
     def draft_share(self) -> float:
@@ -188,10 +251,12 @@ class Found:
 
 def run(options: BenchOptions) -> BenchResult:
     cases = QUICK if options.quick else FULL
-    pair = in_own_thread(lambda: Pair(options.model, max(case.num_tokens for case in cases)))
+    pair = in_own_thread(lambda: Pair(options.model, cases))
     partitions = core_sets(len(usable_cores().cores) // 2)
     costs = {part.name: in_partition(part, lambda: measure_cost(pair.engine(1))) for part in (partitions[0], usable_cores())}
-    return result({case: compare(case, pair, partitions, costs) for case in cases})
+    found = result({case: compare(case, pair, partitions, costs) for case in cases})
+    figures, table = simulated()
+    return replace(found, figures={**found.figures, **figures}, tables=(*found.tables, table))
 
 
 def in_partition(partition: CoreSet, measure: Callable[[], CostModel]) -> CostModel:
@@ -203,14 +268,20 @@ def in_partition(partition: CoreSet, measure: Callable[[], CostModel]) -> CostMo
 
 
 def compare(
-    case: Case, pair: Pair, partitions: tuple[CoreSet, CoreSet], costs: Mapping[str, CostModel], arms: Sequence[str] = ARMS
+    case: Case,
+    pair: Pair,
+    partitions: tuple[CoreSet, CoreSet],
+    costs: Mapping[str, CostModel],
+    arms: Mapping[str, Rule] = ARMS,
 ) -> Found:
     """Serves the case by every arm, in turns."""
+    answers = in_own_thread(lambda: pair.answers(case))
     with ExitStack() as stack:
-        runs = {policy: _arm(case, policy, pair, partitions, costs, stack) for policy in arms}
+        runs = {name: _arm(case, rule, pair, answers, partitions, costs, stack) for name, rule in arms.items()}
         run_interleaved(list(runs.values()))
         barrier = runs[BARRIER]
         view = barrier.cluster.loop.telemetry.drafter("drafter").view
+        outcomes = runs[OUTCOMES].cluster.drafter_loop("drafter").sessions.outcomes
         outputs = {name: [c.token_ids for c in arm.completing.completions] for name, arm in runs.items()}
         rates, accepted = {}, {}
         for name, arm in runs.items():
@@ -231,33 +302,36 @@ def compare(
             sum(a == b for a, b in pairs) / len(pairs),
             view.draft_s,
             barrier.cluster.loop.telemetry.step_s or 0.0,
+            0.0 if outcomes is None else outcomes.counts.hit_rate,
         )
 
 
 def _arm(
     case: Case,
-    policy: str,
+    rule: Rule,
     pair: Pair,
+    answers: Mapping[str, Sequence[int]],
     partitions: tuple[CoreSet, CoreSet],
     costs: Mapping[str, CostModel],
     stack: ExitStack,
 ) -> Arm:
-    of_target, of_drafter = (usable_cores(), usable_cores()) if policy == WHOLE else partitions
-    settings = PlannerSettings("all", MAX_HOLD_S, overlap=BARRIER if policy == WHOLE else policy)
-    drafter = in_own_thread(lambda: pair.make_drafter(case.kind, case.batch))
+    of_target, of_drafter = (usable_cores(), usable_cores()) if rule.on_all_cores else partitions
+    settings = PlannerSettings("all", MAX_HOLD_S, overlap=rule.overlap)
+    drafter = in_own_thread(lambda: pair.make_drafter(case, answers))
+    entry = PoolEntry(drafter, DRAFT_LEN, capacity=case.batch, max_outcomes=rule.max_outcomes)
     cluster = stack.enter_context(
         EmbeddedCluster(
             in_own_thread(lambda: pair.engine(case.batch)),
             pair.info,
             OnlineCost(costs[of_target.name]),
-            {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=case.batch)},
+            {"drafter": entry},
             StepPlanner(settings),
             clock=StoppableClock(),
             draft_length=FixedLength(num_tokens=DRAFT_LEN),
             partitions={"target": of_target, "drafter": of_drafter},
         )
     )
-    return Arm(case, policy, cluster, _requests(case, pair.info))
+    return Arm(case, cluster, _requests(case, pair.info))
 
 
 def _requests(case: Case, info: ModelInfo) -> list[Request]:
@@ -281,6 +355,8 @@ def result(found: Mapping[Case, Found]) -> BenchResult:
         key = case.name.replace(", ", "_").replace(" ", "_")
         figures[f"overlap_over_barrier.{key}"] = one.over_barrier(DEFAULT)
         figures[f"draft_share.{key}"] = one.draft_share
+        figures[f"outcomes_over_barrier.{key}"] = one.over_barrier(OUTCOMES)
+        figures[f"hit_rate.{key}"] = one.hit_rate
         figures[f"whole_machine_over_barrier.{key}"] = one.over_barrier(WHOLE)
         if one.draft_share < OVERLAPPING:
             rest.append(one.over_barrier(DEFAULT))
@@ -294,6 +370,7 @@ def result(found: Mapping[Case, Found]) -> BenchResult:
         (
             case.name,
             one.draft_share,
+            one.hit_rate,
             *(one.over_barrier(arm) for arm in ARMS if arm != BARRIER),
             one.tokens_per_s[BARRIER],
             one.accepted[BARRIER],
@@ -304,6 +381,7 @@ def result(found: Mapping[Case, Found]) -> BenchResult:
     columns = (
         "case",
         "drafting of a round",
+        "hits",
         *(arm for arm in ARMS if arm != BARRIER),
         "barrier, tokens/s",
         "accepted",

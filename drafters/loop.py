@@ -11,7 +11,7 @@ from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import score_shadows
 from drafters.protocol import Demand, Drafter
-from drafters.session import Session, TargetPeer
+from drafters.session import Prepared, Session, TargetPeer
 from drafters.sessions import SessionLimits, TargetSessions
 from router.assignment import drafter_of
 
@@ -36,7 +36,8 @@ class DrafterLoop:
     1. Send what needs no draft: drafted tokens that a commit confirmed, resyncs, and empty proposals, for which the target
        need not wait.
     2. Draft one batch for the requests without a proposal.
-    3. Draft ahead for requests whose proposal is being verified.
+    3. Draft ahead for requests whose proposal is being verified, on the drafter's own guess and for other likely outcomes
+       (`drafters.outcome_drafts`).
     4. Score requests that other drafters drive.
 
     A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
@@ -63,6 +64,7 @@ class DrafterLoop:
         self.sessions = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
         self._num_drafting = 0  # requests of the batch under way
+        self._num_steps = 1  # tokens of its longest draft
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
         self._stops: DraftStops | None = None  # for drafters that do not end drafts themselves
@@ -86,13 +88,15 @@ class DrafterLoop:
         if unanswered:
             self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
             return "drafted"
-        if (self._ahead_len or self.sessions.drafts_ahead) and (ahead := list(self._drafts_ahead())):
+        if ahead := self._drafts_ahead(now_s):
             self._draft(ahead)
             return "drafted ahead"
         return "scored" if self._score(now_s) else "nothing"
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
+        if self.sessions.outcomes is not None and work in ("drafted", "drafted ahead") and now_s > began_s:
+            self.sessions.outcomes.note_step(self._num_drafting, (now_s - began_s) / self._num_steps)
         if work == "drafted":
             self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
             found = [
@@ -160,7 +164,15 @@ class DrafterLoop:
                 del unscored[shadow.key]
         return True
 
-    def _drafts_ahead(self) -> Iterator[tuple[Session, int]]:
+    def _drafts_ahead(self, now_s: float) -> list[tuple[Session | Prepared, int]]:
+        outcomes, found = self.sessions.outcomes, []
+        if outcomes is not None:
+            found = outcomes.batch([session for session in self.sessions.drafted() if session.answered], now_s)
+        if not found and (self._ahead_len or self.sessions.drafts_ahead):
+            found = list(self._own_guesses())
+        return found
+
+    def _own_guesses(self) -> Iterator[tuple[Session | Prepared, int]]:
         """Sessions to draft ahead for, with a number of tokens: never beyond the end of the request."""
         for session in self.sessions.drafted():
             if session.answered and not session.exhausted:
@@ -171,17 +183,16 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield session, num_tokens
 
-    def _draft(self, batch: Sequence[tuple[Session, int]]) -> None:
+    def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> None:
         self._num_drafting = len(batch)
-        demands = [session.demand(num_tokens) for session, num_tokens in batch]
+        demands = [one.demand(num_tokens) for one, num_tokens in batch]
         drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]
         if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
             lens = self._cut_lens(demands, [draft.confidences for draft in drafts])
-        for (session, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):
-            session.ahead.extend(draft.token_ids[:length])
-            session.confidences.extend(draft.confidences[:length])
-            session.exhausted = length < num_tokens
+        self._num_steps = max(1, *lens)
+        for (one, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):
+            one.take(draft, length, num_tokens)
 
     def _cut_lens(self, demands: Sequence[Demand], drafted: Sequence[Sequence[float]]) -> list[int]:
         from drafters.draft_stops import DraftStops, cut_lens  # needs numpy; processes of lookups do without otherwise
@@ -201,7 +212,7 @@ class DrafterLoop:
             by_peer.setdefault(id(peer.link), []).append(session)
         for number in dict.fromkeys([*by_peer, *resyncs, *self.sessions.refusing()]):
             peer = self.sessions.peers[number]
-            proposals = [self._proposal(session) for session in by_peer.get(number, ())]
+            proposals = [self._proposal(session, now_s) for session in by_peer.get(number, ())]
             proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.refusals.items()]
             peer.refusals.clear()
             self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s, timings)
@@ -214,8 +225,8 @@ class DrafterLoop:
         self._next_report_s = now_s + REPORT_PERIOD_S
         return tuple(chain.take_levels(drafter_of(self.name)))
 
-    def _proposal(self, session: Session) -> Proposal:
-        self.sessions.mark_answered(session)
+    def _proposal(self, session: Session, now_s: float) -> Proposal:
+        self.sessions.mark_answered(session, now_s)
         session.num_sent = min(session.draft_len, len(session.ahead))
         return Proposal(
             request_id=session.request_id,

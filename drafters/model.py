@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from cluster.messages import LevelReport, Verified
 from cluster.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ class _PartialDraft:
     survival: float = 1.0
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    runners_up: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
     def ahead(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ class ModelDrafter:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(token_by_token=self, chain=self if self._proposers else None, stops=True)
+        return Capabilities(token_by_token=self, chain=self if self._proposers else None, forks=self, stops=True)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._leave(request_id)
@@ -114,6 +116,13 @@ class ModelDrafter:
         for draft in drafts:
             self._stops.note_draft(draft.demand, draft.token_ids, draft.confidences)
         return [self._finished(draft) for draft in drafts]
+
+    def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
+        """As ``Forks.fork``. A branch has no proposers: it is drafted for by the model alone."""
+        return self._model.can_read(request_id, ahead) and self._model.fork(request_id, branch_id, ahead, num_more)
+
+    def adopt(self, request_id: str, branch_id: str) -> None:
+        self._model.adopt(request_id, branch_id)
 
     def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
         questions = [Question(demand.request_id, drafts=demand.ahead[:-1]) for demand in demands]
@@ -170,7 +179,7 @@ class ModelDrafter:
         confidences = tuple(draft.confidences)
         if self._scaling is not None and confidences:
             confidences = self._scaling.conditional(confidences, first=len(draft.demand.ahead))
-        return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences)
+        return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences, tuple(draft.runners_up))
 
     def _draft_part(self, part: Sequence[_PartialDraft]) -> None:
         """Step by step, while a step pays."""
@@ -192,7 +201,8 @@ class ModelDrafter:
         questions = [
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
         ]
-        for draft, question, chosen in zip(part, questions, self._choose(questions), strict=True):
+        answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part))
+        for draft, question, chosen in zip(part, questions, answers, strict=True):
             num_right = common_prefix_len(question.drafts, chosen.token_ids)
             if question.request_id in proposed:
                 num_demanded = min(self._proposal_len, draft.num_missing - 1)
@@ -213,10 +223,10 @@ class ModelDrafter:
             for draft in self._proposers[name].propose(demands)
         }
 
-    def _choose(self, questions: Sequence[Question]) -> list[Chosen]:
+    def _choose(self, questions: Sequence[Question], num_runners_up: int) -> list[Chosen]:
         num_rows = self._model.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
-        answers = self._model.choose(questions)
+        answers = self._model.choose(questions, num_runners_up)
         num_rows = self._model.num_rows - num_rows
         if self._clock is not None:
             seconds = self._clock() - start_s
@@ -237,9 +247,12 @@ class ModelDrafter:
         """Appends up to ``num_tokens`` chosen tokens, until the draft is complete."""
         if not chosen.token_ids:  # every token is masked there, and the target will find the same
             draft.num_missing = 0
-        for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
+        rows = zip_longest(chosen.token_ids[:num_tokens], chosen.confidences[:num_tokens], chosen.runners_up[:num_tokens])
+        for token_id, confidence, runners_up in rows:
             if not draft.num_missing:
                 break
+            if runners_up is not None:
+                draft.runners_up.append(runners_up)
             draft.token_ids.append(token_id)
             draft.confidences.append(confidence)
             draft.num_missing -= 1

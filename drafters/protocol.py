@@ -23,6 +23,7 @@ class Demand:
     row_price: float = 0.0  # cost of verifying one more token, in tokens: less likely ones need not be drafted
     stop: StopRule = NO_STOP  # see ``Capabilities.stops``
     survival: float = 1.0  # of ``ahead``, as far as it is not proposed yet
+    num_runners_up: int = 0  # of each token; only of a drafter that forks
 
     @property
     def least_survival(self) -> float:
@@ -37,6 +38,9 @@ class Draft:
     request_id: str
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
+    runners_up: tuple[
+        tuple[int, ...], ...
+    ] = ()  # at each token, on demand: what it would have drafted next to it, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Capabilities:
     token_by_token: "TokenByToken | None" = None
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
+    forks: "Forks | None" = None
     stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
@@ -88,6 +93,18 @@ class TokenByToken(Protocol):
         One pass of about ``max_rows`` rows at most, which evicts no cache. None: only part of the missing tokens was
         computed. Fewer tokens than ``ahead``: no answer is possible.
         """
+
+
+class Forks(Protocol):
+    """Follows a request along several continuations at once, as branches with names of their own."""
+
+    def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
+        """Follows a request as ``branch_id``, too, for demands of up to ``num_more`` tokens after ``ahead``. Returns whether
+        there is room without taking it from others. ``Drafter.release`` ends a branch; it must end before its request is
+        opened anew or released."""
+
+    def adopt(self, request_id: str, branch_id: str) -> None:
+        """The request, extended by what the branch assumed, goes on with the branch's cache. The branch ends."""
 
 
 class ChainVerifier(Protocol):

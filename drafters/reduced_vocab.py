@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.noise import noise_keys
@@ -41,6 +42,10 @@ class ReducedHead:
         self._sampler = sampler
         self._kernel = kernel
 
+    def columns(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of its logits."""
+        return np.searchsorted(self._ids, token_ids)
+
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` [rows, len(token_ids)]."""
@@ -53,7 +58,7 @@ class ReducedHead:
         temperatures = np.array([sampling.temperature for sampling in samplings], np.float32)
         token_ids, highest = self._kernel(logits, keys, temperatures)
         divisors = torch.from_numpy(np.where(temperatures > 0.0, temperatures, np.float32(1.0)))
-        columns = torch.from_numpy(np.searchsorted(self._ids, token_ids))
+        columns = torch.from_numpy(self.columns(token_ids))
         probabilities = (logits.float() / divisors[:, None]).softmax(-1)
         confidences = probabilities.gather(1, columns[:, None]).squeeze(1).tolist()
         ends = list(accumulate((span.num_rows for span in spans), initial=0))

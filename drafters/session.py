@@ -9,7 +9,7 @@ from cluster.messages import DraftScore
 from cluster.transport.base import Link
 from cluster.types import NO_STOP, StopRule
 from drafters.counterfactual import Shadow
-from drafters.protocol import Demand
+from drafters.protocol import Demand, Draft
 
 
 def key_of(link_number: int, request_id: str) -> str:
@@ -44,6 +44,11 @@ class Session:
     answered: bool = False  # a proposal for this committed length was sent
     shadow: Shadow | None = None  # set while another drafter drives the request: this one keeps in step and is scored
     exhausted: bool = False  # the last draft was shorter than demanded: no more is drafted until it is rejected
+    num_runners_up: int = 0  # wanted of each draft token
+    runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of ahead, if wanted
+    answered_s: float = 0.0  # when the proposal was sent
+    prepared: list["Prepared"] = field(default_factory=list)  # drafts for outcomes of the verification under way
+    num_considered: int = 0  # positions of ahead at which outcomes were considered
 
     @property
     def committed_len(self) -> int:
@@ -54,32 +59,73 @@ class Session:
         """Maximum tokens of a proposal now. The last token of a request needs no draft."""
         return max(0, min(self.budget, self.end_len - len(self.token_ids) - 1))
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends committed tokens. Drafted tokens beyond them are kept if the drafted ones before agree."""
+    def commit(self, token_ids: Sequence[int]) -> "Prepared | None":
+        """Appends committed tokens. Drafted tokens beyond them are kept if the drafted ones before agree; else those of the
+        outcome that was prepared and came true, which is returned."""
         num_new = len(token_ids)
+        hit = None
         if self.ahead[:num_new] == list(token_ids):
-            del self.ahead[:num_new]
-            del self.confidences[:num_new]
+            for one in (self.ahead, self.confidences, self.runners_up):
+                del one[:num_new]
         else:
-            self.ahead.clear()
-            self.confidences.clear()
+            hit = next((one for one in self.prepared if one.assumed == tuple(token_ids)), None)
+            self.drop_ahead()
+            if hit is not None:
+                self.ahead, self.confidences, self.runners_up = hit.token_ids, hit.confidences, hit.runners_up
+                self.exhausted = hit.exhausted
         self.token_ids.extend(token_ids)
         self.num_sent = 0
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
+        return hit
+
+    def drop_ahead(self) -> None:
+        self.ahead, self.confidences, self.runners_up = [], [], []
+
+    def take(self, draft: Draft, length: int, num_tokens: int) -> None:
+        """Adds the first ``length`` tokens of a draft of ``num_tokens``."""
+        self.ahead.extend(draft.token_ids[:length])
+        self.confidences.extend(draft.confidences[:length])
+        self.runners_up.extend(draft.runners_up[:length])
+        self.exhausted = length < num_tokens
 
     def demand(self, num_tokens: int) -> Demand:
         """For tokens beyond ``ahead``. Nobody waits for those that are drafted while a proposal is verified."""
         stop = replace(self.stop, second_price=0.0) if self.answered and self.stop.second_price else self.stop
         survival = prod(self.confidences[self.num_sent :])
-        return Demand(self.key, num_tokens, tuple(self.ahead), self.row_price, stop, survival)
+        return Demand(self.key, num_tokens, tuple(self.ahead), self.row_price, stop, survival, self.num_runners_up)
 
     def make_shadow(self, max_draft_len: int) -> None:
         """Scores it from now on, with drafts of up to ``max_draft_len`` tokens."""
-        self.ahead.clear()
-        self.confidences.clear()
+        self.drop_ahead()
         self.num_sent, self.answered, self.budget = 0, False, 0
         self.shadow = Shadow(self.key, self.request_id, self.committed_len, max_draft_len, self.end_len)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A draft that follows ``assumed``: the tokens of the next commit, if this outcome comes true."""
+
+    key: str  # of a branch of the drafter
+    assumed: tuple[int, ...]
+    row_price: float
+    stop: StopRule
+    num_runners_up: int
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    runners_up: list[tuple[int, ...]] = field(default_factory=list)
+    exhausted: bool = False
+
+    def demand(self, num_tokens: int) -> Demand:
+        ahead, survival = (*self.assumed, *self.token_ids), prod(self.confidences)
+        return Demand(self.key, num_tokens, ahead, self.row_price, self.stop, survival, self.num_runners_up)
+
+    def take(self, draft: Draft, length: int, num_tokens: int) -> None:
+        """As ``Session.take``."""
+        self.token_ids.extend(draft.token_ids[:length])
+        self.confidences.extend(draft.confidences[:length])
+        self.runners_up.extend(draft.runners_up[:length])
+        self.exhausted = length < num_tokens
 
 
 class ExtendOutcome(Enum):

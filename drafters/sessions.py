@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.message_checks import Inspection
@@ -11,6 +12,9 @@ from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
+
+if TYPE_CHECKING:
+    from drafters.outcome_drafts import OutcomeDrafts
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ class SessionLimits:
     resync_s: float = 0.25  # until an unanswered resync is repeated; doubles with each attempt
     max_resyncs: int = 6
     idle_s: float = 60.0  # until a silent request is dropped, as its release may be lost; its next Extend reopens it
+    max_outcomes: int = 0  # of a verification that are prepared for a request, beside the drafter's own guess
 
 
 class TargetSessions:
@@ -43,6 +48,11 @@ class TargetSessions:
         self._num_sessions = 0
         self.num_shadows = 0
         self.drafts_ahead = False  # a target has asked for it, so far
+        self.outcomes: OutcomeDrafts | None = None  # of drafters that fork
+        if limits.max_outcomes and drafter.capabilities.forks is not None:
+            from drafters import outcome_drafts  # needs numpy; processes of lookups do without
+
+            self.outcomes = outcome_drafts.OutcomeDrafts(drafter, drafter.capabilities.forks, limits.max_outcomes)
         self._name = name
         self._drafter = drafter
         self._limits = limits
@@ -67,8 +77,8 @@ class TargetSessions:
             if session.budget and session.request_id not in peer.resyncs
         ]
 
-    def mark_answered(self, session: Session) -> None:
-        session.answered = True
+    def mark_answered(self, session: Session, now_s: float) -> None:
+        session.answered, session.answered_s = True, now_s
         self._unanswered.pop(session.key, None)
 
     def drafted(self) -> Iterator[Session]:
@@ -153,6 +163,8 @@ class TargetSessions:
                 assert session.request_id == request_id, "a request is filed under another's name"
                 assert len(session.ahead) == len(session.confidences), "a draft token without its confidence"
                 assert session.num_sent <= len(session.ahead), "more was proposed than drafted"
+                num_ranked = len(session.runners_up)
+                assert not session.num_runners_up or num_ranked == len(session.ahead), "a draft token without its runners-up"
                 assert session.answered or not session.num_sent, "a proposal was sent, but not recorded"
 
     def _receive(self, peer: TargetPeer, message: DraftRound, now_s: float) -> None:
@@ -216,6 +228,7 @@ class TargetSessions:
             budget=self._limits.max_draft_len,
             row_price=0.0,
             last_message_s=now_s,
+            num_runners_up=0 if self.outcomes is None else self.outcomes.num_runners_up,
         )
         self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling)
         self._set_proposers(session.key, opening)
@@ -267,7 +280,10 @@ class TargetSessions:
                 self.unscored[session.key] = (peer, session.shadow)
                 if len(session.shadow.pending) > MAX_UNSCORED:
                     self._skip(session, session.shadow)
-            session.commit(token_ids)
+            if self.outcomes is None:
+                session.commit(token_ids)
+            else:
+                self.outcomes.commit(session, token_ids, now_s)
             if session.shadow is None:
                 self._unanswered[session.key] = (peer, session)
         peer.resyncs.update(session.request_id, session.committed_len)
@@ -305,6 +321,8 @@ class TargetSessions:
 
     def _make_shadow(self, session: Session) -> None:
         """Another drafter drives the request from now on."""
+        if self.outcomes is not None:
+            self.outcomes.drop(session)
         session.make_shadow(self._limits.max_draft_len)
         self.num_shadows += 1
         self._unanswered.pop(session.key, None)
@@ -348,6 +366,8 @@ class TargetSessions:
     def _close(self, peer: TargetPeer, request_id: str) -> None:
         session = peer.sessions.pop(request_id, None)
         if session is not None:
+            if self.outcomes is not None:
+                self.outcomes.drop(session)
             self._num_sessions -= 1
             self.num_shadows -= session.shadow is not None
             self._unanswered.pop(session.key, None)

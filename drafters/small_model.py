@@ -179,8 +179,50 @@ class SmallModel:
             self._model.synchronize()
         return found
 
-    def choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``)."""
+    def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
+        """Follows ``request_id`` a second time, as ``branch_id``, to draft ``num_more`` tokens after ``ahead``. It shares
+        full blocks and copies what was computed beyond them. Returns whether free blocks suffice; otherwise nothing changed.
+        A branch ends with ``adopt`` or ``release``, before its request is reset or released."""
+        session, ledger = self._sessions[request_id], self._ledger
+        if session.checkpoint is not None:  # so that its full blocks can be shared
+            base_len, computed = ledger.computed_len(request_id), session.checkpoint.token_ids
+            num_final = common_prefix_len(computed, session.token_ids[base_len:-1])
+            if 0 < num_final < len(computed):
+                session.checkpoint = ledger.commit_some(session.checkpoint, num_final)
+        block_len, num_given = ledger.block_len, len(session.token_ids) + len(ahead)
+        num_shared = ledger.computed_len(request_id) // block_len if request_id in ledger else 0
+        needed = -(-(num_given + num_more) // block_len) - num_shared
+        if needed > ledger.num_free_blocks or num_given + num_more > self.max_len:
+            return False
+        branch = self._sessions[branch_id] = _ModelSession(session.token_ids, session.state, session.is_readable)
+        if request_id not in ledger:
+            return True
+        base_len = ledger.computed_len(request_id)
+        before = () if session.checkpoint is None else session.checkpoint.token_ids
+        num_agreed = common_prefix_len(before, (*session.token_ids[base_len:], *ahead))
+        start = ledger.open(branch_id, session.token_ids)
+        copied = (*session.token_ids[start:base_len], *before[:num_agreed])
+        if copied:
+            branch.checkpoint = ledger.speculate(branch_id, copied)
+            targets = ledger.block_table(branch_id)[start // block_len :]
+            sources = ledger.block_table(request_id)[start // block_len :][: len(targets)]
+            self._cache.copy_blocks(sources, targets)
+        return True
+
+    def adopt(self, request_id: str, branch_id: str) -> None:
+        """The request goes on with the cache of its branch, which ends. Call it after ``extend``."""
+        del self._sessions[branch_id]
+        if branch_id in self._ledger:
+            if request_id in self._ledger:
+                self._ledger.release(request_id)
+            self._sessions[request_id].checkpoint = self._ledger.move(branch_id, request_id)
+
+    def choose(self, questions: Sequence[Question], num_runners_up: int = 0) -> list[Chosen]:
+        """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``).
+
+        Args:
+            num_runners_up: of each position: the tokens that would be chosen if those before were masked, best first.
+        """
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
@@ -192,9 +234,34 @@ class SmallModel:
         spans_to_sample = [
             SampleSpan(self._sessions[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
         ]
+        chosen = self._choose(logits, spans_to_sample)
+        return self._with_runners_up(logits, spans_to_sample, chosen, num_runners_up) if num_runners_up else chosen
+
+    def _choose(self, logits: torch.Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         if self._head is not None:
-            return self._head.choose(logits, spans_to_sample)
-        return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
+            return self._head.choose(logits, spans)
+        return self._sampler.choose(logits, spans, want_confidences=True)
+
+    @torch.inference_mode()
+    def _with_runners_up(
+        self, logits: torch.Tensor, spans: Sequence[SampleSpan], chosen: Sequence[Chosen], num: int
+    ) -> list[Chosen]:
+        """With the noise of each position; where it cannot choose ``num`` times, there are fewer. Overwrites the logits."""
+        found: list[list[tuple[int, ...]]] = [[() for _ in one.token_ids] for one in chosen]
+        last: Sequence[Chosen] = chosen
+        for _ in range(num):
+            row = 0
+            for span, one in zip(spans, last, strict=True):
+                token_ids = np.array(one.token_ids, np.int64)
+                columns = token_ids if self._head is None else self._head.columns(token_ids)
+                rows = np.arange(row, row + len(columns))
+                logits[to_device(rows, logits.device), to_device(columns, logits.device)] = -torch.inf
+                row += span.num_rows
+            last = self._choose(logits, spans)
+            for ranked, one in zip(found, last, strict=True):
+                for i, token_id in enumerate(one.token_ids[: len(ranked)]):
+                    ranked[i] = (*ranked[i], token_id)
+        return [replace(one, runners_up=tuple(ranked)) for one, ranked in zip(chosen, found, strict=True)]
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

@@ -7,6 +7,7 @@ wrongly costs speed and no token.
 
     learning pass   no row leaves; margins and final hidden states are recorded
     exit pass       rows leave by the thresholds of `router.early_exit`, for passes of about this size
+    control pass    no row leaves, and the pass is timed as exit passes are
     else            the plain path; every so often a learning pass
 """
 
@@ -30,6 +31,7 @@ from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import CostModel
 from router.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
+from router.estimates.trial import Trial
 
 DEPTHS = (0.6, 0.7, 0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
 LENS_ROWS = (4, 8, 16, 32)  # a lens is fitted after so many rows per hidden dimension, the last time after the last
@@ -39,6 +41,7 @@ MIN_SAMPLES = 64
 EAGER_PERIOD = 4  # passes from one learning pass to the next, until there are MIN_SAMPLES
 PERIOD = 32  # later, where rows leave
 IDLE_PERIOD = 128  # and where exits do not pay
+MIN_PAUSE, MAX_PAUSE = 512, 16_384  # passes without exits, where they were measured to lose
 REPLAN_PERIOD = 8  # learning passes
 MAX_DRAFTS = 16  # of a sampled span; later drafts are not checked
 
@@ -76,6 +79,7 @@ class EarlyExit:
         self._samples: deque[tuple[NDArray[np.float32], int, int]] = deque(maxlen=NUM_SAMPLES)
         self._plans: dict[tuple[int, int], ExitPlan] = {}
         self._wrong_exits = WrongExits()
+        self._trials: dict[tuple[int, int], Trial] = {}
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
 
@@ -93,11 +97,17 @@ class EarlyExit:
         if self._num_since >= period:
             self._num_since = 0
             return PassWatch(self, spans, states, None)
-        return None if plan.is_off else PassWatch(self, spans, states, plan)
+        if plan.is_off:
+            return None
+        trial = self._trials.setdefault(_size(num_rows, num_spans), Trial(MIN_PAUSE, MAX_PAUSE))
+        leaves = trial.next()
+        if leaves is None:
+            return None
+        return PassWatch(self, spans, states, plan if leaves else ExitPlan((None,) * len(self._checks)), trial)
 
     def plan(self, num_rows: int, num_spans: int) -> ExitPlan:
         """For passes of about so many rows, of about so many spans with drafts."""
-        size = num_rows.bit_length(), num_spans.bit_length()
+        size = _size(num_rows, num_spans)
         if size not in self._plans:
             self._plans[size] = self._choose(num_rows, num_spans)
         return self._plans[size]
@@ -196,11 +206,13 @@ class PassWatch:
     exits: EarlyExit
     spans: Sequence[SpanInput]
     states: Mapping[str, SamplingState]
-    plan: ExitPlan | None
+    plan: ExitPlan | None  # is_off: of a control pass
+    trial: Trial | None = None  # that is told the time of the pass
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
     _rows: WatchedRows = field(init=False)
     _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
     _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
+    _started_s: float = field(default_factory=time.perf_counter)
     _measured: bool = True  # whether all checks of a learning pass have margins
 
     @property
@@ -287,6 +299,9 @@ class PassWatch:
     def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
         """After the pass. ``final``: the final hidden states of all rows."""
         if self.plan is not None:
+            num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
+            if self.trial is not None and num_tokens:
+                self.trial.note(not self.plan.is_off, (time.perf_counter() - self._started_s) / num_tokens)
             self._judge(self.plan, outcomes)
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
@@ -346,6 +361,10 @@ def check_supported(model: CausalModel) -> None:
         raise InvalidField("target.early_exit", "auto", f"is built for CPUs, not for {model.device.type}: set it to off")
     if not model.config.tied_embeddings:
         raise InvalidField("target.early_exit", "auto", "needs a model whose head is its embedding: set it to off")
+
+
+def _size(num_rows: int, num_spans: int) -> tuple[int, int]:
+    return num_rows.bit_length(), num_spans.bit_length()
 
 
 def _remaining(model: CausalModel, depth: int) -> float:

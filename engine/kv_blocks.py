@@ -15,7 +15,7 @@ sequence's last blocks before its first.
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
 
@@ -126,13 +126,19 @@ class BlockLedger:
         if not 0 <= num_tokens <= num_reserved:
             raise LedgerMisuse(f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {num_reserved} tokens")
         sequence.checkpoint = None
-        tail_index = sequence.computed_len // self.block_len
-        sequence.computed_len += num_tokens
-        if self._prefix_cache:
-            sequence.tail.extend(checkpoint.token_ids[:num_tokens])
-            self._register_full_blocks(sequence, tail_index)
+        self._make_final(sequence, checkpoint.token_ids[:num_tokens])
         while sequence.num_blocks > self._blocks_for(sequence.computed_len):
             self._drop_block(sequence.pop())
+
+    def commit_some(self, checkpoint: Checkpoint, num_tokens: int) -> Checkpoint:
+        """Makes the first ``num_tokens`` of the checkpoint final; the others stay reserved, in the returned one. Raises
+        LedgerMisuse: as ``commit``, or none is left."""
+        sequence = self._speculating(checkpoint)
+        if not 0 <= num_tokens < len(checkpoint.token_ids):
+            found = f"{num_tokens} of {len(checkpoint.token_ids)} tokens"
+            raise LedgerMisuse(f"request {checkpoint.request_id!r}: cannot commit {found} and keep some")
+        self._make_final(sequence, checkpoint.token_ids[:num_tokens])
+        return self._reserve(checkpoint.request_id, checkpoint.token_ids[num_tokens:], 0)
 
     def revise(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> Checkpoint:
         """Replaces the tokens of an open checkpoint. Positions keep their blocks, so the computed part of a common prefix
@@ -154,6 +160,17 @@ class BlockLedger:
         del self._sequences[request_id]
         while sequence.num_blocks:  # from the end, so that a prefix is evicted after what follows it
             self._drop_block(sequence.pop())
+
+    def move(self, request_id: str, new_id: str) -> Checkpoint | None:
+        """Gives a sequence another name. Returns its open checkpoint under that name. Raises LedgerMisuse: the request is
+        unknown, or the new name is in use."""
+        if new_id in self._sequences:
+            raise LedgerMisuse(f"request {new_id!r} is open: release it first")
+        sequence = self._get(request_id)
+        self._sequences[new_id] = self._sequences.pop(request_id)
+        if sequence.checkpoint is not None:
+            sequence.checkpoint = replace(sequence.checkpoint, request_id=new_id)
+        return sequence.checkpoint
 
     def computed_len(self, request_id: str) -> int:
         """Committed tokens of the request that are in the cache."""
@@ -224,6 +241,13 @@ class BlockLedger:
             sequence.push(self._take_block())
         sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
         return sequence.checkpoint
+
+    def _make_final(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
+        tail_index = sequence.computed_len // self.block_len
+        sequence.computed_len += len(token_ids)
+        if self._prefix_cache:
+            sequence.tail.extend(token_ids)
+            self._register_full_blocks(sequence, tail_index)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_len)

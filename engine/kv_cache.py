@@ -4,9 +4,12 @@ import math
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
+from engine.device import to_device
 from engine.models.config import DecoderConfig
 
 BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, half a tile on a GPU
@@ -28,6 +31,12 @@ class KvCache:
         head = (config.num_layers, num_blocks, config.num_kv_heads)
         shapes = (*head, config.head_dim, block_len), (*head, block_len, config.head_dim)
         return KvCache(*(cache_zeros(shape, dtype, device) for shape in shapes))
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copies whole blocks of all layers, without reading anything back from the device."""
+        at, to = (to_device(blocks.astype(np.int64), self.keys.device) for blocks in (sources, targets))
+        for tensor in (self.keys, self.values):
+            tensor[:, to] = tensor[:, at]
 
     @property
     def num_blocks(self) -> int:

@@ -88,6 +88,7 @@ class TargetLoop:
         mailbox.clock = clock
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
+        self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
         self._engine = engine
         self._model = model
         self._cost = cost
@@ -293,7 +294,7 @@ class TargetLoop:
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
         lens = [view.committed_len for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(lens), sum(lens))
-        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches)
+        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches, self.partition)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)

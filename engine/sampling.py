@@ -120,6 +120,7 @@ class Chosen:
     logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
     confidences: tuple[float, ...] = ()  # if the caller wants them: the probability of each token
     error: str | None = None
+    runners_up: tuple[tuple[int, ...], ...] = ()  # of drafters that want them: the next choices at each position, best first
 
 
 class Sampler:

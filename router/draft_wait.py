@@ -32,13 +32,15 @@ def replies_s(
     held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]
 ) -> tuple[float, float]:
     """When the last awaited proposal should be there, and until when it is waited for: after the usual time of its drafter,
-    and after twice that, within the hold."""
+    and after twice that, within the hold. Drafters that draft ahead reply at once or after a whole draft, and what is still
+    awaited is of the second kind."""
     expected_s = latest_s = 0.0
     for sequence in decoding:
         if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
-            reply_s, since_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s, sequence.awaiting_since_s
-            expected_s = max(expected_s, since_s + reply_s)
-            latest_s = max(latest_s, min(since_s + 2 * reply_s, held[sequence.request_id]))
+            drafter, since_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER), sequence.awaiting_since_s
+            expected_s = max(expected_s, since_s + drafter.reply_s)
+            longest_s = 2 * max(drafter.reply_s, drafter.draft_s)
+            latest_s = max(latest_s, min(since_s + longest_s, held[sequence.request_id]))
     return expected_s, latest_s
 
 

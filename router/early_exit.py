@@ -11,7 +11,8 @@ FASER's equation 10 asks that the saved time exceeds the pruning overhead. Here 
                        - rows that are checked * time of a check                            (T_ee and T_pr)
                        - accepted tokens that are lost * time that a token takes
 
-on the sampled spans, and is used only where that is positive by a margin.
+on the sampled spans. Where that is positive by a margin, the thresholds are tried: passes with exits take turns with whole
+passes, and are used only where they were measured to commit more tokens per second (`router.estimates.trial`).
 """
 
 from collections.abc import Sequence

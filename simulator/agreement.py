@@ -29,12 +29,18 @@ class Agreement:
         drafted: tokens of the longest draft at each position, a byte each.
         right: how many of these are the answer's.
         confidences: (positions, longest draft) in CONFIDENCE_STEPS; or of every draft the same, in ``flat``.
+        ranks: of the answer's token among the drafter's other choices at each position, if its first choice is wrong there.
     """
 
     drafted: bytes
     right: bytes
     confidences: NDArray[np.uint16] | None = None
     flat: tuple[float, ...] = ()
+    ranks: bytes = b""
+
+    def rank(self, position: int) -> int:
+        """Of the answer's token among the drafter's other choices, from 1; 0: it is not among them, or nothing is known."""
+        return self.ranks[position] if position < len(self.ranks) else 0
 
     def draft(self, position: int, num_tokens: int, is_right: bool = True) -> Drafted:
         """At most ``num_tokens``. On what is not the answer (``is_right`` False) nothing is right, nor behind its end."""

@@ -66,7 +66,7 @@ class AgreementDrafter:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(chain=self, stops=True)
+        return Capabilities(chain=self, forks=self, stops=True)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         script = self._scripts[request_id_of(request_id)]
@@ -128,7 +128,23 @@ class AgreementDrafter:
         token_ids = one.script.draft(draft.start, draft.num, draft.num_right)
         confidences = draft.confidences[: draft.num]
         self._stops.note_draft(demand, token_ids, confidences)
-        return Draft(demand.request_id, token_ids, confidences)
+        runners_up: tuple[tuple[int, ...], ...] = ()
+        if demand.num_runners_up:
+            wrong = draft.start + draft.num_right - one.script.request.prompt_len
+            rank = one.agreement.rank(wrong) if draft.is_right else 0
+            runners_up = one.script.runners_up(draft.start, draft.num, draft.num_right, demand.num_runners_up, rank)
+        return Draft(demand.request_id, token_ids, confidences, runners_up)
+
+    def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
+        one = self._followed[request_id]
+        self._followed[branch_id] = _Followed(one.script, one.agreement, one.length, one.num_computed)
+        return True
+
+    def adopt(self, request_id: str, branch_id: str) -> None:
+        one, branch = self._followed[request_id], self._followed.pop(branch_id)
+        num_new = one.length - branch.length
+        one.num_computed = max(one.num_computed, branch.length + min(num_new, max(0, branch.ahead - 1)))
+        one.ahead, one.num_right = max(0, branch.ahead - num_new), max(0, branch.num_right - num_new)
 
     def release(self, request_id: str) -> None:
         self._followed.pop(request_id, None)

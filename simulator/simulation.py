@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
 
+if TYPE_CHECKING:
+    from drafters.outcome_drafts import OutcomeCounts
+
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)  # of drafts that policies are told the time of
 
@@ -47,9 +51,11 @@ class DrafterSpec:
     replicas: int = 1
     companion: bool = False  # each target has its own, in its process
     verifies: bool = False
+    max_outcomes: int = 0
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
-        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=(4 if spare_share else 1) * self.capacity)
+        num_shadows = (4 if spare_share else 1) * self.capacity
+        return SessionLimits(self.capacity, self.max_draft_len, num_shadows, max_outcomes=self.max_outcomes)
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,11 @@ class Simulation:
         with _uncollected():
             events.run(self._until_s if self._until_s is not None else float("inf"))
         return self._summary()
+
+    def outcome_counts(self, member: str) -> "OutcomeCounts | None":
+        """Of a drafter outside the targets' processes; None: it prepares no outcomes."""
+        outcomes = self._drafters[member].loop.sessions.outcomes
+        return None if outcomes is None else outcomes.counts
 
     # ---- the parts
 

@@ -39,6 +39,7 @@ class DrafterFamily(Section):
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     silence: Probability = 0.0  # that it says nothing where its first token would be wrong
     token_spread: Annotated[float, Field(ge=0, le=5)] = 0.0  # of the tokens of a request, in logits
+    runner_up: Annotated[float, Field(ge=0, lt=1)] = 0.0  # that a next choice is right where those before it are wrong
 
     @model_validator(mode="after")
     def _confident(self) -> Self:
@@ -103,7 +104,10 @@ class Family(Section):
                 of_tokens = sliding_window_view(token_rates[name], draft_len)[:output_len]
                 decayed = of_tokens * one.decay ** np.arange(draft_len)
                 confidences = np.rint(decayed * CONFIDENCE_STEPS).astype(np.uint16)
-            by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), confidences, flat)
+            ranks = b""
+            if one.runner_up:
+                ranks = np.minimum(random.geometric(one.runner_up, output_len), 255).astype(np.uint8).tobytes()
+            by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), confidences, flat, ranks)
         inner = {}
         for a, b in pairs:
             both_wrong = ~hits[a] & ~hits[b] & (random.random(output_len) < self.alike)

@@ -49,3 +49,13 @@ class Script:
         if num == num_right:
             return self.tokens(start, num)
         return self.tokens(start, num_right) + self.text.ids[start + num_right + 1 : start + num + 1]
+
+    def runners_up(self, start: int, num: int, num_right: int, num_wanted: int, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Other choices at each token of ``draft``; at the first wrong one, that of ``rank`` is right."""
+        ids, found = self.text.ids, []
+        for i in range(num):
+            others = list(ids[start + i + 2 : start + i + 2 + num_wanted])
+            if i == num_right and 1 <= rank <= num_wanted:
+                others[rank - 1] = (*self.tokens(start + i, 1), EOS)[0]
+            found.append(tuple(others))
+        return tuple(found)

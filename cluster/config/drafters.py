@@ -138,6 +138,9 @@ class DrafterConfig(Section):
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
+    # Outcomes of a verification that a model prepares for a request while it waits. None: 4 on a GPU, and 0 on a CPU, whose
+    # cores the target may need.
+    max_outcomes: Annotated[int, Field(ge=0, le=16)] | None = None
     # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
     spare_share: Fraction = 0.1
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1  # at start
@@ -152,6 +155,12 @@ class DrafterConfig(Section):
     def has_model(self) -> bool:
         """Whether it computes matrix products, so that it uses a GPU or threads."""
         return self.options.traits.has_model
+
+    @property
+    def num_outcomes(self) -> int:
+        if self.max_outcomes is not None:
+            return self.max_outcomes
+        return 4 if self.device == "cuda" else 0
 
     @property
     def is_colocated(self) -> bool:

@@ -85,9 +85,9 @@ class Counting:
 class Bench:
     """A loop, its drafter, one link, and a clock that the test moves."""
 
-    def __init__(self, *, ahead_len: int = 0, limit: int = 1000, **limits: float) -> None:
+    def __init__(self, *, ahead_len: int = 0, limit: int = 1000, drafter: Counting | None = None, **limits: float) -> None:
         self.mailbox = Mailbox()
-        self.drafter = Counting(limit)
+        self.drafter = drafter or Counting(limit)
         self.loop = DrafterLoop(
             "counting",
             self.drafter,

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.early_exit import ExitPrices, ExitSamples, WrongExits, choose_thresholds, kept_drafts, saved_per_span_s
+from router.early_exit import (
+    ExitPrices,
+    ExitSamples,
+    WrongExits,
+    choose_thresholds,
+    kept_drafts,
+    saved_per_span_s,
+)
 
 REMAINING = (0.5, 0.2)
 PRICES = ExitPrices(pass_s=8.0, row_s=1.0, check_s=0.01, remaining=REMAINING)

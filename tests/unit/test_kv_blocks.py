@@ -236,6 +236,28 @@ def test_draft_tokens_that_fill_a_block_are_not_shared_before_they_are_committed
     assert ledger.open("d", [1, 2, 3, 4, 5]) == 4
 
 
+def test_part_of_a_checkpoint_becomes_final_and_shared_while_the_rest_stays_reserved() -> None:
+    ledger = BlockLedger(num_blocks=8, block_len=4)
+    ledger.open("a", (1,))
+    checkpoint = ledger.speculate("a", tuple(range(10)))
+    blocks = ledger.block_table("a").tolist()
+    rest = ledger.commit_some(checkpoint, 9)
+    ledger.check_integrity()
+    assert (rest.base_len, rest.token_ids) == (9, (9,))
+    assert ledger.block_table("a").tolist() == blocks
+    assert ledger.open("b", tuple(range(10))) == 8
+    moved = ledger.move("a", "c")
+    assert moved is not None
+    assert moved.request_id == "c"
+    ledger.commit(moved, 1)
+    ledger.check_integrity()
+    assert "a" not in ledger
+    assert ledger.computed_len("c") == 10
+    for misuse in (lambda: ledger.commit_some(rest, 1), lambda: ledger.move("c", "b"), lambda: ledger.move("a", "d")):
+        with pytest.raises(LedgerMisuse):
+            misuse()
+
+
 def test_eviction_takes_the_least_recently_used_and_ends_before_beginnings() -> None:
     ledger = BlockLedger(6, 2)
     compute(ledger, "a", [1, 1, 1, 1, 1, 1])

@@ -1,0 +1,134 @@
+"""Drafting ahead of several outcomes of a verification (Saguaro, speculative speculative decoding, arXiv 2603.03251).
+
+An outcome (j, c) of a draft of K tokens: the first j are accepted, then the target chooses c. With S_j the calibrated
+survival of the first j tokens, and h_r the rate at which the target chose a drafter's r-th other choice where it rejected
+the first:
+
+    P(j, c_r) = (S_j - S_(j+1)) h_r        position K is that of the bonus token
+
+A drafter with the target's noise (DESIGN idea 1) knows these choices: they are its next best perturbed logits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.estimates.decayed import DecayedMean
+
+NUM_RUNNERS_UP = 2  # considered at each position
+_LEAST = 0.01  # probability of an outcome that is considered
+_PRIOR_RATES = (0.4, 0.15)  # h_1, h_2
+_NUM_PRIOR = 8.0  # rejections that they count as
+_MEMORY = 500.0  # rejections
+_STEP_MEMORY = 50.0  # measured steps of an octave
+_FADING = 0.999  # of what other octaves weigh, with each step
+_NUM_PRIOR_STEPS = 1.0  # measured steps that the octave below counts as
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    num_accepted: int
+    token_id: int
+    probability: float
+
+
+class RunnerUpRates:
+    """h_r, learned from the commits that follow drafts."""
+
+    def __init__(self) -> None:
+        self._means = [DecayedMean() for _ in range(NUM_RUNNERS_UP)]
+
+    def note(self, runners_up: Sequence[int], token_id: int) -> None:
+        """The target chose ``token_id`` instead of a draft token that had these runners-up."""
+        for mean, other in zip(self._means, runners_up, strict=False):
+            mean.add(float(other == token_id), _MEMORY)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple([mean.shrunk(prior, _NUM_PRIOR) for mean, prior in zip(self._means, _PRIOR_RATES, strict=True)])
+
+
+class StepTimes:
+    """Seconds of draft steps, by octave of rows. An octave that was not measured lately is taken to be as fast as the one
+    below it, so that it is tried."""
+
+    def __init__(self) -> None:
+        self._octaves: dict[int, DecayedMean] = {}
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        own = self._octaves.setdefault(num_rows.bit_length(), DecayedMean())
+        for octave in self._octaves.values():
+            if octave is not own:
+                octave.fade(_FADING * octave.num)
+        own.add(own.clipped(seconds), _STEP_MEMORY)
+
+    def at(self, num_rows: int) -> float:
+        """0 before the first measurement."""
+        found = 0.0
+        for octave in sorted(self._octaves):
+            if octave <= num_rows.bit_length() or not found:
+                mean = self._octaves[octave]
+                found = max(found, mean.shrunk(found, _NUM_PRIOR_STEPS)) if found else mean.value
+        return found
+
+
+def outcomes(
+    survival: Sequence[float], runners_up: Sequence[Sequence[int]], rates: Sequence[float], first: int = 0
+) -> list[Outcome]:
+    """Outcomes in which the target rejects one of the tokens from ``first`` on.
+
+    Args:
+        survival: calibrated, of each prefix of the draft and the drafter's own guess of the bonus token.
+        runners_up: at each of these tokens.
+    """
+    found, before = [], 1.0 if not first else survival[first - 1]
+    for j in range(first, min(len(survival), len(runners_up))):
+        rejected, before = max(0.0, before - survival[j]), survival[j]
+        for token_id, rate in zip(runners_up[j], rates, strict=False):
+            if rejected * rate >= _LEAST:
+                found.append(Outcome(j, token_id, rejected * rate))
+    return found
+
+
+def num_prepared(
+    own: float,
+    others: Sequence[float],
+    num_rows: int,
+    num_requests: int,
+    num_steps: int,
+    spare_s: float,
+    step_s: Callable[[int], float],
+) -> int | None:
+    """How many of the likeliest outcomes to prepare beside what is prepared; None: draft nothing ahead.
+
+    With n more, a step takes t(n) seconds, and m = min(num_steps, spare_s / t(n)), at least 1, are made before the commit.
+    An outcome that comes true saves its request the time of m steps of a draft. A commit that comes during a step waits for
+    half of one on average, with all requests, unless everything was drafted before. The best n has the greatest
+
+        t_draft m sum P  -  num_requests t(n) / 2  [m < num_steps]
+
+    Args:
+        own: sum of the probabilities of what is prepared, the drafter's own guesses among them.
+        others: probabilities of the other outcomes, descending.
+        num_rows: of a step over what is prepared.
+        num_requests: whose drafts are verified.
+        num_steps: that are missing of the longest draft that is prepared.
+        spare_s: until the commit is expected.
+        step_s: time of a draft step by rows; 0: not known.
+    """
+    draft_step_s = step_s(num_requests)
+    if draft_step_s <= 0.0:
+        return None
+    best, best_gain, total = None, 0.0, own
+    for num in range(len(others) + 1):
+        if num:
+            total += others[num - 1]
+        if not num_rows + num:
+            continue
+        seconds = step_s(num_rows + num)
+        steps = max(1, min(num_steps, int(spare_s / seconds)))
+        gain = draft_step_s * steps * total
+        if steps < num_steps:
+            gain -= 0.5 * num_requests * seconds
+        if gain > best_gain:
+            best, best_gain = num, gain
+    return best

@@ -1,0 +1,49 @@
+"""Whether an option pays, as measured."""
+
+import random
+
+import pytest
+
+from router.estimates.trial import Trial
+
+
+def run_trial(with_s: float, without_s: float, num_passes: int, noise: float = 0.0) -> list[bool | None]:
+    """What a trial decides for spells that take so long per token."""
+    trial, draw, found = Trial(512, 16_384), random.Random(1), []
+    for _ in range(num_passes):
+        is_used = trial.next()
+        found.append(is_used)
+        if is_used is not None:
+            trial.note(is_used, (with_s if is_used else without_s) * draw.gauss(1.0, noise))
+    return found
+
+
+def test_an_option_that_loses_is_off_soon_and_tried_ever_more_rarely() -> None:
+    found = run_trial(1.05, 1.0, 20_000)
+    assert found[:16].count(True) == found[:16].count(False) == 8
+    assert found[16:500] == [None] * 484
+    assert found.count(True) < 0.005 * len(found)
+
+
+def test_one_that_saves_time_stays_on_and_is_compared() -> None:
+    found = run_trial(0.9, 1.0, 2_000, noise=0.1)
+    assert None not in found
+    assert 0.8 < found[200:].count(True) / len(found[200:]) < 0.9
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_a_saving_within_the_noise_is_none(noise: float) -> None:
+    found = run_trial(1.0, 1.0, 4_000, noise)
+    assert found.count(True) < 0.06 * len(found)
+
+
+def test_one_that_stops_paying_is_off() -> None:
+    trial = Trial(512, 16_384)
+    seen = []
+    for i in range(2_000):
+        is_used = trial.next()
+        seen.append(is_used)
+        if is_used is not None:
+            trial.note(is_used, (0.9 if i < 400 else 1.1) if is_used else 1.0)
+    assert None not in seen[:400]
+    assert seen[600:].count(True) < 80
