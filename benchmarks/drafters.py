@@ -179,7 +179,9 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = speedup.value
             if speedup.error is not None:
                 figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = speedup.error
-        figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
+        for temperature in TEMPERATURES:
+            found_there = confidence_figures(findings.rounds[temperature, DRAFT_LENS[0]])
+            figures |= {_suffix(f"{key}.{name}", temperature): value for key, value in found_there.items()}
     for key in effort.races:
         speedups = [findings.speedups[key].value for findings in found.values() if key in findings.speedups]
         if speedups:
@@ -204,7 +206,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "told fewer tokens: so both meet what else the machine does.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
-            "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece is a mean over the positions, ece_online "
+            "ece, auroc: of the survival of prefixes at K = 7; ece is a mean over the positions, ece_online "
             "as the target learns it; auroc_by_position ranks prefixes of the same length only.",
             "acceptance.position_n: how often the nth token of a draft was right, K = 7, given that it was drafted and all "
             "before it were right.",

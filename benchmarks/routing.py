@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks import chains, hedge_live, score_bias, switching
+from benchmarks import chains, hedge_live, score_bias, specialists, switching
 from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -78,8 +78,12 @@ def run(options: BenchOptions) -> BenchResult:
     result = compare(recording, configs, {CPU: cost, **gpu_costs(cost, configs)}, options.quick, PLOT)
     figures, table = score_bias.run(options)
     note = "score_bias: a drafter in the target's process (dspark) is scored here, but not yet while it serves."
+    gains, gain_tables = specialists.run(options)
     return replace(
-        result, figures={**result.figures, **figures}, tables=(*result.tables, table), notes=(*result.notes, note)
+        result,
+        figures={**result.figures, **figures, **gains},
+        tables=(*result.tables, table, *gain_tables),
+        notes=(*result.notes, note),
     )
 
 

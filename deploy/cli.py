@@ -208,6 +208,10 @@ def train(
     begin_with: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Continue a dspark drafter: a folder, or a shipped one's name.")
     ] = None,
+    adapter_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --begin-with: train an adapter of this rank alone."),
+    ] = None,
     num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,
     num_layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the drafter.")] = 2,

@@ -137,13 +137,13 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     if isinstance(options, LayersOptions):
         from drafters.layers import load_layers
         from drafters.shipped import find_drafter
-        from profiler.calibration import FILE, load_scaling
+        from profiler.calibration import FILE, load_calibration
 
         target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
         check_tokenizer(target_folder, site.target)
         folder, dtype = find_drafter(options.path), choose_dtype(options.dtype, site.device, allows_int8=True)
         model, output_ids = load_layers(folder, target_folder, dtype, site.device)
-        scaling = load_scaling(folder / FILE) if (folder / FILE).is_file() else None
+        scaling = load_calibration(folder / FILE).of(0.0) if (folder / FILE).is_file() else None
         min_survival = options.min_survival
     else:
         from engine.factory import load_model

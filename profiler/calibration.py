@@ -5,9 +5,10 @@ are all right. Neural drafters are overconfident, and their errors multiply alon
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,13 +20,14 @@ from router.estimates.confidence_scaling import logit, sigmoid
 from router.matching import Floats
 
 FILE = "calibration.json"  # in a drafter's folder
-_FORMAT = 1
+_FORMAT = 2
 _MARGIN = 1e-6
 MIN_RECORDS = 64  # drafts that must reach a position with all before it right
 # Prior standard deviations of log temperature and offset: around 0 at the first position, then around the position before,
 # since neighbours err alike and late positions have few records.
 _FIRST_SPREAD = (0.3, 0.5)
 _NEXT_SPREAD = (0.1, 0.05)
+_GRID = np.geomspace(0.25, 4.0, 65)  # temperatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,21 @@ class IsotonicScaling:
         return np.asarray(np.minimum.accumulate(out, axis=-1), np.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A scaling for each of one or more sampling temperatures: where drafts are sampled, fewer survive."""
+
+    by_sampling: Mapping[float, TemperatureScaling] = field(default_factory=lambda: {0.0: TemperatureScaling()})
+
+    def of(self, sampling_temperature: float) -> TemperatureScaling:
+        """Interpolated linearly between the two nearest, the nearest outside."""
+        known = sorted(self.by_sampling)
+        num = max(len(one.temperatures) for one in self.by_sampling.values())
+        table = np.array([[self.by_sampling[t].at(k) for k in range(num)] for t in known])  # (temperatures, positions, 2)
+        here = [[float(np.interp(sampling_temperature, known, table[:, k, i])) for k in range(num)] for i in (0, 1)]
+        return TemperatureScaling(tuple(here[0]), tuple(here[1]))
+
+
 Scaling = TemperatureScaling | IsotonicScaling  # pure; preserves the order of confidences at each position
 
 
@@ -154,6 +171,23 @@ def _most_probable(
     return log_t, offset
 
 
+def fit_by_grid(records: Records) -> TemperatureScaling:
+    """The paper's own: position by position, the temperature of a grid with the least calibration error of survival."""
+    found: list[float] = []
+    before = np.ones(len(records))  # survival up to the position, as calibrated so far
+    for k in range(records.max_len):
+        reached = records.reaching(k)
+        if (reached & (records.num_accepted >= k)).sum() < MIN_RECORDS:
+            break
+        logits, outcomes = logit(records.confidences[:, k], _MARGIN), records.survived(k)[reached]
+        tried = [before * sigmoid(logits / t) for t in _GRID]
+        errors = [expected_calibration_error(survival[reached], outcomes) for survival in tried]
+        best = int(np.argmin(errors))
+        found.append(float(_GRID[best]))
+        before = tried[best]
+    return TemperatureScaling(tuple(found) or (1.0,))
+
+
 def fit_isotonic(records: Records) -> IsotonicScaling:
     """Isotonic least-squares regression per position."""
     raw = np.cumprod(records.confidences, axis=-1)
@@ -191,24 +225,36 @@ def quality(survival: ArrayLike, records: Records) -> Quality:
     return Quality(float(np.mean(errors)) if errors else None, float(np.mean(rankings)) if rankings else None)
 
 
-def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> None:
+def save_calibration(calibration: Calibration, path: Path, **figures: float) -> None:
     """Writes JSON, with ``figures`` (ECE, AUROC, number of records) for readers."""
-    content = {"format": _FORMAT, "temperatures": scaling.temperatures, "offsets": scaling.offsets, "figures": figures}
+    fits = [
+        {"sampling_temperature": t, "temperatures": one.temperatures, "offsets": one.offsets}
+        for t, one in sorted(calibration.by_sampling.items())
+    ]
+    content = {"format": _FORMAT, "fits": fits, "figures": figures}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def load_scaling(path: Path) -> TemperatureScaling:
-    """Raises ModelUnavailable if the file is missing or is not a calibration."""
+def load_calibration(path: Path) -> Calibration:
+    """Also of the first format, which had one fit. Raises ModelUnavailable if the file is missing or no calibration."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
+        if content["format"] not in (1, _FORMAT):
             raise ValueError(f"it has format {content['format']}, not {_FORMAT}")
-        temperatures = tuple(float(t) for t in content["temperatures"])
-        offsets = tuple(float(b) for b in content.get("offsets", (0.0,)))
-        if not temperatures or not all(0.0 < t < np.inf for t in temperatures):
-            raise ValueError("temperatures must be positive")
-        if not offsets or not np.all(np.isfinite(offsets)):
-            raise ValueError("offsets must be finite")
+        fits = content["fits"] if content["format"] == _FORMAT else [content | {"sampling_temperature": 0.0}]
+        found = {float(fit["sampling_temperature"]): _scaling_of(fit) for fit in fits}
+        if not found or not all(0.0 <= t < np.inf for t in found):
+            raise ValueError("there must be fits, of sampling temperatures from 0")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{path} is not a calibration ({error!r}); `outrider train` writes them") from error
+    return Calibration(found)
+
+
+def _scaling_of(fit: Mapping[str, Any]) -> TemperatureScaling:
+    temperatures = tuple(float(t) for t in fit["temperatures"])
+    offsets = tuple(float(b) for b in fit.get("offsets", (0.0,)))
+    if not temperatures or not all(0.0 < t < np.inf for t in temperatures):
+        raise ValueError("temperatures must be positive")
+    if not offsets or not np.all(np.isfinite(offsets)):
+        raise ValueError("offsets must be finite")
     return TemperatureScaling(temperatures, offsets)

@@ -78,7 +78,12 @@ def _confidences(data: CardData) -> str:
     figures = {name: f"{value:.3f}" for name, value in data.confidences.items()}
     shares = [
         f"| {title} | {figures.get(f'ece_{key}', '')} | {figures.get(f'auroc_{key}', '')} |"
-        for key, title in (("before", "uncalibrated"), ("after", "calibrated"), ("isotonic", "isotonic maps"))
+        for key, title in (
+            ("before", "uncalibrated"),
+            ("after", "calibrated"),
+            ("grid", "calibrated as in the paper"),
+            ("isotonic", "isotonic maps"),
+        )
     ]
     lines = [
         "## Confidences",

@@ -1,13 +1,23 @@
 """Calibration of a trained drafter: fitted on held-out drafts, and judged on drafts that it was not fitted on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drafters.replay import Round
-from profiler.calibration import FILE, Records, Scaling, fit_isotonic, fit_temperatures, quality, save_scaling
+from profiler.calibration import (
+    FILE,
+    Calibration,
+    Records,
+    Scaling,
+    fit_by_grid,
+    fit_isotonic,
+    fit_temperatures,
+    quality,
+    save_calibration,
+)
 from profiler.reliability import plot_reliability
 from training.corpus import TargetAnswer
 
@@ -21,29 +31,37 @@ def in_halves(answers: Sequence[TargetAnswer]) -> tuple[list[TargetAnswer], list
     return [a for a in answers if a.key not in second], [a for a in answers if a.key in second]
 
 
-def calibrate(halves: Halves, folder: Path) -> dict[str, float]:
-    """Writes the calibration, fitted on both halves, and its reliability diagram.
+def calibrate(drafts: Mapping[float, Halves], folder: Path) -> dict[str, float]:
+    """Writes the calibration, fitted on both halves at each sampling temperature, and the reliability diagram of the lowest.
 
     Returns ``records``, the number of drafts, and as far as these suffice ``ece_*`` and ``auroc_*`` of the original
-    confidences (``before``), calibrated ones (``after``) and ``isotonic`` maps, each half judged with the other's fit.
+    confidences (``before``), calibrated ones (``after``), the paper's own method (``grid``) and ``isotonic`` maps, each half
+    judged with the other's fit; above the lowest temperature with ``.t<temperature>``.
     """
-    records = Records.of([(one.confidences, one.num_accepted) for half in halves for one in half])
-    in_first = np.arange(len(records)) < len(halves[0])
-    predicted = {
-        "before": np.asarray(np.cumprod(records.confidences, axis=1), np.float64),
-        "after": _cross_validated(records, in_first, fit_temperatures),
-        "isotonic": _cross_validated(records, in_first, fit_isotonic),
-    }
-    figures: dict[str, float] = {"records": len(records)}
-    for name, survival in predicted.items():
-        found = quality(survival, records)
-        figures |= {} if found.ece is None else {f"ece_{name}": found.ece}
-        figures |= {} if found.auroc is None else {f"auroc_{name}": found.auroc}
-    save_scaling(fit_temperatures(records), folder / FILE, **figures)
-    reached = np.arange(records.max_len) < records.num_verified[:, None]
-    outcomes = np.arange(records.max_len) < records.num_accepted[:, None]
-    curves = [(name, survival[reached], outcomes[reached]) for name, survival in predicted.items()]
-    plot_reliability(curves, folder / DIAGRAM, "survival of prefixes, all positions")
+    figures: dict[str, float] = {}
+    fits = {}
+    for temperature, halves in sorted(drafts.items()):
+        records = Records.of([(one.confidences, one.num_accepted) for half in halves for one in half])
+        in_first = np.arange(len(records)) < len(halves[0])
+        predicted = {
+            "before": np.asarray(np.cumprod(records.confidences, axis=1), np.float64),
+            "after": _cross_validated(records, in_first, fit_temperatures),
+            "grid": _cross_validated(records, in_first, fit_by_grid),
+            "isotonic": _cross_validated(records, in_first, fit_isotonic),
+        }
+        suffix = f".t{temperature:g}" if fits else ""
+        figures["records" + suffix] = len(records)
+        for name, survival in predicted.items():
+            found = quality(survival, records)
+            figures |= {} if found.ece is None else {f"ece_{name}{suffix}": found.ece}
+            figures |= {} if found.auroc is None else {f"auroc_{name}{suffix}": found.auroc}
+        if not fits:
+            reached = np.arange(records.max_len) < records.num_verified[:, None]
+            outcomes = np.arange(records.max_len) < records.num_accepted[:, None]
+            curves = [(name, survival[reached], outcomes[reached]) for name, survival in predicted.items()]
+            plot_reliability(curves, folder / DIAGRAM, "survival of prefixes, all positions")
+        fits[temperature] = fit_temperatures(records)
+    save_calibration(Calibration(fits), folder / FILE, **figures)
     return figures
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from drafters.dspark.checkpoint import load_network, new_network, save_network
 from drafters.dspark.config import DSparkConfig
@@ -93,7 +94,11 @@ class DSparkStudent(nn.Module):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = self._folded(copy.deepcopy(self.network))
+        network = copy.deepcopy(self.network)
+        for module in network.modules():
+            if parametrize.is_parametrized(module):  # an adapter
+                parametrize.remove_parametrizations(module, "weight")
+        network = self._folded(network)
         shape = json.loads((self._target.folder / "config.json").read_text())
         save_network(network, folder, shape, STORED)
 

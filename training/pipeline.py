@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import InvalidField
@@ -20,6 +21,7 @@ from drafters.table import count_frequencies
 from engine.cpu.packed import product_dtype
 from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
+from training.adapters import adapter_tensors, add_low_rank
 from training.batches import AnswerBatch, assemble, epoch
 from training.card import CardData, write_card
 from training.confidences import Halves, calibrate, in_halves
@@ -56,6 +58,7 @@ CACHE_SHARE = 0.3  # of the GPU's free memory, at most
 MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is evaluated on
 MAX_MODEL_LEN = 2048
+ADAPTER = "adapter.safetensors"  # in the drafter's folder, with which it is merged there
 # Options without effect on training, or recorded separately.
 _NOT_RECORDED = ("out", "work", "device", "quick", "checkpoint_minutes", "asked", "begin_with")
 
@@ -201,6 +204,8 @@ class _Run:
         if not world.is_first:
             return None
         student.save(latest)
+        if options.adapter_rank is not None and isinstance(student, DSparkStudent):
+            save_file(adapter_tensors(student), latest / ADAPTER)
         recipe = {
             "steps": progress.step,
             "minutes of training": round(progress.elapsed_s / 60, 1),
@@ -243,6 +248,8 @@ class _Run:
         student = DSparkStudent(shape, self.target, mean, std)
         if options.begin_with is not None:
             student.begin_with(options.begin_with)
+        if options.adapter_rank is not None:
+            add_low_rank(student.network, options.adapter_rank)
         return student
 
     def _regression_batches(self) -> Iterator[AnswerBatch]:
@@ -270,19 +277,19 @@ class _Run:
         return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
 
     def _finish(self, folder: Path, untrained: Path | None, points: Sequence[CurvePoint], recipe: dict[str, Any]) -> Result:
-        """Evaluates, calibrates for the lowest temperature, where most drafts survive, and replaces the output folder."""
+        """Evaluates, calibrates for each temperature, and replaces the output folder."""
         folders = [f for f in (folder, untrained) if f is not None]
         temperatures = sorted({answer.temperature for answer in self.held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]
         tell = self.reporter.step("evaluation", len(cases))
         found: dict[Path, list[Acceptance]] = {f: [] for f in folders}
-        drafts: Halves = ([], [])
+        drafts: dict[float, Halves] = {}
         for i, (f, temperature, draft_len) in enumerate(cases):
             halves = in_halves([a for a in self.held_out if a.temperature == temperature])
             first, second = (evaluate(f, self.target, self._reader, half, draft_len) for half in halves)
             found[f].append(acceptance([*first, *second], draft_len, temperature))
-            if (f, temperature, draft_len) == (folder, temperatures[0], DRAFT_LENS[-1]):
-                drafts = first, second
+            if (f, draft_len) == (folder, DRAFT_LENS[-1]):
+                drafts[temperature] = first, second
             tell(i + 1)
         out = self.options.out
         part = out.with_name(f".{out.name}.part")

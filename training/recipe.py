@@ -56,6 +56,7 @@ class TrainOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one, whose shape is kept
+    adapter_rank: int | None = None  # with begin_with: trains an adapter alone
     asked: frozenset[str] = frozenset()  # fields that were given explicitly, perhaps with their default
     data_folder: Path | None = None  # its ``prompts`` are the evaluation sets, never trained on
 
@@ -72,6 +73,8 @@ class TrainOptions:
                 raise InvalidField(field, value, "must be more than 0")
         if self.begin_with is not None and self.drafter != "dspark":
             raise InvalidField("begin_with", self.begin_with.name, f"is for dspark drafters, not for {self.drafter}")
+        if self.adapter_rank is not None and self.begin_with is None:
+            raise InvalidField("adapter_rank", self.adapter_rank, "is for a drafter to begin with: give one")
         if not self.prompts and not self.num_prompts:
             raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
 

@@ -73,6 +73,7 @@ class DSparkOptions(Section):
     kind: Literal["dspark"] = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
+    adapter: str | None = None  # a file that makes it a specialist, or the name of one in the folder's `adapters`
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # A draft ends before a token whose survival probability is below this: drafting it costs as much as it gains.

@@ -13,6 +13,7 @@ from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
 from drafters.cache_sharing import evict, parts_that_fit
+from drafters.dspark.adapter import apply_adapter
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
@@ -21,7 +22,7 @@ from engine.batch_layout import PackedSpan
 from engine.factory import DTYPES
 from engine.kv_blocks import BlockLedger
 from engine.sampling import Sampler, SamplingState
-from profiler.calibration import TemperatureScaling
+from profiler.calibration import Calibration, TemperatureScaling
 
 
 class Features(Protocol):
@@ -36,6 +37,7 @@ class _DSparkSession:
     token_ids: list[int]  # committed
     state: SamplingState
     stop_ids: frozenset[int]
+    scaling: TemperatureScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class DSparkDrafter:
         backbone: Backbone,
         sequential: SequentialStage,
         features: Features,
+        calibration: Calibration | None = None,
         *,
         num_blocks: int,
         eos_token_ids: Sequence[int],
@@ -67,6 +70,7 @@ class DSparkDrafter:
         self._backbone = backbone
         self._sequential = sequential
         self._features = features
+        self._calibration = calibration or Calibration()
         self._cache = backbone.new_cache(num_blocks)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -83,7 +87,8 @@ class DSparkDrafter:
         sampling = replace(sampling, top_logprobs=None)  # not needed for drafts
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         state = SamplingState(sampling, token_ids, prompt_len)
-        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids)
+        scaling = self._calibration.of(sampling.temperature)
+        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, scaling)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
@@ -131,6 +136,7 @@ class DSparkDrafter:
                 job.demand.ahead,
                 job.num_tokens,
                 session.stop_ids,
+                session.scaling,
                 least_survival=job.demand.least_survival,
             )
             for job, session in zip(part, sessions, strict=True)
@@ -208,17 +214,24 @@ def load_dspark(
     features: Features,
     *,
     num_blocks: int,
-    scaling: TemperatureScaling | None = None,
+    calibration: Calibration | None = None,
     min_survival: float = 0.0,
+    adapter: Path | None = None,
 ) -> DSparkDrafter:
-    """``rows`` as of ``load_network``. Raises as it, and InvalidField if the cache does not hold a block."""
+    """``rows`` as of ``load_network``; ``adapter``: merged into its weights.
+
+    Raises as ``load_network`` and ``apply_adapter``, and InvalidField if the cache does not hold a block.
+    """
     kind, int8 = DTYPES[dtype], dtype == "int8"
-    network = load_network(folder, rows, kind)
+    network = load_network(folder, rows, kind if adapter is None else torch.float32)
+    if adapter is not None:
+        apply_adapter(adapter, network)
     sampler = Sampler(target.vocab_size, target.eos_token_ids)
     return DSparkDrafter(
         Backbone(network, kind, device, int8=int8),
-        SequentialStage(network, kind, device, sampler, scaling, min_survival, int8=int8),
+        SequentialStage(network, kind, device, sampler, min_survival, int8=int8),
         features,
+        calibration,
         num_blocks=num_blocks,
         eos_token_ids=target.eos_token_ids,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from cluster.config import DSparkOptions
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
+from drafters.dspark.adapter import find_adapter
 from drafters.dspark.checkpoint import TargetRows
 from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.dspark.drafter import DSparkDrafter, load_dspark
@@ -22,7 +23,7 @@ from engine.kv_cache import num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import open_weights
 from engine.target import FeatureSource
-from profiler.calibration import FILE, load_scaling
+from profiler.calibration import FILE, load_calibration
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         target,
         device,
         HostFeatures(host.engine, config.target_layer_ids),
+        adapter=None if options.adapter is None else find_adapter(folder, options.adapter),
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
-        scaling=load_scaling(folder / FILE) if (folder / FILE).is_file() else None,
+        calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,
     )
 

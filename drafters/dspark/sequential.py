@@ -26,6 +26,7 @@ Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
 
 _NUM_CANDIDATES = 64  # of a choice without a kernel
 _CPU_ROWS = 12  # of a head's product: fewer cost more per row, more do not cost less
+_UNSCALED = TemperatureScaling()
 _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
 
@@ -36,6 +37,7 @@ class Block:
     ahead: tuple[int, ...]  # tokens given for its first positions
     num_tokens: int  # to be drafted behind them, at most
     stop_ids: frozenset[int]
+    scaling: TemperatureScaling = _UNSCALED  # of the confidences, by position
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0  # of all tokens so far
@@ -69,7 +71,6 @@ class SequentialStage:
     """Head, sequential head and confidence head, on one device.
 
     Args:
-        scaling: of the confidences, by position.
         min_survival: a draft ends before a token whose prefix is less probable than this.
         int8: multiplies int8 weights, where the device supports it.
     """
@@ -80,7 +81,6 @@ class SequentialStage:
         dtype: torch.dtype,
         device: torch.device,
         sampler: Sampler,
-        scaling: TemperatureScaling | None = None,
         min_survival: float = 0.0,
         *,
         int8: bool = False,
@@ -89,7 +89,6 @@ class SequentialStage:
         ops = make_ops(config.shape, dtype, device, int8=int8)
         self._device = device
         self._sampler = sampler
-        self._scaling = scaling or TemperatureScaling()
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
         self._rows_at_once = _CPU_ROWS if device.type == "cpu" else None
@@ -124,7 +123,7 @@ class SequentialStage:
                 latents = latents.to(hidden.dtype)
             confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
-                confidences = self._confidence.of_step(of_hidden[k], rows, *self._scaling.at(k))
+                confidences = self._confidence.of_step(of_hidden[k], rows, [block.scaling.at(k) for block in blocks])
             for block, confidence in zip(blocks, confidences, strict=True):
                 block.done |= confidence is not None and block.wants(k) and self._ends(block, confidence)
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
@@ -219,12 +218,14 @@ class _Confidence:
         logits: list[list[float]] = (hidden.float() @ self._of_hidden + self._offset).T.tolist()
         return logits
 
-    def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64], temperature: float, offset: float) -> list[float]:
-        """Of one position: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
+    def of_step(
+        self, of_hidden: Sequence[float], rows: NDArray[np.int64], scalings: Sequence[tuple[float, float]]
+    ) -> list[float]:
+        """Of one position: ``of_hidden`` [blocks], rows of W_1 [blocks], temperatures and offsets of the logits [blocks]."""
         logits = of_hidden
         if self._of_row is not None:
             logits = [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
-        return [_sigmoid(logit / temperature + offset) for logit in logits]
+        return [_sigmoid(logit / t + offset) for logit, (t, offset) in zip(logits, scalings, strict=True)]
 
 
 def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

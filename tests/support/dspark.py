@@ -17,7 +17,7 @@ from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.models.config import load_config
 from engine.models.weights import open_weights
-from profiler.calibration import TemperatureScaling
+from profiler.calibration import Calibration, TemperatureScaling
 
 
 def target_rows(folder: Path) -> TargetRows:
@@ -121,9 +121,9 @@ def make_dspark(
     network = load_network(folder, target_rows(target_folder))
     device = torch.device("cpu")
     sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
-    scaling = TemperatureScaling(tuple(temperatures))
-    sequential = SequentialStage(network, torch.float32, device, sampler, scaling, min_survival, int8=int8)
+    calibration = Calibration({0.0: TemperatureScaling(tuple(temperatures))})
+    sequential = SequentialStage(network, torch.float32, device, sampler, min_survival, int8=int8)
     backbone = Backbone(network, torch.float32, device, int8=int8)
     features = PrefixFeatures(model or load_model(target_folder, "float32"), network.config.target_layer_ids)
-    drafter = DSparkDrafter(backbone, sequential, features, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
+    drafter = DSparkDrafter(backbone, sequential, features, calibration, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
     return WithFeatures(drafter, features)

@@ -9,16 +9,18 @@ from numpy.typing import NDArray
 from cluster.errors import ModelUnavailable
 from profiler.calibration import (
     FILE,
+    Calibration,
     IsotonicScaling,
     Quality,
     Records,
     Scaling,
     TemperatureScaling,
+    fit_by_grid,
     fit_isotonic,
     fit_temperatures,
-    load_scaling,
+    load_calibration,
     quality,
-    save_scaling,
+    save_calibration,
 )
 from profiler.reliability import auroc, expected_calibration_error, plot_reliability
 from router.estimates.confidence_scaling import OnlineScaling
@@ -45,7 +47,7 @@ def as_list(records: Records) -> list[tuple[tuple[float, ...], int]]:
     return [(tuple(row), int(num)) for row, num in zip(records.confidences.tolist(), records.num_accepted, strict=True)]
 
 
-@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic])
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_by_grid, fit_isotonic])
 @pytest.mark.parametrize("boast", [2.0, 0.5])
 def test_survival_can_be_counted_on_after_fitting_on_other_drafts(fit: type, boast: float) -> None:
     test = drafts(20_000, boast, seed=1)
@@ -155,11 +157,13 @@ def test_one_draft_at_a_time_gives_what_the_table_gives() -> None:
 
 
 def test_a_scaling_survives_its_file(tmp_path: Path) -> None:
-    scaling = fit_temperatures(drafts(2_000, 2.0))
-    save_scaling(scaling, tmp_path / FILE, ece=0.01, num_records=2000)
-    assert load_scaling(tmp_path / FILE) == scaling
+    calibration = Calibration({0.0: fit_temperatures(drafts(2_000, 2.0)), 0.7: TemperatureScaling((3.0,), (-0.5,))})
+    save_calibration(calibration, tmp_path / FILE, ece=0.01, num_records=2000)
+    assert load_calibration(tmp_path / FILE) == calibration
     (tmp_path / FILE).write_text('{"format": 1, "temperatures": [2.0, 1.5]}')
-    assert load_scaling(tmp_path / FILE) == TemperatureScaling((2.0, 1.5)), "those without offsets are read on"
+    assert load_calibration(tmp_path / FILE).of(0.8) == TemperatureScaling((2.0, 1.5), (0.0, 0.0)), (
+        "those without offsets are read on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,14 @@ def test_no_calibration_is_one_clear_error(tmp_path: Path, content: str | None) 
     if content is not None:
         (tmp_path / FILE).write_text(content)
     with pytest.raises(ModelUnavailable, match="outrider train"):
-        load_scaling(tmp_path / FILE)
+        load_calibration(tmp_path / FILE)
+
+
+def test_between_two_sampling_temperatures_the_scaling_is_between() -> None:
+    calibration = Calibration({0.0: TemperatureScaling((1.0, 2.0), (0.0, 0.0)), 0.8: TemperatureScaling((2.0,), (-0.4,))})
+    assert calibration.of(0.0) == TemperatureScaling((1.0, 2.0), (0.0, 0.0))
+    assert calibration.of(0.4) == TemperatureScaling((1.5, 2.0), (-0.2, -0.2))
+    assert calibration.of(1.5) == TemperatureScaling((2.0, 2.0), (-0.4, -0.4))
 
 
 def test_unfitted_isotonic_maps_leave_confidences_as_they_are() -> None:

@@ -32,7 +32,7 @@ from drafters.table import FILE as TABLE_FILE
 from drafters.table import TableDrafter, count_frequencies
 from engine.models.tokenizer import difference, fingerprint, read_vocabulary
 from profiler.calibration import FILE as CALIBRATION_FILE
-from profiler.calibration import TemperatureScaling, save_scaling
+from profiler.calibration import Calibration, TemperatureScaling, save_calibration
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 
@@ -100,7 +100,7 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
         return drafter.propose([Demand(name, 7) for name in prompts])
 
     raw = drafts(endless, NgramOptions())
-    save_scaling(TemperatureScaling((2.0, 0.5, 1.5)), trained / CALIBRATION_FILE)
+    save_calibration(Calibration({0.0: TemperatureScaling((2.0, 0.5, 1.5))}), trained / CALIBRATION_FILE)
     expected = drafts(alone)
     for proposer in (NgramOptions(), endless):
         found = drafts(alone, proposer)

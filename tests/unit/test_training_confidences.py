@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drafters.replay import Round
-from profiler.calibration import FILE, TemperatureScaling, load_scaling
+from profiler.calibration import FILE, Calibration, load_calibration
 from training.confidences import DIAGRAM, calibrate, in_halves
 from training.corpus import TargetAnswer
 
@@ -34,13 +34,16 @@ def test_halves_share_no_prompt() -> None:
 
 
 def test_calibration_quality_is_written(tmp_path: Path) -> None:
-    figures = calibrate((boastful(3000, 0), boastful(3000, 1)), tmp_path)
+    figures = calibrate({0.0: (boastful(3000, 0), boastful(3000, 1)), 0.7: (boastful(900, 2), boastful(900, 3))}, tmp_path)
     assert figures["records"] == 6000
     assert figures["ece_before"] > 0.08
     assert figures["ece_after"] < 0.025
     assert figures["ece_isotonic"] < 0.03
     assert figures["auroc_after"] == pytest.approx(figures["auroc_before"], abs=0.03)
-    assert load_scaling(tmp_path / FILE).offsets[0] == pytest.approx(-0.8, abs=0.15)
+    assert figures["ece_grid"] > figures["ece_after"], "a temperature alone cannot take out an offset"
+    assert figures["records.t0.7"] == 1800
+    assert figures["ece_after.t0.7"] < 0.04
+    assert load_calibration(tmp_path / FILE).of(0.0).offsets[0] == pytest.approx(-0.8, abs=0.15)
     assert '"ece_after"' in (tmp_path / FILE).read_text()
     assert (tmp_path / DIAGRAM).read_bytes().startswith(b"\x89PNG")
 
@@ -48,11 +51,11 @@ def test_calibration_quality_is_written(tmp_path: Path) -> None:
 def test_calibration_quality_is_cross_validated(tmp_path: Path) -> None:
     honest = [Round("d", (0.5,), i % 2, 1 + i % 2) for i in range(1000)]
     timid = [Round("d", (0.5,), 1, 2)] * 1000
-    figures = calibrate((honest, timid), tmp_path)
+    figures = calibrate({0.0: (honest, timid)}, tmp_path)
     assert figures["ece_after"] > 0.3, "fitted on all it would be 0"
 
 
 @pytest.mark.parametrize("halves", [([], []), ([Round("d", (), 0, 1)], []), ([Round("d", (0.5,), 1, 2)], [])])
 def test_too_few_drafts_leave_confidences_uncalibrated(halves: tuple[list[Round], list[Round]], tmp_path: Path) -> None:
-    assert calibrate(halves, tmp_path) == {"records": len(halves[0])}
-    assert load_scaling(tmp_path / FILE) == TemperatureScaling()
+    assert calibrate({0.0: halves}, tmp_path) == {"records": len(halves[0])}
+    assert load_calibration(tmp_path / FILE) == Calibration()

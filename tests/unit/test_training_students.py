@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cluster.errors import InvalidField, ModelUnavailable
+from drafters.dspark.adapter import apply_adapter, find_adapter
 from drafters.dspark.checkpoint import load_network
 from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer
+from training.adapters import adapter_tensors, add_low_rank
 from training.batches import BatchPlan, assemble
 from training.corpus import TargetAnswer
 from training.dspark_student import DSparkStudent
@@ -191,3 +194,35 @@ def test_all_layers_of_the_target_make_a_perfect_drafter(
     (reading,) = readings.read(answers[:1])
     # int8 on disk: a percent for each product
     assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.06
+
+
+@pytest.mark.parametrize("anchor_rank", [24, 10**6])
+def test_a_served_adapter_computes_what_was_trained(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path, anchor_rank: int
+) -> None:
+    mine = student(target, readings, answers, anchor_rank)
+    batch = assemble(answers, readings, BatchPlan(4096, 4096, block_size=4), 1, CPU)
+    mine.save(tmp_path / "saved")
+    mine.begin_with(tmp_path / "saved")
+    inputs = mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors
+    with torch.no_grad():
+        before = mine.network(*inputs)
+        trained = add_low_rank(mine.network, rank=2)
+        assert not any(name.startswith(("fc", "embed", "lm_head")) for name in trained)
+        for parameter in trained.values():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        save_file(adapter_tensors(mine), tmp_path / "own.safetensors")
+        expected = mine.network(*inputs)
+        loaded = load_network(tmp_path / "saved", target.rows)
+        apply_adapter(tmp_path / "own.safetensors", loaded)
+        served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
+    assert (expected - before).norm() > 0.1 * before.norm()
+    assert (served - expected).norm() < 0.03 * expected.norm(), "of the rounding of the maps"
+    previous = batch.token_ids[:1].expand(len(batch.anchors), 4)
+    logits = [net.confidence_logits(expected, previous) for net in (mine.network, loaded)]
+    torch.testing.assert_close(*logits)
+    save_file({"other.up": torch.zeros(1, 1), "other.down": torch.zeros(1, 1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ModelUnavailable, match="no adapter of this drafter"):
+        apply_adapter(tmp_path / "other.safetensors", loaded)
+    with pytest.raises(ModelUnavailable, match="no adapter of saved; it has: none"):
+        find_adapter(tmp_path / "saved", "code")
