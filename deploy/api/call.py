@@ -86,9 +86,10 @@ class CallResponse(Response):
         document: Response | None = None
         for choice in self._call.choices:
             self._timelines.begin(choice.request)
+        tenant = scope.get("state", {}).get("tenant", "")
         remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
         try:
-            async with asyncio.timeout(remaining_s) as deadline, self._generation() as generation:
+            async with asyncio.timeout(remaining_s) as deadline, self._generation(tenant) as generation:
                 if self._call.stream:
                     await self._send_events(stream, generation)
                 else:
@@ -103,6 +104,7 @@ class CallResponse(Response):
                 raise answer from error
             await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
+            self._admission.charge(tenant, sum(choice.num_tokens for choice in self._call.choices))
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
                 self._metrics.record_domain(self._call.domain, choice.counts)
@@ -111,9 +113,10 @@ class CallResponse(Response):
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 
     @asynccontextmanager
-    async def _generation(self) -> AsyncIterator[Generation]:
+    async def _generation(self, tenant: str) -> AsyncIterator[Generation]:
         is_queued = self._admission.is_busy(len(self._call.choices))
-        async with self._admission.admitted(len(self._call.choices)) as release:
+        num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in self._call.choices)
+        async with self._admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
             queue_s = time.monotonic() - self._call.arrival_s
             self._metrics.queue_s.observe(queue_s)
             ttft_s = self._call.choices[0].request.slo.ttft_s

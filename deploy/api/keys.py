@@ -56,16 +56,24 @@ class ApiKeys:
 
     def knows(self, key: str) -> bool:
         """Compares with every key in constant time, against timing attacks."""
-        presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+        presented = _digest(key)
         return sum(hmac.compare_digest(presented, digest) for digest in self._digests) > 0
 
-    def check(self, authorization: str | None) -> None:
-        """Raises ApiError (401) if the ``Authorization`` header has no known key."""
+    def check(self, authorization: str | None) -> str:
+        """Returns the tenant: an id of the key that does not reveal it.
+
+        Raises ApiError (401) if the ``Authorization`` header has no known key.
+        """
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")
         if not self.knows(key.strip()):
             raise _unauthorized("the API key is unknown")
+        return hashlib.sha256(b"tenant " + _digest(key.strip())).hexdigest()[:16]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -83,9 +83,9 @@ class Service:
         self._started_s = int(time.time())
 
     async def check_key(self, request: Request) -> None:
-        """Raises ApiError (401) where keys are configured."""
+        """Notes the tenant. Raises ApiError (401) where keys are configured."""
         if self._keys is not None:
-            self._keys.check(request.headers.get("authorization"))
+            request.state.tenant = self._keys.check(request.headers.get("authorization"))
 
     async def info(self) -> ModelInfo:
         """Description of the served model; queried once."""
