@@ -114,7 +114,9 @@ def _result(alone: dict[str, _Arm], arms: dict[tuple[float, bool], _Arm]) -> tup
             key = f"specialist_gain.{name}" + ("" if domain == "all" else f".{domain}")
             figures[key] = accepted_len / lens["generalist"][domain]
     domains = list(lens["generalist"])
-    by_domain = [(domain, *(lens[name].get(domain, float("nan")) for name in lens)) for domain in domains]
+    by_domain: list[tuple[Cell, ...]] = [
+        (domain, *(lens[name].get(domain, float("nan")) for name in lens)) for domain in domains
+    ]
     return figures, (
         Table(
             "cascades, a round one step", ("", "accepted length", "drafts a round by model", "tokens a step"), tuple(rows)

@@ -12,6 +12,7 @@ from profiler.calibration import (
     Calibration,
     Records,
     Scaling,
+    TemperatureScaling,
     fit_by_grid,
     fit_isotonic,
     fit_temperatures,
@@ -39,7 +40,7 @@ def calibrate(drafts: Mapping[float, Halves], folder: Path) -> dict[str, float]:
     judged with the other's fit; above the lowest temperature with ``.t<temperature>``.
     """
     figures: dict[str, float] = {}
-    fits = {}
+    fits: dict[float, TemperatureScaling] = {}
     for temperature, halves in sorted(drafts.items()):
         records = Records.of([(one.confidences, one.num_accepted) for half in halves for one in half])
         in_first = np.arange(len(records)) < len(halves[0])

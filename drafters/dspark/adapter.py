@@ -37,7 +37,7 @@ def apply_adapter(path: Path, network: DSparkNetwork) -> None:
         for name in [name for name in tensors if not name.endswith(DOWN)]:
             if name.endswith(UP):
                 of = name.removesuffix(UP)
-                own[of] += tensors[name] @ tensors[of + DOWN]
+                own[of].add_(tensors[name] @ tensors[of + DOWN])
             else:
                 own[name].copy_(tensors[name].reshape(own[name].shape))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
