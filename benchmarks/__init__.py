@@ -38,6 +38,7 @@ BENCHES = {
     "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process, and memory"),
     "soak": Bench("benchmarks.soak", "memory and errors at saturation for an hour, then 1,000 streams at once"),
     "structured": Bench("benchmarks.structured", "answers for JSON schemas: valid, ending, the same under drafting"),
+    "trace": Bench("benchmarks.trace", "a trace of arrivals against any OpenAI-compatible server: latency, goodput"),
     "transport": Bench("benchmarks.transport", "round trips of the data plane between two processes"),
     "faults": Bench("benchmarks.faults", "streams while processes are killed, hang or send invalid messages"),
 }

@@ -8,6 +8,8 @@ import typer
 
 from benchmarks import BENCHES, find_bench
 
+TRACE = "Options of trace"
+
 
 class Engine(StrEnum):
     NATIVE = "native"
@@ -45,20 +47,39 @@ def bench(
     engine: Annotated[
         Engine, typer.Option(help="invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=TRACE, help="an OpenAI-compatible server, key in OPENAI_API_KEY; default: starts its own"
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=TRACE, metavar="CSV", help="recorded arrivals, may be .gz; default: made-up bursts"),
+    ] = None,
+    rate: Annotated[float, typer.Option(rich_help_panel=TRACE, min=0.01, help="mean requests per second")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(rich_help_panel=TRACE, min=1, help="bound on the tokens of an answer")] = 128,
+    ttft_ms: Annotated[float, typer.Option(rich_help_panel=TRACE, min=1, help="objective: time to first token")] = 1000.0,
+    tpot_ms: Annotated[float, typer.Option(rich_help_panel=TRACE, min=1, help="objective: time per token after it")] = 100.0,
+    plot: Annotated[Path, typer.Option(rich_help_panel=TRACE, metavar="PNG", help="output file of the picture")] = Path(
+        "outrider-trace.png"
+    ),
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it is met (>= or <=); may be repeated"),
     ] = None,
 ) -> None:
     """Run a benchmark: a table on stderr, one JSON object with the figures on stdout."""
-    from benchmarks.report import BenchOptions, Expectation, failures, print_result, write_json
+    from benchmarks.report import BenchOptions, Expectation, TraceOptions, failures, print_result, write_json
     from deploy.console import table_console
     from engine.cpu_setup import configure_cpu
 
     configure_cpu()
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
-    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live, engine))
+    of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot)
+    paths = (*(prompts or ()), *(more_prompts or ()))
+    result = run(BenchOptions(quick, paths, model, recording, data, live, engine, of_trace))
     console = table_console()
     print_result(result, console)
     write_json(result, json)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from benchmarks.timed_http import BrokenResponse, post_json
+from benchmarks.timed_http import BrokenResponse, TimedResponse, post_json
 from cluster.client import EngineClient
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
@@ -39,6 +39,7 @@ class TimedAnswer:
     num_proposed: int = 0
     num_accepted: int = 0
     error: str | None = None
+    is_lost: bool = False  # the error is a connection that failed or ended, not an answer of the server
 
     @property
     def ttft_s(self) -> float:
@@ -82,20 +83,25 @@ class HttpTarget:
     async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
         """A streamed completion. Errors and broken streams are recorded in the answer. ``on_piece`` gets the number of
         pieces so far."""
-        answer = TimedAnswer(time.monotonic())
-        try:
-            response = await post_json(self.host, self.port, "/v1/completions", self.body(ask), on_piece)
-        except (OSError, BrokenResponse) as error:
-            answer.error = f"{type(error).__name__}: {error}"
-            return answer
-        if response.status != HTTPStatus.OK:
-            answer.error = f"{response.status} {response.body.decode(errors='replace')}"
-            return answer
-        for came_s, event in _events(response.chunks):
-            _take(answer, came_s - answer.sent_s, event)
-        if not response.whole and answer.error is None:
-            answer.error = "the stream broke off"
+        return await timed_answer(post_json(self.host, self.port, "/v1/completions", self.body(ask), on_piece))
+
+
+async def timed_answer(call: Awaitable[TimedResponse]) -> TimedAnswer:
+    """Of a streamed completion or chat that is sent when it is awaited. Errors are recorded in the answer."""
+    answer = TimedAnswer(time.monotonic())
+    try:
+        response = await call
+    except (OSError, BrokenResponse) as error:
+        answer.error, answer.is_lost = f"{type(error).__name__}: {error}", True
         return answer
+    if response.status != HTTPStatus.OK:
+        answer.error = f"{response.status} {response.body.decode(errors='replace')}"
+        return answer
+    for came_s, event in _events(response.chunks):
+        _take(answer, came_s - answer.sent_s, event)
+    if not response.whole and answer.error is None:
+        answer.error, answer.is_lost = "the stream broke off", True
+    return answer
 
 
 def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -116,7 +122,7 @@ def _take(answer: TimedAnswer, came_s: float, event: dict[str, Any]) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
-    text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+    text = "".join(_text(choice) for choice in event.get("choices", ()))
     if text:
         answer.text += text
         answer.pieces_s.append(came_s)
@@ -125,6 +131,12 @@ def _take(answer: TimedAnswer, came_s: float, event: dict[str, Any]) -> None:
         details = event["usage"].get("completion_tokens_details") or {}  # other servers do not tell
         answer.num_accepted = details.get("accepted_prediction_tokens", 0)
         answer.num_proposed = details.get("rejected_prediction_tokens", 0) + answer.num_accepted
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Of a completion, or of a chat: its words, or the reasoning before them."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
 
 
 async def ask_engine(client: EngineClient, ask: LoadRequest) -> TimedAnswer:

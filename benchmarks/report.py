@@ -26,6 +26,27 @@ Cell = str | int | float
 
 
 @dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Options of ``trace``.
+
+    - ``url``: of an OpenAI-compatible server; None: a server of its own.
+    - ``file``: CSV, may be gzipped; None: made-up bursts.
+    - ``rate``: mean requests per second.
+    - ``max_tokens``: bounds each answer.
+    - ``ttft_ms`` and ``tpot_ms``: objectives of each request.
+    - ``plot``: PNG that is written.
+    """
+
+    url: str | None = None
+    file: Path | None = None
+    rate: float = 1.0
+    max_tokens: int = 128
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 100.0
+    plot: Path = Path("outrider-trace.png")
+
+
+@dataclass(frozen=True, slots=True)
 class BenchOptions:
     """Options from the command line.
 
@@ -36,6 +57,7 @@ class BenchOptions:
     - ``data``: a folder whose prompts/ provides prompts.
     - ``live``: ``routing`` and ``policies`` with real loops instead of simulation.
     - ``engine``: of the target of ``invariance``: native or vllm.
+    - ``trace``: of the benchmark of this name.
     """
 
     quick: bool = False
@@ -45,6 +67,7 @@ class BenchOptions:
     data: Path | None = None
     live: bool = False
     engine: str = "native"
+    trace: TraceOptions = TraceOptions()
 
     @property
     def data_prompts(self) -> tuple[Path, ...]:

@@ -7,9 +7,10 @@ import asyncio
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 READ_BYTES = 65536
@@ -33,9 +34,16 @@ class TimedResponse:
 
 
 async def post_json(
-    host: str, port: int, path: str, body: Any, on_piece: Callable[[int], None] = lambda number: None
+    host: str,
+    port: int,
+    path: str,
+    body: Any,
+    on_piece: Callable[[int], None] = lambda number: None,
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    tls: bool = False,
 ) -> TimedResponse:
-    """Uses its own connection. ``on_piece`` gets the number of pieces so far.
+    """Uses its own connection. ``on_piece`` gets the number of pieces so far. ``tls`` checks the server's certificate.
 
     Raises:
         OSError: nobody listens, or the connection was reset before a response.
@@ -44,9 +52,11 @@ async def post_json(
     payload = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
+        f"content-length: {len(payload)}\r\nconnection: close\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        + "\r\n"
     )
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls or None)
     pieces: list[tuple[float, bytes]] = []
     try:
         writer.write(head.encode() + payload)

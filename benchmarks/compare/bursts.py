@@ -24,9 +24,14 @@ def trace_arrivals(data: Path, num_requests: int, mean_rate: float) -> list[floa
     """Seconds of ``num_requests`` arrivals round the busiest moment of TRACE, stretched to ``mean_rate`` a second."""
     with gzip.open(data / TRACE, "rt", encoding="utf-8") as file:
         arrivals = [float(row["arrival_s"]) for row in csv.DictReader(file)]
-    # The slice with the widest swing: the one whose busiest tenth takes the least of its time.
+    return bursty_slice(arrivals, num_requests, mean_rate)[1]
+
+
+def bursty_slice(arrivals: Sequence[float], num_requests: int, mean_rate: float) -> tuple[int, list[float]]:
+    """The slice with the widest swing: its busiest tenth takes the least of its time. The number of its first arrival, and
+    the arrivals from 0 on, stretched to ``mean_rate`` a second. ``arrivals``: at least ``num_requests``, two or more."""
     tenth = max(1, num_requests // 10)
-    starts = range(0, len(arrivals) - num_requests, tenth)
+    starts = range(0, max(1, len(arrivals) - num_requests), tenth)
 
     def swing(start: int) -> float:
         cut = arrivals[start : start + num_requests]
@@ -35,7 +40,7 @@ def trace_arrivals(data: Path, num_requests: int, mean_rate: float) -> list[floa
     first = min(starts, key=swing)
     cut = arrivals[first : first + num_requests]
     stretch = num_requests / mean_rate / (cut[-1] - cut[0])
-    return [(at_s - cut[0]) * stretch for at_s in cut]
+    return first, [(at_s - cut[0]) * stretch for at_s in cut]
 
 
 def bursty_arrivals(num_requests: int, mean_rate: float, seed: int) -> list[float]:
