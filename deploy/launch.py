@@ -9,7 +9,9 @@ import httpx
 
 from cluster.config import Config
 from cluster.types import ModelInfo
+from deploy.api.app import check_tracing
 from deploy.api.keys import ApiKeys
+from deploy.api.logs import log_json
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable
@@ -32,7 +34,11 @@ def serve(config: Config) -> None:
 
     Raises LaunchError, ModelUnavailable, PlacementError or InvalidField: the cluster did not start, or ended.
     """
-    _log_to_stderr()
+    if config.observability.log_format == "json":
+        log_json()
+    else:
+        _log_to_stderr()
+    check_tracing(config.observability)  # refused here rather than in the API's process
     configure_cpu()
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)

@@ -20,6 +20,7 @@ from cluster.client import ClusterStatus
 from cluster.config import Config, PolicyConfig
 from cluster.errors import LinkClosed
 from deploy.api.app import create_app
+from deploy.api.logs import log_json
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
@@ -45,6 +46,8 @@ class ApiReplica:
         self._client: LinkClient | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        if self._config.observability.log_format == "json":
+            log_json()
         directory = self._directory
         assert directory.model is not None
         supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
@@ -78,7 +81,7 @@ class ApiReplica:
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
-        settings = ApiSettings.from_config(self._config.api, self._config.slo)
+        settings = ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability)
         return create_app(client, tokenizer, settings, lifespan, try_policy)
 
     def check_health(self) -> None:

@@ -37,6 +37,7 @@ from cluster.config.file import (
     FileStateConfig,
     MemoryConfig,
     ModelConfig,
+    ObservabilityConfig,
     PlannerConfig,
     RedisStateConfig,
     ScalingConfig,

@@ -11,7 +11,18 @@ from cluster import strict_yaml
 from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
-from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section, check_replicas
+from cluster.config.section import (
+    Count,
+    Device,
+    Dtype,
+    Fraction,
+    Milliseconds,
+    Name,
+    Resources,
+    Seconds,
+    Section,
+    check_replicas,
+)
 from cluster.config.slo import SloConfig
 
 
@@ -137,6 +148,15 @@ class ApiConfig(Section):
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
 
 
+class ObservabilityConfig(Section):
+    """Traces and logs of the API's processes."""
+
+    # Base URL of an OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318. None: no traces.
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$", max_length=1024)] | None = None
+    sampled_share: Fraction = 1.0  # of calls whose caller sends no decision in traceparent
+    log_format: Literal["text", "json"] = "text"  # json: with ids of requests, and a line for each request
+
+
 class FileStateConfig(Section):
     """State in files of a folder."""
 
@@ -206,6 +226,7 @@ class Config(Section):
     slo: SloConfig = SloConfig()
     transport: TransportConfig = TransportConfig()
     api: ApiConfig = ApiConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     cluster: ClusterConfig = ClusterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     scaling: ScalingConfig = ScalingConfig()

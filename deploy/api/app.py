@@ -1,16 +1,19 @@
 """The FastAPI app, served by uvicorn or Ray Serve."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.metadata import version as version_of
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
+from cluster.config import ObservabilityConfig
+from cluster.errors import InvalidField
 from deploy.api import policy_trial
 from deploy.api.cors import Cors
 from deploy.api.dashboard import data
@@ -25,6 +28,9 @@ from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from deploy.api.tracing import Tracing
+
 VERSION = version_of("outrider")
 _BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PolicyTrialRequest)
 
@@ -38,15 +44,20 @@ def create_app(
 ) -> FastAPI:
     """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable key file."""
     service = Service(client, tokenizer, settings, try_policy)
+    tracing = _tracing_of(settings.observability)
 
     @asynccontextmanager
     async def recording(app: FastAPI) -> AsyncIterator[None]:
-        async with service.dashboard.recording():
-            if lifespan is None:
-                yield
-            else:
-                async with lifespan(app):
+        try:
+            async with service.dashboard.recording():
+                if lifespan is None:
                     yield
+                else:
+                    async with lifespan(app):
+                        yield
+        finally:
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     # FastAPI's own pages load scripts from the internet. Redirects of paths with a trailing slash would lose the body.
     app = FastAPI(
@@ -63,11 +74,31 @@ def create_app(
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
     _add_guarded_routes(app, service)
     _add_descriptions(app, asks_for_key=asks_for_key)
-    app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
+    app.add_middleware(Boundary, metrics=service.metrics, settings=settings, tracing=tracing)
     if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
     install_handlers(app, settings.retry_after_s)
     return app
+
+
+def check_tracing(config: ObservabilityConfig) -> None:
+    """Raises InvalidField: traces are asked for, and their packages are not installed."""
+    if config.otlp_endpoint is None:
+        return
+    try:
+        import deploy.api.tracing  # noqa: F401
+    except ModuleNotFoundError as error:
+        remedy = f"needs {error.name}, which the extra installs: pip install 'outrider[tracing]'"
+        raise InvalidField("observability.otlp_endpoint", config.otlp_endpoint, remedy) from error
+
+
+def _tracing_of(config: ObservabilityConfig) -> "Tracing | None":
+    check_tracing(config)
+    if config.otlp_endpoint is None:
+        return None
+    from deploy.api.tracing import Tracing
+
+    return Tracing(config.otlp_endpoint, config.sampled_share)
 
 
 def _add_open_routes(app: FastAPI, service: Service) -> None:

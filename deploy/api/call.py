@@ -18,11 +18,13 @@ from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
+from deploy.api.logs import without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.sse import EventStream
 
 _logger = logging.getLogger(__name__)
+_logger.addFilter(without_messages)
 
 _SEND_ERROR_S = 5.0
 _STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
@@ -48,6 +50,8 @@ class Call:
     """A validated call."""
 
     request_id: str  # of the HTTP request, for logs
+    id: str  # of the answer
+    model: str
     choices: Sequence[Choice]
     writer: AnswerWriter
     stream: bool
@@ -102,6 +106,7 @@ class CallResponse(Response):
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
+            scope["state"]["error"] = answer
             await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
             self._admission.charge(tenant, sum(choice.num_tokens for choice in self._call.choices))
@@ -117,7 +122,10 @@ class CallResponse(Response):
         is_queued = self._admission.is_busy(len(self._call.choices))
         num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in self._call.choices)
         async with self._admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
-            queue_s = time.monotonic() - self._call.arrival_s
+            admitted_s = time.monotonic()
+            for choice in self._call.choices:
+                choice.admitted_s = admitted_s
+            queue_s = admitted_s - self._call.arrival_s
             self._metrics.queue_s.observe(queue_s)
             ttft_s = self._call.choices[0].request.slo.ttft_s
             if is_queued and self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:

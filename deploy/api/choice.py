@@ -98,6 +98,7 @@ class Choice:
         self.ends_in_call = False  # the last of them is not complete
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.finish: FinishReason | None = None
+        self.admitted_s: float | None = None  # when its call left the queue of the API
         self.first_token_s: float | None = None  # time of the first and the newest token
         self.last_token_s: float | None = None
         sampling = request.sampling
@@ -112,6 +113,11 @@ class Choice:
         self._taken_len = 0  # characters returned by ``take``
         self._released: list[str] = []  # text between them, free of stop strings
         self._tokens: deque[OutputToken] = deque()  # tokens whose text is not taken yet
+
+    @property
+    def outcome(self) -> FinishReason:
+        """Why it ended; ABORT of one that is not complete."""
+        return FinishReason.ERROR if self.failed else self.finish or FinishReason.ABORT
 
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.

@@ -14,6 +14,7 @@ from cluster.errors import LinkClosed
 from cluster.types import Commit
 from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ClientGone
+from deploy.api.logs import frames_of
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ class Generation:
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
             # ``deltas`` raised the first error; the others are only logged.
             if isinstance(outcome, Exception) and outcome is not error:
-                _logger.warning("a choice failed after the answer had ended: %r", outcome)
+                _logger.warning("a choice failed after the answer had ended: %s", frames_of(outcome))
 
     async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
         """Batches of new text, until all have finished. Raises the first error of ``generate`` or ``Choice.absorb``."""

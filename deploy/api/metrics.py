@@ -73,8 +73,7 @@ class Metrics:
         """Counts a choice that ended."""
         arrival_s, first_s, last_s = choice.request.arrival_s, choice.first_token_s, choice.last_token_s
         if choice.finish is not None or choice.failed or first_s is not None:
-            reason = FinishReason.ERROR if choice.failed else choice.finish or FinishReason.ABORT
-            self._counters["choices_finished"].labels(reason.value).inc()
+            self._counters["choices_finished"].labels(choice.outcome.value).inc()
         if first_s is None or last_s is None:
             return
         self._observe("ttft_seconds", first_s - arrival_s)

@@ -5,15 +5,24 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.errors import OutriderError
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, overloaded
+from deploy.api.logs import RequestIds, current_ids, without_messages
 from deploy.api.metrics import Metrics
+from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
 
+if TYPE_CHECKING:
+    from deploy.api.tracing import Tracing
+
 _logger = logging.getLogger(__name__)
+_logger.addFilter(without_messages)
+_access = logging.getLogger("deploy.api.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
 # Calls beyond those running or queued: bodies being received, answers being sent.
@@ -25,12 +34,17 @@ WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
 
 
+class AnswerCutOff(OutriderError):
+    """An answer that had begun cannot be completed. The reason is logged before."""
+
+
 class Boundary:
     """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
     names the fields of ``request.state.ignored_fields``."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings, tracing: "Tracing | None") -> None:
         self._app = app
+        self._tracing = tracing
         self._metrics = metrics
         self._retry_after_s = settings.retry_after_s
         self._max_calls = settings.max_concurrent + settings.max_queued + SPARE_CALLS
@@ -41,7 +55,9 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=time.monotonic())
+        arrival_s = time.monotonic()
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, arrival_s=arrival_s)
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -54,6 +70,8 @@ class Boundary:
             await send(message)
 
         counted = scope["path"] not in _UNLIMITED
+        span = self._tracing.begin(scope) if self._tracing is not None and counted else None
+        ids = current_ids.set(RequestIds(request_id, None if span is None else span.get_span_context().trace_id))
         self._metrics.in_flight.inc(counted)
         self._num_calls += counted
         try:
@@ -66,13 +84,24 @@ class Boundary:
             _logger.debug("%s: the client disconnected", request_id)
         except Exception:
             _logger.exception("%s failed", request_id)
-            if status is not None:
-                raise  # the server then closes the connection, so the client sees an incomplete answer
-            await internal_error("the server failed", request_id).response()(scope, receive, send_with_id)
+            state["error"] = failure = internal_error("the server failed", request_id)
+            if status is not None:  # the server closes the connection, and the client sees an incomplete answer
+                raise AnswerCutOff(f"{request_id} failed") from None
+            await failure.response()(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
             self._metrics.in_flight.dec(counted)
-            self._metrics.requests.labels(_endpoint(scope), status or CLIENT_CLOSED_REQUEST).inc()
+            status = status or CLIENT_CLOSED_REQUEST
+            self._metrics.requests.labels(_endpoint(scope), status).inc()
+            if counted:
+                duration_s = time.monotonic() - arrival_s
+                ended = state.get("call"), state.get("error")
+                outcome = Outcome(request_id, scope["method"], _endpoint(scope), status, duration_s, *ended)
+                if self._tracing is not None and span is not None:
+                    self._tracing.end(span, outcome)
+                if _access.isEnabledFor(logging.INFO):
+                    _access.info("%s %s %d", outcome.method, outcome.route, status, extra={"fields": outcome.fields()})
+            current_ids.reset(ids)
 
 
 def _request_id(scope: Scope) -> str:

@@ -281,11 +281,14 @@ class Service:
             writer = ChoiceWriter(choices, form, envelope, include_usage=include_usage, drafting_details=details)
         call = Call(
             request_id=request.state.request_id,
+            id=call_id,
+            model=info.name,
             choices=choices,
             writer=writer,
             stream=stream,
             domain=domain_of(fields, form.kind, asked is not None),
         )
+        request.state.call = call
         timelines = self.dashboard.timelines
         return CallResponse(call, self._client, self._admission, self.metrics, timelines, self._settings)
 

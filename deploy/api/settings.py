@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster.config import ApiConfig, SloConfig
+from cluster.config import ApiConfig, ObservabilityConfig, SloConfig
 
 _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
+_UNOBSERVED = ObservabilityConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,13 @@ class ApiSettings:
     reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = _DEFAULTS.reasoning_parser
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
     slo: SloConfig = _NO_CLASSES  # classes that calls may name
+    observability: ObservabilityConfig = _UNOBSERVED
 
     @classmethod
-    def from_config(cls, config: ApiConfig, slo: SloConfig | None = None) -> "ApiSettings":
-        """From the sections ``api`` and ``slo`` of the configuration. Other limits keep their defaults or follow from it."""
+    def from_config(
+        cls, config: ApiConfig, slo: SloConfig = _NO_CLASSES, observability: ObservabilityConfig = _UNOBSERVED
+    ) -> "ApiSettings":
+        """From sections of the configuration. Other limits keep their defaults or follow from it."""
         max_sequences = min(max(cls().max_sequences, config.max_choices), config.max_concurrent_requests)
         return cls(
             api_keys_file=config.api_keys_file,
@@ -52,5 +56,6 @@ class ApiSettings:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             cors_origins=config.cors_origins,
-            slo=slo or cls().slo,
+            slo=slo,
+            observability=observability,
         )
