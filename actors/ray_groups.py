@@ -58,10 +58,12 @@ class Groups:
         return group is not None and bool(placement_group_table(group).get("state") == "CREATED")
 
     def give_back(self, name: str) -> None:
-        """Ends what runs in it, too."""
+        """Ends what runs in it, too. It may have no place yet, or be of an earlier supervisor."""
         group = self._groups.pop(name, None)
-        if group is not None:
-            remove_placement_group(group)
+        try:
+            remove_placement_group(group or get_placement_group(name))
+        except ValueError:
+            return  # there is none
 
 
 def _exists(group: PlacementGroup) -> bool:

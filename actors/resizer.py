@@ -1,7 +1,8 @@
 """Replicas of targets and drafters that join and leave while others serve.
 
-A target that leaves accepts no more requests, and ends when its running ones have ended or after `scaling.drain_s`. The
-requests of a drafter that leaves are given to others in the next slot. The resources of either are given back.
+A target that leaves accepts no more requests once another one is ready, and ends when its running ones have ended or after
+`scaling.drain_s`. The requests of a drafter that leaves are given to others in the next slot. The resources of either are
+given back.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from itertools import count, islice
 from typing import Protocol
 
 from actors import health
+from actors.drafter_loader import SILENT
 from actors.processes import ProcessPool, ProcessState
 from actors.target import TargetReport
 from cluster.config import Config, DrafterConfig, TargetConfig
@@ -72,6 +74,11 @@ class Resizer:
                 self._processes.add_drafter(name, drafter)
         return FleetSize(num_targets, wanted, size.reason)
 
+    def begin_leaving(self, name: str) -> None:
+        logger.info("%s leaves", name)
+        self.leaving.add(name)
+        self._run(name)
+
     def replicas(self) -> tuple[Replicas, Mapping[str, Replicas]]:
         """Targets, and by configured name the drafters that scale; those that leave do not count."""
         drafters = [drafter.name for drafter in self._config.drafters if drafter.scales]
@@ -99,9 +106,7 @@ class Resizer:
         # Those that are not ready leave first, then the newest. The router has its place beside the first target.
         order = sorted(staying, key=lambda name: (name == target_name(0), self._is_ready(name), -_replica(name)))
         for name in order[: len(staying) - num]:
-            logger.info("%s leaves", name)
-            self.leaving.add(name)
-            self._run(name)
+            self.begin_leaving(name)
         return []
 
     def _is_ready(self, name: str) -> bool:
@@ -117,9 +122,11 @@ class Resizer:
         """Waits until the target has no requests, has ended, or its time is over."""
         end_s, num_idle = time.monotonic() + self._config.scaling.drain_s, 0
         while (member := self._pool.targets[name]).state is ProcessState.READY and member.process is not None:
-            await health.ask(member.process, self._config.supervision, "drain")
-            statuses = [report.status for report in await self._processes.reports() if report.status.name == name]
-            is_idle = not any(status.num_running + status.num_waiting for status in statuses)
+            is_idle = False
+            if any(self._is_ready(other) for other in self._pool.targets if other not in self.leaving):
+                await health.ask(member.process, self._config.supervision, "drain")
+                statuses = [report.status for report in await self._processes.reports() if report.status.name == name]
+                is_idle = not any(one.num_running + one.num_waiting or one.state == SILENT for one in statuses)
             num_idle = num_idle + 1 if is_idle else 0
             if num_idle > 1:  # what was sent before its gateway knew has been refused by now
                 return

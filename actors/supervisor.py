@@ -22,7 +22,7 @@ from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus, TargetStatus
 from cluster.config import Config, DrafterConfig, PolicyConfig
 from cluster.errors import InvalidField
-from cluster.placement import drafter_name
+from cluster.placement import drafter_name, target_name
 from cluster.types import ModelInfo
 from router.scaling.report import FleetSize
 
@@ -203,6 +203,8 @@ class Supervisor:
     async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         self._starting_targets.discard(member.name)
+        if info.draining and self._config.target.scales and member.name not in (target_name(0), *self._resizer.leaving):
+            self._resizer.begin_leaving(member.name)  # as an earlier supervisor had begun
         await self._membership_changed(info.model)
         if self._pool.router is None:
             self._start_pool(info.model)
@@ -324,6 +326,7 @@ class Supervisor:
         if is_target:
             del self._pool.targets[name]
             self._addresses.pop(name, None)
+            self._starting_targets.discard(name)
         else:
             del self._pool.drafters[name], self._drafters[name]
 
@@ -332,6 +335,7 @@ class Supervisor:
 
     def resize(self, size: FleetSize) -> FleetSize:
         """Begins to start or end replicas; returns what is wanted now, within the bounds of the configuration."""
+        self.start()  # a restarted supervisor takes over what runs first
         return self._resizer.resize(size)
 
     def _leave(self, name: str) -> None:

@@ -30,6 +30,7 @@ class TargetInfo(ProcessInfo):
     name: str
     address: str
     model: ModelInfo
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class TargetActor(LoopActor):
         from cluster.transport.factory import as_seen_from_elsewhere
 
         address = as_seen_from_elsewhere(self._listener.address, self._node_host())
-        return TargetInfo(os.getpid(), self._name, address, self._model)
+        return TargetInfo(os.getpid(), self._name, address, self._model, self._loop.status().draining)
 
     def stalled_s(self) -> float:
         return self._mailbox.stalled_s()

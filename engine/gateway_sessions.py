@@ -42,6 +42,13 @@ class GatewaySessions:
             del self._owners[request_id]
             self.end(request_id)
 
+    def displace(self, link: Link, request_id: str) -> None:
+        """Ends a request that came by another link: its gateway has lost that link, which this target has not noticed, and
+        resumes the request by ``link``."""
+        outbox = self._owners.get(request_id)
+        if outbox is not None and outbox.link is not link:
+            self.abort(outbox.link, request_id)
+
     def refuse(self, link: Link, commit: Commit) -> None:
         """Publishes the only commit of a refused request."""
         self._outboxes[link].publish(commit)

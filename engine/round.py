@@ -252,6 +252,7 @@ class TargetLoop:
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity = self._engine.capacity()
+        self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
         refused = refused or self._slo.refusal(request, self._sequences, capacity, now_s)
         if refused is not None:

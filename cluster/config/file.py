@@ -211,7 +211,7 @@ class SupervisionConfig(Section):
 class ScalingConfig(Section):
     """Replicas between ``min_replicas`` and ``max_replicas`` of the target and of each drafter."""
 
-    drain_s: Seconds = 60  # for the running requests of a target that leaves; what remains ends with an error
+    drain_s: Seconds = 60  # for the running requests of a target that leaves; what remains goes on at another target
 
 
 class Config(Section):

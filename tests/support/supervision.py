@@ -83,10 +83,11 @@ class PretendedSpawner:
     mute: set[str] = field(default_factory=set)
     found: list[str] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
+    draining: set[str] = field(default_factory=set)
 
     async def target(self, name: str) -> Process:
         number = len(self.lives.get(name, []))
-        process = self._born(name, TargetInfo(100 + number, name, f"grpc://node:{number}", MODEL))
+        process = self._born(name, TargetInfo(100 + number, name, f"grpc://node:{number}", MODEL, name in self.draining))
         process.report = TargetReport(
             TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
         )

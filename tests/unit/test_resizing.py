@@ -1,10 +1,13 @@
 """Replicas that join and leave under a supervisor over pretended processes."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
+from actors import ray_groups
+from actors.drafter_loader import SILENT
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import TargetStatus
@@ -123,6 +126,104 @@ async def test_a_supervisor_in_the_place_of_another_goes_on_with_what_runs(spawn
         await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-2", "ngram/1", "router"})
     finally:
         await supervisor.stop()
+
+
+async def test_a_restarted_supervisor_takes_over_what_runs_before_it_resizes(spawner: PretendedSpawner) -> None:
+    spawner.found = ["target-0", "target-1", "drafter-ngram", "router"]
+    supervisor = Supervisor(CONFIG, spawner)
+    try:
+        supervisor.resize(FleetSize(3))
+        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "target-2", "ngram", "router"})
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_target_goes_on_leaving_under_a_restarted_supervisor(spawner: PretendedSpawner) -> None:
+    spawner.found = ["target-0", "target-1", "router"]
+    spawner.draining = {"target-1"}
+    supervisor = Supervisor(CONFIG, spawner)
+    try:
+        await supervisor.ready()
+        assert supervisor._resizer.leaving == {"target-1"}
+        _report(spawner, "target-1", num_running=0)
+        await eventually(lambda: spawner.given_back == ["target-1"])
+        assert set(supervisor.pids()) == {"target-0", "router"}
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_target_that_leaves_before_it_is_ready_holds_nobody_up(spawner: PretendedSpawner) -> None:
+    spawner.mute = {"target-1"}
+    config = CONFIG.model_copy(
+        update={
+            "target": TargetConfig(replicas=2, min_replicas=1, max_replicas=3),
+            "supervision": FAST.model_copy(update={"start_timeout_s": 600.0}),
+        }
+    )
+    supervisor = Supervisor(config, spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"target-0", "router"} <= supervisor.pids().keys())
+        supervisor.resize(FleetSize(1))
+        async with asyncio.timeout(10):
+            assert (await supervisor.ready()).addresses == ("grpc://node:0",)
+        assert spawner.given_back == ["target-1"]
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_silent_target_is_not_taken_for_idle(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    silent, idle = (TargetReport(replace(IDLE, name="target-1", state=state)) for state in (SILENT, "ready"))
+    supervisor.resize(FleetSize(2))
+    await eventually(lambda: "target-1" in supervisor.pids())
+    spawner.now("target-1").report = silent
+    supervisor.resize(FleetSize(1))
+    await eventually(lambda: [name for name, _ in spawner.now("target-1").calls].count("drain") > 2)
+    assert not spawner.given_back
+    spawner.now("target-1").report = idle
+    await eventually(lambda: spawner.given_back == ["target-1"])
+
+
+async def test_the_last_ready_target_serves_until_another_is_ready(spawner: PretendedSpawner) -> None:
+    supervisor = Supervisor(CONFIG, spawner)
+    try:
+        await supervisor.ready()
+        supervisor.resize(FleetSize(2))
+        await eventually(lambda: "target-1" in supervisor.pids())
+        _report(spawner, "target-1", num_running=0)
+        spawner.mute = {"target-0"}
+        spawner.now("target-0").die("killed")
+        await eventually(lambda: len(spawner.lives["target-0"]) == 2)
+        known = await supervisor.ready()
+        supervisor.resize(FleetSize(1))
+        assert (await supervisor.directory(known)).leaving == ("target-1",)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(name == "drain" for name, _ in spawner.now("target-1").calls)
+        spawner.mute = set()
+        await eventually(lambda: spawner.given_back == ["target-1"])
+        assert ("drain", ()) in spawner.now("target-1").calls
+    finally:
+        await supervisor.stop()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_group_without_a_place_is_given_back(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica may leave while Ray still looks for room."""
+    made: object = object()
+    removed: list[object] = []
+    groups = ray_groups.Groups({"target-1": made} if is_known else {}, detached=True)  # type: ignore[dict-item]
+
+    def find(name: str) -> object:
+        if name != "target-1":
+            raise ValueError(name)
+        return made
+
+    monkeypatch.setattr(ray_groups, "get_placement_group", find)
+    monkeypatch.setattr(ray_groups, "remove_placement_group", removed.append)
+    groups.give_back("target-1")
+    groups.give_back("target-2")
+    assert removed == [made]
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,16 @@ async def test_a_resumed_request_is_aborted_where_it_runs(replicas: Replicas) ->
     await replicas.client.close()
 
 
+async def test_a_target_that_has_not_noticed_the_loss_of_a_link_continues_its_requests(replicas: Replicas) -> None:
+    one = request(1, max_tokens=400)
+    async with aclosing(replicas.client.generate(one)) as commits:
+        begun = tokens([await anext(commits)])
+        resumed = replace(one, output_token_ids=tuple(begun))
+        rest = await answer(replicas.first.client.generate(resumed))
+    assert begun + tokens(rest) == tokens((await undisturbed(replicas, [one]))[0])
+    await replicas.client.close()
+
+
 async def test_a_full_queue_takes_a_request_that_was_taken_before(replicas: Replicas) -> None:
     replicas.second.loop._max_waiting = 0  # new requests are refused
     (found,) = await disturbed(replicas, [request(3)], 4)
