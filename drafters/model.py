@@ -251,8 +251,8 @@ class ModelDrafter:
         for token_id, confidence, runners_up in rows:
             if not draft.num_missing:
                 break
-            if runners_up is not None:
-                draft.runners_up.append(runners_up)
+            if runners_up is not None and draft.demand.num_runners_up:  # others of the batch may ask for them
+                draft.runners_up.append(runners_up[: draft.demand.num_runners_up])
             draft.token_ids.append(token_id)
             draft.confidences.append(confidence)
             draft.num_missing -= 1

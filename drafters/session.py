@@ -111,6 +111,7 @@ class Prepared:
     row_price: float
     stop: StopRule
     num_runners_up: int
+    draft_len: int  # maximum tokens
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     runners_up: list[tuple[int, ...]] = field(default_factory=list)

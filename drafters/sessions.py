@@ -166,6 +166,8 @@ class TargetSessions:
                 num_ranked = len(session.runners_up)
                 assert not session.num_runners_up or num_ranked == len(session.ahead), "a draft token without its runners-up"
                 assert session.answered or not session.num_sent, "a proposal was sent, but not recorded"
+                assert session.answered or not session.prepared, "outcomes are prepared, and nothing is verified"
+                assert len(session.prepared) <= self._limits.max_outcomes, "more outcomes are prepared than may be"
 
     def _receive(self, peer: TargetPeer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)

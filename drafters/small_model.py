@@ -38,6 +38,7 @@ class _ModelSession:
     state: SamplingState
     is_readable: bool  # the embedding has a row for each of them
     checkpoint: Checkpoint | None = None  # computed, and not known to be committed
+    num_promised: int = 0  # of a branch: blocks that it had not taken yet when it was forked
 
 
 class SmallModel:
@@ -77,6 +78,7 @@ class SmallModel:
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
+        self._num_promised = 0  # to all branches
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # evicted caches
@@ -113,8 +115,11 @@ class SmallModel:
         return tuple(session.token_ids), session.state.prompt_len, session.state.sampling
 
     def release(self, request_id: str) -> None:
-        if self._sessions.pop(request_id, None) is not None and request_id in self._ledger:
-            self._ledger.release(request_id)
+        session = self._sessions.pop(request_id, None)
+        if session is not None:
+            self._num_promised -= session.num_promised
+            if request_id in self._ledger:
+                self._ledger.release(request_id)
 
     def readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens before the first without an embedding row."""
@@ -181,7 +186,8 @@ class SmallModel:
 
     def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
         """Follows ``request_id`` a second time, as ``branch_id``, to draft ``num_more`` tokens after ``ahead``. It shares
-        full blocks and copies what was computed beyond them. Returns whether free blocks suffice; otherwise nothing changed.
+        full blocks and copies what was computed beyond them. Returns whether blocks suffice that are free and not promised to
+        other branches; otherwise it does not exist.
         A branch ends with ``adopt`` or ``release``, before its request is reset or released."""
         session, ledger = self._sessions[request_id], self._ledger
         if session.checkpoint is not None:  # so that its full blocks can be shared
@@ -189,29 +195,33 @@ class SmallModel:
             num_final = common_prefix_len(computed, session.token_ids[base_len:-1])
             if 0 < num_final < len(computed):
                 session.checkpoint = ledger.commit_some(session.checkpoint, num_final)
-        block_len, num_given = ledger.block_len, len(session.token_ids) + len(ahead)
-        num_shared = ledger.computed_len(request_id) // block_len if request_id in ledger else 0
-        needed = -(-(num_given + num_more) // block_len) - num_shared
-        if needed > ledger.num_free_blocks or num_given + num_more > self.max_len:
+        block_len, given = ledger.block_len, (*session.token_ids, *ahead)
+        end_len = len(given) + num_more
+        if end_len > self.max_len:
+            return False
+        # The index may have more full blocks than the request, or lack some: those of an equal prefix that were evicted.
+        start = ledger.open(branch_id, session.token_ids)
+        needed = -(-end_len // block_len) - start // block_len
+        if needed > ledger.num_free_blocks - self._num_promised:
+            ledger.release(branch_id)
             return False
         branch = self._sessions[branch_id] = _ModelSession(session.token_ids, session.state, session.is_readable)
-        if request_id not in ledger:
-            return True
-        base_len = ledger.computed_len(request_id)
+        base_len = ledger.computed_len(request_id) if request_id in ledger else 0
         before = () if session.checkpoint is None else session.checkpoint.token_ids
-        num_agreed = common_prefix_len(before, (*session.token_ids[base_len:], *ahead))
-        start = ledger.open(branch_id, session.token_ids)
-        copied = (*session.token_ids[start:base_len], *before[:num_agreed])
+        copied = given[start : base_len + common_prefix_len(before, given[base_len:])]
         if copied:
             branch.checkpoint = ledger.speculate(branch_id, copied)
             targets = ledger.block_table(branch_id)[start // block_len :]
             sources = ledger.block_table(request_id)[start // block_len :][: len(targets)]
             self._cache.copy_blocks(sources, targets)
+            needed -= len(targets)
+        branch.num_promised = needed
+        self._num_promised += needed
         return True
 
     def adopt(self, request_id: str, branch_id: str) -> None:
         """The request goes on with the cache of its branch, which ends. Call it after ``extend``."""
-        del self._sessions[branch_id]
+        self._num_promised -= self._sessions.pop(branch_id).num_promised
         if branch_id in self._ledger:
             if request_id in self._ledger:
                 self._ledger.release(request_id)
@@ -265,6 +275,10 @@ class SmallModel:
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
+        num_followed = sum(key in self._ledger for key in self._sessions)
+        assert self._ledger.num_sequences == num_followed, "an ended request or branch holds blocks"
+        num_promised = sum(session.num_promised for session in self._sessions.values())
+        assert self._num_promised == num_promised, "blocks are promised to an ended branch"
         for request_id, session in self._sessions.items():
             assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"
             if request_id in self._ledger:

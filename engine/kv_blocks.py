@@ -190,6 +190,10 @@ class BlockLedger:
         return max(0, self._blocks_for(sequence.computed_len + num_tokens) - sequence.num_blocks)
 
     @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
     def num_free_blocks(self) -> int:
         """Unheld blocks, cached ones included."""
         return len(self._empty) + len(self._evictable)

@@ -65,16 +65,16 @@ class PassCosts:
         self._cost = cost
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
-        self._plain_per_s = 0.0  # tokens per second of plain decoding of the present batch
+        self._plain_per_s = 0.0  # tokens per second of plain decoding of the present batch; 0: none decodes
         self.tokens_per_s: float | None = None  # that the present batch decodes; None: it has been none yet
         self.row_price = 0.0  # in tokens
         self.drafting = DraftingMonitor(cost)
 
     def plan(self, num_decoding: int, num_context: int) -> None:
         """So many requests decode from now on: as fast, over plain decoding, as the last rounds did."""
+        self._plain_per_s = num_decoding / self._cost.step_s(num_decoding, num_context) if num_decoding else 0.0
         if num_decoding:
             over_plain = self._decode_rate.over_plain
-            self._plain_per_s = num_decoding / self._cost.step_s(num_decoding, num_context)
             self.tokens_per_s = self._plain_per_s * (1.0 if over_plain is None else over_plain)
 
     def interrupt(self) -> None:

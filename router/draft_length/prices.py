@@ -43,14 +43,14 @@ class DecodeRate:
 
     def note(self, began_s: float, num_tokens: int, prompts_s: float, plain_per_s: float) -> None:
         """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass. ``plain_per_s``:
-        tokens per second of plain decoding of its batch."""
+        tokens per second of plain decoding of its batch; 0: its requests had only begun, and it does not count."""
         if self._last is not None:
             last_began_s, num_last, last_prompts_s, last_plain_per_s = self._last
             seconds = began_s - last_began_s - last_prompts_s
             if seconds > 0.0:  # else the prompts' time was overestimated
                 self._tokens.add(num_last, _MEMORY)
                 self._plain_tokens.add(self._plain_tokens.clipped(seconds * last_plain_per_s), _MEMORY)
-        self._last = (began_s, num_tokens, prompts_s, plain_per_s) if num_tokens else None
+        self._last = (began_s, num_tokens, prompts_s, plain_per_s) if num_tokens and plain_per_s else None
 
     def interrupt(self) -> None:
         """A round decoded nothing: the time until the next one does not count."""

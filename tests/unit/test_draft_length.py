@@ -58,6 +58,22 @@ def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
     assert decoded_over_plain(rate) == pytest.approx(2.0)
 
 
+def test_rounds_of_requests_that_have_only_begun_do_not_count() -> None:
+    """A prompt whose last token alone is computed, the others being cached, commits a token in a batch that does not decode."""
+    costs = PassCosts(COST)
+    begun = PassCounts(1, 0, 1, 1, 0, frozenset(), 0)
+    for number in range(10):
+        costs.plan(0, 0)
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))])
+    costs.plan(8, 0)
+    assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0))
+    costs.plan(0, 0)
+    for number in range(10, 20):
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))])
+    costs.plan(8, 0)
+    assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0)), "nor by the price of the batch before"
+
+
 def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     """As many tokens over plain decoding as so far, of the batch that is there: a mean rate would lag behind a burst."""
     costs = PassCosts(COST)

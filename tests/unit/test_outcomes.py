@@ -110,9 +110,9 @@ class Timed(Bench):
             if work == "nothing":
                 self.now_s = until_s
 
-    def taught(self) -> int:
+    def taught(self, max_tokens: int = 1000) -> int:
         """Learns that rejected tokens are replaced by the first other choice. Returns the committed length."""
-        self.open("a", 10)
+        self.open("a", 10, max_tokens)
         length = 10
         for _ in range(12):
             self.work(self.now_s + 0.2)
@@ -163,6 +163,19 @@ def test_a_commit_never_waits_for_more_than_one_step_and_branches_end_with_their
     bench.mail(releases=("a",))
     bench.settle()
     assert not bench.drafter.texts
+
+
+def test_no_branch_grows_beyond_the_end_of_its_request() -> None:
+    bench = Timed()
+    end_len = 10 + 24 + 5
+    length = bench.taught(end_len - 10)
+    grown = {
+        demand.request_id: length + len(demand.ahead) + 1
+        for batch in bench.drafter.batches
+        for demand in batch
+        if demand.request_id in bench.drafter.texts.keys() - {"0/a"}
+    }
+    assert max(grown.values()) == end_len - 1, "the last token needs no draft"
 
 
 def test_without_outcomes_nothing_is_forked_nor_asked_for() -> None:
@@ -229,6 +242,15 @@ class TestModel:
             assert other.token_ids == (expected,)
             better.append(expected)
 
+    def test_only_those_that_ask_get_runners_up(self, folder: Path) -> None:
+        """Else the first ones of a draft that goes on would be filed under earlier tokens of it."""
+        drafter = ModelDrafter(small_model(folder))
+        for name in ("a", "b"):
+            drafter.open(name, [3, 4, 5], 3, SAMPLED)
+        asking, other = drafter.propose([Demand("a", 2, num_runners_up=1), Demand("b", 2)])
+        assert [len(others) for others in asking.runners_up] == [1, 1]
+        assert other.runners_up == ()
+
     def test_no_branch_takes_blocks_from_requests(self, folder: Path) -> None:
         prompt = [3 + i % 90 for i in range(60)]
         drafter = ModelDrafter(small_model(folder, num_blocks=3))
@@ -236,6 +258,40 @@ class TestModel:
         drafter.propose([Demand("a", 4)])
         assert not drafter.fork("a", "a#0", (5,), 40)
         assert drafter.fork("a", "a#1", (5,), 3)
+        drafter.check_integrity()
+
+    def test_blocks_that_one_branch_may_come_to_need_are_not_promised_to_another(self, folder: Path) -> None:
+        prompt = [3 + i % 90 for i in range(60)]
+        model = small_model(folder, num_blocks=5)
+        drafter = ModelDrafter(model)
+        drafter.open("a", prompt, len(prompt), SAMPLED)
+        drafter.propose([Demand("a", 4)])
+        assert drafter.fork("a", "a#0", (5,), 10)
+        assert not drafter.fork("a", "a#1", (6,), 10), "two of three blocks are free, and one is promised"
+        (draft,) = drafter.propose([Demand("a#0", 10, (5,))])
+        assert (len(draft.token_ids), model.num_lost) == (10, 0)
+        drafter.release("a#0")
+        assert drafter.fork("a", "a#1", (6,), 10)
+        drafter.check_integrity()
+
+    def test_a_branch_needs_blocks_of_its_own_where_those_of_an_equal_prompt_left_the_index(self, folder: Path) -> None:
+        prompt, other = [3 + i % 90 for i in range(70)], [4 + i % 80 for i in range(70)]
+        drafter = ModelDrafter(small_model(folder, num_blocks=7))
+        for name in ("a", "b"):
+            drafter.open(name, prompt, len(prompt), SAMPLED)
+        drafts = drafter.propose([Demand("a", 2), Demand("b", 2)])
+        for name, draft in zip(("a", "b"), drafts, strict=True):  # both have computed the prompt; the blocks of a are listed
+            drafter.extend(name, draft.token_ids)
+            drafter.propose([Demand(name, 2)])
+        drafter.release("a")
+        drafter.open("c", other, len(other), SAMPLED)
+        drafter.propose([Demand("c", 2)])
+        assert not drafter.fork("b", "b#0", (5,), 4), "it would have to copy three blocks, and one is free"
+        drafter.check_integrity()
+        drafter.release("c")
+        assert drafter.fork("b", "b#0", (5,), 4)
+        (draft,) = drafter.propose([Demand("b#0", 4, (5,))])
+        assert draft.token_ids == fresh(folder, [*prompt, *drafts[1].token_ids, 5], len(prompt))
         drafter.check_integrity()
 
 
