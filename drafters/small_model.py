@@ -186,7 +186,7 @@ class SmallModel:
 
     def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
         """Follows ``request_id`` a second time, as ``branch_id``, to draft ``num_more`` tokens after ``ahead``. It shares
-        full blocks and copies what was computed beyond them. Returns whether blocks suffice that are free and not promised to
+        full blocks and copies what was computed beyond them. Returns whether enough blocks are free and not promised to
         other branches; otherwise it does not exist.
         A branch ends with ``adopt`` or ``release``, before its request is reset or released."""
         session, ledger = self._sessions[request_id], self._ledger

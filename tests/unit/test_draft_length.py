@@ -59,7 +59,7 @@ def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
 
 
 def test_rounds_of_requests_that_have_only_begun_do_not_count() -> None:
-    """A prompt whose last token alone is computed, the others being cached, commits a token in a batch that does not decode."""
+    """A prompt of which only the last token is computed commits a token in a batch that does not decode."""
     costs = PassCosts(COST)
     begun = PassCounts(1, 0, 1, 1, 0, frozenset(), 0)
     for number in range(10):
