@@ -63,7 +63,7 @@ class Disturbed:
 
 
 class DisturbedServer:
-    """Streams on a server, and injuries to it. ``lost``: processes that ended without being killed."""
+    """Runs streams on a server and injects faults. ``lost``: processes that ended without being killed."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server

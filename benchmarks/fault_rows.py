@@ -29,7 +29,7 @@ TARGETS = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
 
 @dataclass(slots=True)
 class RowResult:
-    """``ends_streams``: as promised. ``complaints``: what was not."""
+    """``ends_streams``: streams may end with an error. ``complaints``: broken promises, one line each."""
 
     name: str
     ends_streams: bool = False
@@ -62,7 +62,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """``replaces``: the actor whose process is replaced; None: none is. ``ends_streams``: as promised."""
+    """``replaces``: the actor whose process is replaced; None: none is. ``ends_streams``: as of `RowResult`."""
 
     name: str
     injure: Callable[["_Rows"], object]
@@ -149,10 +149,10 @@ class _Rows(DisturbedServer):
         found = set(self.server.workers(actor))
         return len(found) == self._num_processes[actor] and bool(found - before)
 
-    # ---- injuries
+    # ---- faults
 
     def hang(self, actor: str) -> None:
-        """Stops a process for good; whoever watches it must end it."""
+        """Suspends a process and never resumes it; its supervisor must kill it."""
         process = self.server.workers(actor)[0]
         self.killed.add(process)
         process.suspend()
@@ -164,7 +164,7 @@ class _Rows(DisturbedServer):
             time.sleep(STALL_S)
 
     def deprive(self, of: Callable[[psutil.Process], AbstractContextManager[None]], seconds: float) -> None:
-        """All processes of Outrider are without a resource for a while."""
+        """Takes a resource from all processes of Outrider for ``seconds``."""
         with ExitStack() as stack:
             for actor in ACTORS:
                 for process in self.server.workers(actor):

@@ -152,7 +152,7 @@ async def test_a_target_goes_on_leaving_under_a_restarted_supervisor(spawner: Pr
         await supervisor.stop()
 
 
-async def test_a_target_that_leaves_before_it_is_ready_holds_nobody_up(spawner: PretendedSpawner) -> None:
+async def test_a_target_that_leaves_before_it_is_ready_does_not_block_the_start(spawner: PretendedSpawner) -> None:
     spawner.mute = {"target-1"}
     config = CONFIG.model_copy(
         update={
@@ -172,7 +172,7 @@ async def test_a_target_that_leaves_before_it_is_ready_holds_nobody_up(spawner: 
         await supervisor.stop()
 
 
-async def test_a_silent_target_is_not_taken_for_idle(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+async def test_a_silent_target_is_not_idle(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
     silent, idle = (TargetReport(replace(IDLE, name="target-1", state=state)) for state in (SILENT, "ready"))
     supervisor.resize(FleetSize(2))
     await eventually(lambda: "target-1" in supervisor.pids())
