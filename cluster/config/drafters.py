@@ -18,6 +18,7 @@ class Traits:
 
     has_model: bool = False  # computes matrix products, so that it uses a GPU or threads
     can_verify: bool = False  # one pass yields its choice after each draft token, as a level of a chain needs
+    can_fork: bool = False  # follows several continuations of a request at once
     reads_hidden_states: bool = False  # of the target, so it runs in the target's process
 
 
@@ -44,7 +45,7 @@ class ModelOptions(Section):
     """A causal language model with the target's vocabulary."""
 
     kind: Literal["model"] = "model"
-    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True)
+    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True, can_fork=True)
     model: str = Field(min_length=1)  # as in the section model
     num_layers: Count | None = None  # only its first layers; None: all
     dtype: Dtype = "auto"
@@ -58,7 +59,7 @@ class LayersOptions(Section):
     """
 
     kind: Literal["layers"] = "layers"
-    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True)
+    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True, can_fork=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: DrafterDtype = "auto"
@@ -139,8 +140,8 @@ class DrafterConfig(Section):
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
-    # Outcomes of a verification that a model prepares for a request while it waits. None: 4 on a GPU, and 0 on a CPU, whose
-    # cores the target may need.
+    # Outcomes of a verification that a drafter of kind model or layers prepares for a request while it waits. None: 4 on a
+    # GPU, and 0 on a CPU, whose cores the target may need.
     max_outcomes: Annotated[int, Field(ge=0, le=16)] | None = None
     # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
     spare_share: Fraction = 0.1
@@ -161,7 +162,7 @@ class DrafterConfig(Section):
     def num_outcomes(self) -> int:
         if self.max_outcomes is not None:
             return self.max_outcomes
-        return 4 if self.device == "cuda" else 0
+        return 4 if self.device == "cuda" and self.options.traits.can_fork else 0
 
     @property
     def is_colocated(self) -> bool:
@@ -177,6 +178,8 @@ class DrafterConfig(Section):
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_colocated and self.replicas != 1:
             raise ValueError(f"replicas must be 1 for a drafter in the target's process, got {self.replicas}")
+        if self.max_outcomes and not self.options.traits.can_fork:
+            raise ValueError(f"max_outcomes must be 0 for a drafter of kind {self.options.kind}, got {self.max_outcomes}")
         check_replicas(self.replicas, self.least, self.most)
         if self.most == 0:
             raise ValueError("max_replicas must be set for a drafter with replicas: 0, or it would never start")

@@ -126,6 +126,7 @@ zzz: 1
         ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
+        ("drafters:\n- {name: a, max_outcomes: 2, options: {kind: ngram}}", "drafters[0]", 2, "max_outcomes must be 0"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}, resources: {gpus: 1}}",
             "drafters[0]",
