@@ -37,8 +37,9 @@ _DECODERS: dict[str, Callable[[Any], Frame]] = {
 }
 
 _LISTS = {
-    kind: [name for name, field in message.message_type.fields_by_name.items() if field.is_repeated]
-    for kind, message in wire.Frame.DESCRIPTOR.fields_by_name.items()
+    kind: [name for name, field in member.message_type.fields_by_name.items() if field.is_repeated]
+    for kind, member in wire.Frame.DESCRIPTOR.fields_by_name.items()
+    if member.message_type is not None
 }
 
 
