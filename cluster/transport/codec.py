@@ -15,6 +15,8 @@ from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 
+MAX_PARTS = 2**14  # of one message: an empty part takes two bytes on the wire, more than a hundred as objects
+
 _KINDS: dict[str, type] = {
     "welcome": Welcome,
     "refusal": Refusal,
@@ -34,6 +36,12 @@ _DECODERS: dict[str, Callable[[Any], Frame]] = {
     **{kind: decoder_of(cls) for kind, cls in _KINDS.items()},
 }
 
+_LISTS = {
+    kind: [name for name, field in member.message_type.fields_by_name.items() if field.is_repeated]
+    for kind, member in wire.Frame.DESCRIPTOR.fields_by_name.items()
+    if member.message_type is not None
+}
+
 
 def encode(frame: Frame) -> bytes:
     """Raises WireError where a value lies outside what the wire can hold (a negative token id, say)."""
@@ -45,7 +53,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes, max_bytes: int | None = None) -> Frame:
-    """Raises WireError where the bytes are not a frame, or more than ``max_bytes``."""
+    """Raises WireError where the bytes are not a frame, more than ``max_bytes``, or have more than MAX_PARTS parts."""
     if max_bytes is not None and len(data) > max_bytes:
         raise WireError(f"a frame of {len(data)} bytes came, at most {max_bytes} are allowed")
     try:
@@ -53,9 +61,20 @@ def decode(data: bytes, max_bytes: int | None = None) -> Frame:
         kind = frame.WhichOneof("kind")
         if kind is None:
             raise WireError(f"{len(data)} bytes came that hold no frame of this protocol version")
-        return _DECODERS[kind](getattr(frame, kind))
+        message = getattr(frame, kind)
+        if (num_parts := _num_parts(kind, message)) > MAX_PARTS:
+            raise WireError(f"a {kind} of {num_parts} parts came, at most {MAX_PARTS} are allowed")
+        return _DECODERS[kind](message)
     except (DecodeError, InvalidField, ValueError, KeyError) as error:
         raise WireError(f"{len(data)} bytes came that are not a frame: {error}") from error
+
+
+def _num_parts(kind: str, message: Any) -> int:
+    """The entries of its lists, and of the only lists of messages within those."""
+    num_parts = sum(len(getattr(message, name)) for name in _LISTS[kind])
+    if kind == "proposal_round" and num_parts <= MAX_PARTS:
+        num_parts += sum(len(level.verified) for level in message.levels)
+    return num_parts
 
 
 def encode_message(message: Message, max_bytes: int) -> bytes:

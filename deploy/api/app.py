@@ -8,7 +8,7 @@ from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
@@ -73,7 +73,7 @@ def create_app(
     _add_open_routes(app, service)
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
     _add_guarded_routes(app, service)
-    _add_descriptions(app, asks_for_key=asks_for_key)
+    _add_descriptions(app, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
     app.add_middleware(Boundary, metrics=service.metrics, settings=settings, tracing=tracing)
     if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
@@ -116,7 +116,7 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
         """The version of this server."""
         return JSONResponse({"version": VERSION})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(await service.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -143,16 +143,16 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def _add_descriptions(app: FastAPI, *, asks_for_key: bool) -> None:
+def _add_descriptions(app: FastAPI, *, asks_for_key: bool, refuses_unknown: bool) -> None:
     """The API's documentation, built on first use."""
-    document = cache(lambda: describe(app, _BODIES, asks_for_key=asks_for_key))
+    document = cache(lambda: describe(app, _BODIES, asks_for_key=asks_for_key, refuses_unknown=refuses_unknown))
 
     @app.get("/openapi.json")
     async def openapi() -> JSONResponse:
         """This documentation in OpenAPI format."""
         return JSONResponse(document())
 
-    @app.get("/docs")
+    @app.get("/docs", response_class=HTMLResponse)
     async def docs() -> HTMLResponse:
         """This documentation as a page."""
         return HTMLResponse(

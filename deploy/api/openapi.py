@@ -16,19 +16,37 @@ _STYLE = (
     "vertical-align:top}code{font-size:.95em}h2{margin-top:2.5rem}"
 )
 
+_ERROR_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": {}, "code": {}}
+_ERROR = {"type": "object", "properties": _ERROR_FIELDS, "required": list(_ERROR_FIELDS)}
+_ERRORS = {
+    "description": "An error",
+    "content": {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}},
+}
+
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """FastAPI's ``openapi_extra`` of a route that reads its body itself."""
     schema = {"$ref": f"{_REF}{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    if "stream" in model.model_fields:
+        extra["responses"] = {"200": {"content": {"text/event-stream": {}}}}
+    return extra
 
 
-def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...], *, asks_for_key: bool) -> dict[str, Any]:
+def describe(
+    app: FastAPI, bodies: tuple[type[BaseModel], ...], *, asks_for_key: bool, refuses_unknown: bool
+) -> dict[str, Any]:
     """The OpenAPI document of the app's routes, with the schemas of ``bodies``."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     components = document.setdefault("components", {})
-    components.setdefault("schemas", {}).update(schemas["$defs"])
+    components["schemas"] = schemas["$defs"]  # instead of FastAPI's error
+    if not refuses_unknown:
+        for schema in schemas["$defs"].values():
+            schema.pop("additionalProperties", None)
+    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
+        operation["responses"].pop("422", None)  # of FastAPI, which never answers with it here
+        operation["responses"]["default"] = _ERRORS
     if asks_for_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 PAGE = "/dashboard"
 SETTINGS = f"{PAGE}/settings.json"
@@ -42,7 +42,14 @@ def page_paths() -> dict[str, Path]:
 def add_page(app: FastAPI, *, asks_for_key: bool, can_switch: bool) -> None:
     """Adds a route per file. Files are read once."""
     for path, file in page_paths().items():
-        app.get(path, include_in_schema=path == PAGE, name=f"dashboard {file.name}", response_model=None)(_route(file))
+        route = app.get(
+            path,
+            include_in_schema=path == PAGE,
+            name=f"dashboard {file.name}",
+            response_model=None,
+            response_class=HTMLResponse,  # of the page, the one that is documented
+        )
+        route(_route(file))
 
     @app.get(SETTINGS, include_in_schema=False)
     async def settings() -> JSONResponse:
