@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ID_LEN = 256  # characters of a request id or a drafter's name
 MAX_PROPOSERS = 8  # drafters of a chain
+MAX_SALT_LEN = 64  # characters
 MAX_COUNT = 2**24  # passes, rows or tokens per report; bounds a report's weight in the estimates
 MAX_REPORT_S = 3600.0
 MAX_UNSOUND = 16  # invalid messages after which a link is closed
@@ -121,7 +122,8 @@ def open_fault(opening: Open, vocab_size: int) -> str | None:
         return f"an opening with tokens outside the vocabulary of {vocab_size}"
     if len(opening.proposers) > MAX_PROPOSERS:
         return f"an opening with {len(opening.proposers)} proposers, at most {MAX_PROPOSERS}"
-    return id_fault(opening.request_id) or _names_fault(opening.proposers) or sampling_fault(opening.sampling, vocab_size)
+    named = id_fault(opening.request_id) or _names_fault(opening.proposers) or _salt_fault(opening.cache_salt)
+    return named or sampling_fault(opening.sampling, vocab_size)
 
 
 def budget_fault(budget: Budget) -> str | None:
@@ -184,7 +186,7 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
     if request.chain is not None and len(request.chain) > MAX_PROPOSERS:
         return f"its chain names {len(request.chain)} drafters, at most {MAX_PROPOSERS} are possible"
     names = (*(request.chain or ()), *(() if request.slo.name is None else (request.slo.name,)))
-    return _names_fault(names) or sampling_fault(request.sampling, vocab_size)
+    return _names_fault(names) or _salt_fault(request.cache_salt) or sampling_fault(request.sampling, vocab_size)
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -198,6 +200,10 @@ def id_fault(request_id: str) -> str | None:
     if not 0 < len(request_id) <= MAX_ID_LEN:
         return f"a request id of {len(request_id)} characters, 1 to {MAX_ID_LEN} are possible"
     return None
+
+
+def _salt_fault(salt: str) -> str | None:
+    return f"a cache salt of {len(salt)} characters, at most {MAX_SALT_LEN}" if len(salt) > MAX_SALT_LEN else None
 
 
 def _names_fault(names: Iterable[str]) -> str | None:

@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import NO_STOP, Commit, Proposal, Request, StopRule
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Role(StrEnum):
@@ -37,6 +37,7 @@ class Open:
     prompt_len: int
     sampling: SamplingParams
     proposers: tuple[str, ...] = ()  # of a chain: they draft for the drafter, smallest first
+    cache_salt: str = ""  # of the request
 
 
 @record

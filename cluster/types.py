@@ -51,6 +51,7 @@ class Request:
     slo: Slo = Slo()
     chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
     output_token_ids: tuple[int, ...] = ()  # committed already, by a target that was lost
+    cache_salt: str = ""  # only requests with the same salt share cached keys and values
 
     @property
     def committed_len(self) -> int:

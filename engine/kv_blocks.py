@@ -7,9 +7,9 @@
 ``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them and frees blocks that
 hold nothing else, which is the rollback.
 
-A full committed block is registered under a 128-bit chained digest of its tokens and all before it. After its last holder
-releases it, it stays cached and counts as free. When no empty block is left, the least recently used one is evicted, and a
-sequence's last blocks before its first.
+A full committed block is registered under a 128-bit chained digest of its tokens, all before it, and its sequence's salt.
+After its last holder releases it, it stays cached and counts as free. When no empty block is left, the least recently used
+one is evicted, and a sequence's last blocks before its first.
 """
 
 from array import array
@@ -82,12 +82,14 @@ class BlockLedger:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
-    def open(self, request_id: str, token_ids: Sequence[int]) -> int:
+    def open(self, request_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Registers a sequence that begins with ``token_ids``. Returns the number of its tokens in cached full blocks, which
-        it now shares: at most len - 1, since the last token must be computed. Raises LedgerMisuse: the request is open."""
+        it now shares: at most len - 1, since the last token must be computed. Sequences with different salts share none.
+        Raises LedgerMisuse: the request is open."""
         if request_id in self._sequences:
             raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
-        sequence = _Sequence(0, np.zeros(8, np.int32), 0, _ROOT)
+        root = blake2b(salt.encode(), digest_size=16, key=_ROOT).digest() if salt else _ROOT
+        sequence = _Sequence(0, np.zeros(8, np.int32), 0, root)
         if self._prefix_cache:
             for start in range(0, len(token_ids) - self.block_len, self.block_len):
                 digest = _chain(sequence.digest, token_ids[start : start + self.block_len])

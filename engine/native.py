@@ -102,7 +102,8 @@ class NativeTarget:
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         wants_prompt = request.sampling.prompt_logprobs is not None
         with self._ledger_lock:
-            computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # cached rows have no logits
+            cacheable = () if wants_prompt else token_ids  # cached rows have no logits
+            computed_len = self._ledger.open(request.id, cacheable, request.cache_salt)
         if wants_prompt:
             self._scored[request.id] = request
         self._states[request.id] = state

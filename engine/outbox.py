@@ -113,7 +113,9 @@ class DrafterOutbox:
         sampling = request.sampling
         if sampling.grammar is not None:  # no drafter masks: its proposals are cut to what the grammar allows
             sampling = replace(sampling, grammar=None)
-        self._opens[request.id] = Open(request.id, tuple(sequence.token_ids), sequence.prompt_len, sampling, proposers)
+        self._opens[request.id] = Open(
+            request.id, tuple(sequence.token_ids), sequence.prompt_len, sampling, proposers, request.cache_salt
+        )
         self._budgets[request.id] = budget
 
     def _next_opens(self) -> dict[str, Open]:

@@ -133,6 +133,7 @@ class ApiConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     api_keys_file: Path | None = None  # one key per line; None: no authentication
     operator_keys_file: Path | None = None  # further keys, which may also switch the policy; None: nobody may
+    share_between_keys: bool = False  # whether requests of one key may read what those of another left in the prefix cache
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight; further calls are queued
     max_queued_requests: Count = 256  # queued calls; more are refused with 429

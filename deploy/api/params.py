@@ -107,6 +107,7 @@ def make_requests(
     arrival_s: float,
     info: ModelInfo,
     settings: ApiSettings,
+    tenant: str,
     grammar: Grammar | None = None,
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
@@ -114,13 +115,22 @@ def make_requests(
     Raises ApiError (400) or InvalidField: a field has an invalid value.
     """
     slo = parse_slo(fields.slo, settings.slo)
+    salt = cache_salt("" if settings.share_between_keys else tenant, fields.cache_salt)
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
             sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
-            requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, slo, chain))
+            request_id = f"{call_id}-{len(requests)}"
+            requests.append(Request(request_id, prompt.token_ids, sampling, arrival_s, slo, chain, cache_salt=salt))
     return requests
+
+
+def cache_salt(tenant: str, own: str | None) -> str:
+    """``Request.cache_salt`` of a call whose field ``cache_salt`` is ``own``; it reveals neither. Empty: no salt."""
+    if not tenant and own is None:
+        return ""
+    return hashlib.blake2b((own or "").encode("utf-8", "surrogatepass"), digest_size=16, key=tenant.encode()).hexdigest()
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -131,6 +131,7 @@ class ResponsesRequest(Strict):
     min_p: float | None = None
     repetition_penalty: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
     drafting: str | None = None
     slo: Any = None
 
@@ -157,7 +158,7 @@ class ResponsesRequest(Strict):
     def chat_fields(self) -> dict[str, Any]:
         """The body of the chat call that this is."""
         names = ("model", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "stream")
-        others = ("chat_template_kwargs", "drafting", "slo", "parallel_tool_calls", "metadata")
+        others = ("chat_template_kwargs", "cache_salt", "drafting", "slo", "parallel_tool_calls", "metadata")
         fields: dict[str, Any] = {name: getattr(self, name) for name in (*names, *others)}
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["messages"] = self._messages()

@@ -159,6 +159,8 @@ class GenerationFields(Strict):
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     return_tokens_as_token_ids: Annotated[Any, only(False)] = None
 
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's
+
     # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     drafting_details: bool | None = None  # answers report the text of each drafter

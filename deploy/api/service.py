@@ -245,6 +245,7 @@ class Service:
             arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
+            tenant=getattr(request.state, "tenant", ""),
             grammar=grammar,
         )
         options = replace(

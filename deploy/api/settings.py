@@ -17,6 +17,7 @@ class ApiSettings:
 
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
     operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: nobody may switch the policy
+    share_between_keys: bool = _DEFAULTS.share_between_keys
     max_request_bytes: int = _DEFAULTS.max_body_bytes
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
@@ -45,6 +46,7 @@ class ApiSettings:
         return cls(
             api_keys_file=config.api_keys_file,
             operator_keys_file=config.operator_keys_file,
+            share_between_keys=config.share_between_keys,
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=config.max_concurrent_requests,

@@ -53,7 +53,8 @@ class LeadingTarget(NativeTarget):
         sampling = request.sampling
         if sampling.grammar is not None:  # the others need to know only that there is one: rank 0 masks
             sampling = replace(sampling, grammar=Grammar(sampling.grammar.kind))
-        opened = Open(request.id, tuple(token_ids), len(request.prompt_token_ids), sampling)
+        prompt_len, salt = len(request.prompt_token_ids), request.cache_salt
+        opened = Open(request.id, tuple(token_ids), prompt_len, sampling, cache_salt=salt)
         self._changes.append(RankChange(open=opened))
         return computed_len
 

@@ -74,4 +74,5 @@ class Follower:
 
 
 def _request(opened: Open) -> Request:
-    return Request(opened.request_id, opened.token_ids[: opened.prompt_len], opened.sampling, arrival_s=0.0)
+    prompt, salt = opened.token_ids[: opened.prompt_len], opened.cache_salt
+    return Request(opened.request_id, prompt, opened.sampling, arrival_s=0.0, cache_salt=salt)

@@ -142,7 +142,7 @@ class VllmTarget:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=None,
+                cache_salt=request.cache_salt or None,
                 data_parallel_rank=None,
             )
         )

@@ -234,6 +234,16 @@ def test_the_prefix_cache_holds_what_was_committed_after_rejections(engine: Targ
     assert play(engine, fresh, sampled(["fourth-0"], 0.0)).num_cached["fourth-0"] == 0
 
 
+def test_requests_with_different_salts_share_no_prefix(engine: TargetEngine) -> None:
+    ids = next(iter(prompts("x", seed=12, lens=(64,)).values()))
+    found = []
+    for i, salt in enumerate(("one", "two", "one", "")):
+        played = play(engine, {f"salt-{i}": ids}, sampled([f"salt-{i}"], 0.0), salt=salt)
+        found.append((played.num_cached[f"salt-{i}"] > 0, played.outputs[f"salt-{i}"]))
+    assert [hit for hit, _ in found] == [False, False, True, False]
+    assert all(output == found[0][1] for _, output in found)
+
+
 def test_drafts_do_not_change_the_distribution(engine: TargetEngine) -> None:
     """The second token over many seeds, with a draft that is always the same, against plain decoding."""
     prompt = prompts("x", seed=4, lens=(12,))["x-0"]

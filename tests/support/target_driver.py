@@ -39,6 +39,7 @@ def play(
     chunk_len: int = 32,
     max_passes: int = 2000,
     on_tokens: Callable[[str, Sequence[int]], None] = lambda request_id, token_ids: None,
+    salt: str = "",
 ) -> Played:
     """Serves all requests at once to their ``max_tokens`` and releases them.
 
@@ -59,7 +60,7 @@ def play(
                 del computed[name]
             is_new = name not in computed
             if is_new:
-                request = Request(name, tuple(prompts[name]), sampling[name], 0.0)
+                request = Request(name, tuple(prompts[name]), sampling[name], 0.0, cache_salt=salt)
                 computed[name] = engine.open(request, tokens[name])
                 played.num_cached.setdefault(name, computed[name])
             elif holds(name, played.num_passes):

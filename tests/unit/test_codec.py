@@ -85,7 +85,7 @@ greetings = st.builds(Greeting, hellos, st.binary(max_size=40), st.binary(max_si
 draft_rounds = st.builds(
     DraftRound,
     st.integers(0, 2**64 - 1),
-    some(st.builds(Open, names, token_ids, uint32s, samplings, some(names))),
+    some(st.builds(Open, names, token_ids, uint32s, samplings, some(names), names)),
     some(st.builds(Extend, names, uint32s, token_ids)),
     some(st.builds(Budget, names, uint32s, st.floats(0, 1))),
     some(names),
@@ -116,6 +116,8 @@ requests = st.builds(
     times,
     st.builds(Slo, st.none() | times, st.none() | times, st.none() | names),
     st.none() | some(names),
+    token_ids,
+    names,
 )
 submit_rounds = st.builds(SubmitRound, some(requests), some(names))
 commits = st.builds(
