@@ -43,10 +43,10 @@ class GatewaySessions:
             self.end(request_id)
 
     def displace(self, link: Link, request_id: str) -> None:
-        """Ends a request that came by another link: its gateway has lost that link, which this target has not noticed, and
-        resumes the request by ``link``."""
+        """Ends a request that came by another link of the same gateway: it has lost that link, which this target has not
+        noticed, and resumes the request by ``link``. Requests of other gateways stay."""
         outbox = self._owners.get(request_id)
-        if outbox is not None and outbox.link is not link:
+        if outbox is not None and outbox.link is not link and outbox.link.peer.name == link.peer.name:
             self.abort(outbox.link, request_id)
 
     def refuse(self, link: Link, commit: Commit) -> None:

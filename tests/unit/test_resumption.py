@@ -238,7 +238,12 @@ async def test_a_target_that_has_not_noticed_the_loss_of_a_link_continues_its_re
     async with aclosing(replicas.client.generate(one)) as commits:
         begun = tokens([await anext(commits)])
         resumed = replace(one, output_token_ids=tuple(begun))
-        rest = await answer(replicas.first.client.generate(resumed))
+        [other] = await answer(replicas.first.client.generate(resumed))
+        assert "live already" in (other.error or ""), "it belongs to another gateway"
+        redialed = LinkClient("both", MODEL, [replicas.first.address], replicas.first.client.status)
+        assert redialed.wait_linked(WAIT_S)
+        rest = await answer(redialed.generate(resumed))
+        await redialed.close()
     assert begun + tokens(rest) == tokens((await undisturbed(replicas, [one]))[0])
     await replicas.client.close()
 

@@ -73,7 +73,7 @@ SEEDS: tuple[Frame, ...] = (
     Ping(),
     DraftRound(
         5,
-        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small")),),
+        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt"),),
         (Extend("request-2", 8, (5, 6)),),
         (Budget("request-2", 4, 0.25, StopRule(0.1, 0.3, 0.6), 2),),
         ("request-3",),
@@ -86,7 +86,9 @@ SEEDS: tuple[Frame, ...] = (
         (LevelReport("small", 3, 9, 0.1, 1, (Verified("ngram", (4, 3), (3, 1), 8, 6),)),),
         (DraftTiming(2, 0.01),),
     ),
-    SubmitRound((Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,)),), ("request-2",)),
+    SubmitRound(
+        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt"),), ("request-2",)
+    ),
     CommitRound(
         (
             Commit("request-1", 4, (5, 6), 3, 1, "ngram", LOGPROBS, prompt_logprobs=LOGPROBS, prefill=Prefill(2, 0.1, 0.2)),
