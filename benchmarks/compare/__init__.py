@@ -63,7 +63,8 @@ def run(options: BenchOptions) -> BenchResult:
             try:
                 notes.append(bench.bursts())
             except PeerFailed as error:  # the figures so far took a quarter of an hour
-                notes.append(f"the trace was not measured: {error}")
+                notes.append(f"the trace was not measured in full: {error}")
+                notes += [f"last words of {name}: {words}" for name, words in last_words_of(servers).items()]
     return bench.comparison.result(notes, PICTURE)
 
 
@@ -141,6 +142,11 @@ def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:
         by_server.setdefault(one.arm.server, []).append(one)
     groups = list(by_server.values())
     return [one for group in (groups if number % 2 == 0 else reversed(groups)) for one in group]
+
+
+def last_words_of(servers: Sequence[RunningArm]) -> dict[str, str]:
+    """By server, of those that keep them: why a request was not answered."""
+    return {one.arm.server: words for one in servers if (words := one.last_words())}
 
 
 def _gguf() -> Path:

@@ -1,9 +1,9 @@
 """How each system is started. Every arm serves the same weights over HTTP."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,7 @@ class RunningArm:
     arm: Arm
     target: HttpTarget
     process: PeerServer | None  # None: never suspended
+    last_words: Callable[[], str] = lambda: ""  # of an Outrider server
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +110,24 @@ def missing_families() -> dict[str, str]:
 def running(arms: Sequence[Arm], files: ModelFiles) -> Iterator[list[RunningArm]]:
     """All servers, started one after the other. Peers are suspended until their turn; Outrider's own idle."""
     with ExitStack() as stack:
-        servers: dict[str, tuple[HttpTarget, PeerServer | None]] = {}
+        servers: dict[str, RunningArm] = {}
         found = []
         for arm in arms:
             if arm.server not in servers:
                 servers[arm.server] = _start(arm, files, stack)
-            target, process = servers[arm.server]
-            found.append(RunningArm(arm, target, process))
+            found.append(replace(servers[arm.server], arm=arm))
         yield found
 
 
-def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> tuple[HttpTarget, PeerServer | None]:
+def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
     if arm.family in (OUTRIDER, OUTRIDER_VLLM):
         config = outrider_config(arm, files.name)
-        stack.enter_context(ServerProcess(config, python=python_of(arm.family)))
-        return HttpTarget(config.api.host, config.api.port, config.model.name), None
+        own = stack.enter_context(ServerProcess(config, python=python_of(arm.family)))
+        return RunningArm(arm, HttpTarget(config.api.host, config.api.port, config.model.name), None, own.last_words)
     started = peer_command(arm, files)
     server = stack.enter_context(PeerServer(arm.server, started.command, started.environment))
     server.suspend()
-    return HttpTarget("127.0.0.1", server.port, "model"), server
+    return RunningArm(arm, HttpTarget("127.0.0.1", server.port, "model"), server)
 
 
 def outrider_config(arm: Arm, model: str) -> Config:

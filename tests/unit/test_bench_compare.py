@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare import last_words_of
 from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, bursty_arrivals, read_records, trace_arrivals
 from benchmarks.compare.comparison import Comparison
@@ -45,6 +46,12 @@ def test_the_plain_arm_asks_for_no_drafts() -> None:
 def test_a_request_without_an_answer_ends_the_comparison() -> None:
     with pytest.raises(TurnFailed, match="outrider bf16, no drafting: 500"):
         closed_loop(RunningArm(ARM, Server(error="500"), None), ASKS, 2)  # type: ignore[arg-type]
+
+
+def test_an_outrider_serverslast_words_of_say_why_a_request_was_not_answered() -> None:
+    silent, told = RunningArm(ARM, Server(), None), RunningArm(ARM, Server(), None, lambda: "killed: no memory")  # type: ignore[arg-type]
+    assert last_words_of([silent]) == {}
+    assert last_words_of([silent, told]) == {ARM.server: "killed: no memory"}
 
 
 def test_arms_of_one_server_answer_different_prompts() -> None:
