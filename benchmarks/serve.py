@@ -19,7 +19,7 @@ from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
-from cluster.config import ApiConfig, Config, ModelConfig
+from cluster.config import ApiConfig, Config, ModelConfig, TargetConfig
 from cluster.errors import OutriderError
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -77,10 +77,11 @@ def run(options: BenchOptions) -> BenchResult:
     return _result(pairs, ttfts, held, cpu_ms)
 
 
-def local_config(model: str) -> Config:
-    """The default configuration, resolved for this machine, at a free port."""
+def local_config(model: str, target: TargetConfig | None = None) -> Config:
+    """The default configuration, with ``target`` if given, resolved for this machine, at a free port."""
     num_cores = describe_environment().num_cores
-    config = with_shipped(Config(model=ModelConfig(name=model), api=ApiConfig(port=free_port())))
+    asked = Config(model=ModelConfig(name=model), target=target or TargetConfig(), api=ApiConfig(port=free_port()))
+    config = with_shipped(asked)
     return resolve(config, Inventory((Node("here", float(num_cores)),)))
 
 

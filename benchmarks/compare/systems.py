@@ -26,7 +26,7 @@ from benchmarks.compare.peer_server import PeerServer
 from benchmarks.load import HttpTarget
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
-from cluster.config import Config
+from cluster.config import Config, TargetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
@@ -131,11 +131,9 @@ def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
 
 
 def outrider_config(arm: Arm, model: str) -> Config:
-    config = local_config(model)
     if arm.family == OUTRIDER:
-        return config
-    changed = {"engine": "vllm", "dtype": DTYPES[arm.precision], "block_len": VLLM_BLOCK_LEN}
-    return config.model_copy(update={"target": config.target.model_copy(update=changed)})
+        return local_config(model)
+    return local_config(model, TargetConfig(engine="vllm", dtype=DTYPES[arm.precision], block_len=VLLM_BLOCK_LEN))
 
 
 def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:

@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from benchmarks.compare.peer_server import PeerFailed
 from benchmarks.compare.systems import RunningArm, outrider_config
 from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
 from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.report import describe_environment
 
 
 @dataclass
@@ -125,7 +126,13 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
     assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))
 
 
-def test_outrider_on_vllm_is_configured_in_the_precision_of_its_arm() -> None:
+def test_outrider_on_vllm_is_configured_as_a_server_would_and_in_the_precision_of_its_arm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server leaves a core to vLLM's scheduler."""
+    two_cores = replace(describe_environment(), num_cores=2)
+    monkeypatch.setattr("benchmarks.serve.describe_environment", lambda: two_cores)
     target = outrider_config(Arm(OUTRIDER_VLLM, "fp32", POOL), "smollm2-135m").target
+    assert target.resources.threads == 1
     assert (target.engine, target.dtype, target.block_len) == ("vllm", "float32", 32)
     assert outrider_config(Arm(OUTRIDER, "bf16", POOL), "smollm2-135m").target.engine == "native"
