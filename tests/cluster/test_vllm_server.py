@@ -1,4 +1,5 @@
-"""`outrider serve` on vLLM's engine: drafts change no token, and a target that dies comes back."""
+"""`outrider serve` on vLLM's engine: drafts change no token, a target that dies comes back, and another one takes its
+streams over."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -8,18 +9,24 @@ import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import DrafterConfig, DSparkOptions
+from cluster.config import DrafterConfig, DSparkOptions, Resources
 from tests.support.settings import ALWAYS_DRAFTED, small_config
-from tests.support.streaming import answers, run, undrafted
+from tests.support.streaming import Streamed, answers, run, undrafted
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.vllm]
 
+NUM_TOKENS = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm() -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not in this environment: make test-vllm")
+
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not in this environment: make test-vllm")
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path="dspark"))
     update = {
@@ -56,3 +63,22 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(
     with server.client() as http:
         eventually(lambda: answers(http))
     assert run(server).texts == plain
+
+
+def test_streams_of_a_lost_target_go_on_at_another(model_folder: Path, tmp_path: Path) -> None:
+    config = small_config(str(model_folder), tmp_path)
+    resources = Resources(cpus=0.25, gpus=0, threads=1)
+    target = config.target.model_copy(update={"engine": "vllm", "replicas": 2, "resources": resources})
+    with (
+        ServerProcess(config.model_copy(update={"target": target, "planner": ALWAYS_DRAFTED})) as server,
+        server.client() as http,
+    ):
+        eventually(lambda: gauge(http, "outrider_target_ready") == 2)
+        plain = undrafted(server, NUM_TOKENS)
+        streamed = Streamed(server.url, NUM_TOKENS)
+        streamed.start(4)
+        streamed.wait_flowing()
+        server.workers("TargetActor")[0].kill()
+        streamed.wait_end()
+        assert (streamed.texts, streamed.errors) == (plain, {})
+        eventually(lambda: gauge(http, "outrider_requests_resumed_total") > 0)
