@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
 MAX_STREAMS = 32
 NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
-VLLM_BLOCK_LEN = 32  # what vLLM takes on a CPU
+VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
 MODEL_DRAFT_LEN = 4  # of a draft model
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
