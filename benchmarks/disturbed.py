@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import psutil
@@ -116,19 +117,22 @@ class DisturbedServer:
                 return self.target.ask(ask, lambda number: flows.set() if number >= NUM_PIECES else None)
 
             streams = asyncio.create_task(run_streams(ask_one, asks, len(asks)))
-            await asyncio.gather(*(flows.wait() for flows in flowing.values()))
-            outcome = Disturbed(killed_s=time.monotonic())
-            await asyncio.to_thread(injure)
-            load = asyncio.create_task(self._further_requests(asks, streams))
+            tasks: list[asyncio.Task[Any]] = [streams]
             try:
+                await asyncio.gather(*(flows.wait() for flows in flowing.values()))
+                outcome = Disturbed(killed_s=time.monotonic())
+                await asyncio.to_thread(injure)
+                tasks.append(asyncio.create_task(self._further_requests(asks, streams)))
                 while not await asyncio.to_thread(recovered, await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
                     await asyncio.sleep(POLL_S)
                 outcome.recovery_s = time.monotonic() - outcome.killed_s
                 outcome.answers = await streams
             finally:
-                load.cancel()
-                with suppress(asyncio.CancelledError):
-                    await load
+                for task in tasks:
+                    task.cancel()
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+            if failed := [end for end in ends if isinstance(end, Exception)]:
+                raise failed[0]
             return outcome
 
     async def until_answered(self, ask: LoadRequest) -> None:

@@ -1,19 +1,23 @@
 """What the fault and soak benchmarks conclude from answers and samples, and the injuries themselves."""
 
+import asyncio
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.disturbed import Disturbed
+from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
 from benchmarks.fault_rows import RowResult
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
-from benchmarks.load import HttpTarget, TimedAnswer
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
 from benchmarks.soak import growth, num_at_once
 from tests.support.waiting import eventually
 
@@ -86,3 +90,30 @@ def test_hostile_clients_come_and_go() -> None:
             with client, suppress(ConnectionResetError):
                 while client.recv(4096):
                     pass  # its end comes
+
+
+class EndlessServer(DisturbedServer):
+    """Whose streams flow and never end. ``num_cancelled``: of them."""
+
+    def __init__(self) -> None:
+        self.server: Any = SimpleNamespace(url="http://127.0.0.1:1")
+        self.target: Any = self
+        self.num_cancelled = 0
+
+    async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
+        on_piece(NUM_PIECES)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_cancelled += 1
+        raise AssertionError
+
+
+async def test_streams_end_with_a_run_that_fails() -> None:
+    def injure() -> None:
+        raise FaultBenchFailed("there is no process to kill")
+
+    server = EndlessServer()
+    with pytest.raises(FaultBenchFailed, match="no process"):
+        await server.disturbed([LoadRequest(f"r{i}", (1,), 9) for i in range(3)], injure, lambda _: True)
+    assert server.num_cancelled == 3
