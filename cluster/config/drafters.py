@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Resources, Section, check_replicas
+from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Replicated, Resources, Section
 
 DEFAULT_CAPACITY = 64
 DEFAULT_DRAFT_LEN = 8
@@ -132,7 +132,7 @@ def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
             yield from parts_of(member)
 
 
-class DrafterConfig(Section):
+class DrafterConfig(Replicated):
     """One drafter of the pool."""
 
     name: Name
@@ -180,7 +180,6 @@ class DrafterConfig(Section):
             raise ValueError(f"replicas must be 1 for a drafter in the target's process, got {self.replicas}")
         if self.max_outcomes and not self.options.traits.can_fork:
             raise ValueError(f"max_outcomes must be 0 for a drafter of kind {self.options.kind}, got {self.max_outcomes}")
-        check_replicas(self.replicas, self.least, self.most)
         if self.most == 0:
             raise ValueError("max_replicas must be set for a drafter with replicas: 0, or it would never start")
         if self.scales and (self.is_colocated or self.load == "lazy"):
@@ -188,20 +187,6 @@ class DrafterConfig(Section):
                 "min_replicas and max_replicas must be equal for a drafter that is lazy or in the target's process"
             )
         return self
-
-    @property
-    def least(self) -> int:
-        """Replicas at any time."""
-        return self.replicas if self.min_replicas is None else self.min_replicas
-
-    @property
-    def most(self) -> int:
-        return self.replicas if self.max_replicas is None else self.max_replicas
-
-    @property
-    def scales(self) -> bool:
-        """Whether replicas come and go while it serves. Each then has a placement group of its own."""
-        return self.least != self.most
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:

@@ -18,10 +18,10 @@ from cluster.config.section import (
     Fraction,
     Milliseconds,
     Name,
+    Replicated,
     Resources,
     Seconds,
     Section,
-    check_replicas,
 )
 from cluster.config.slo import SloConfig
 
@@ -33,7 +33,7 @@ class ModelConfig(Section):
     max_model_len: Count = 2048  # prompt and output together; at most the model's own
 
 
-class TargetConfig(Section):
+class TargetConfig(Replicated):
     """The verifying engine and its replicas."""
 
     engine: Literal["native", "vllm"] = "native"  # vllm: in an environment of its own (`make setup-vllm`)
@@ -79,22 +79,7 @@ class TargetConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
-        check_replicas(self.replicas, self.least, self.most)
         return self
-
-    @property
-    def least(self) -> int:
-        """Replicas at any time."""
-        return self.replicas if self.min_replicas is None else self.min_replicas
-
-    @property
-    def most(self) -> int:
-        return self.replicas if self.max_replicas is None else self.max_replicas
-
-    @property
-    def scales(self) -> bool:
-        """Whether replicas come and go while it serves."""
-        return self.least != self.most
 
 
 class MemoryConfig(Section):

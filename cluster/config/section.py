@@ -1,7 +1,7 @@
 """Common to all sections: strict parsing and types of values."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,12 +32,34 @@ class Section(BaseModel):
         return self
 
 
-def check_replicas(replicas: int, min_replicas: int, max_replicas: int) -> None:
-    """Raises ValueError unless the bounds contain the number of replicas at start."""
-    if not min_replicas <= replicas <= max_replicas:
-        raise ValueError(
-            f"replicas must lie between min_replicas and max_replicas, got {min_replicas}, {replicas}, {max_replicas}"
-        )
+class Replicated(Section):
+    """A section whose process has replicas."""
+
+    if TYPE_CHECKING:  # each section has these fields in its own order, and with its own limits
+        replicas: int  # at start
+        min_replicas: int | None
+        max_replicas: int | None
+
+    @property
+    def least(self) -> int:
+        """Replicas at any time."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def scales(self) -> bool:
+        """Whether replicas come and go while it serves."""
+        return self.least != self.most
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> Self:
+        if not self.least <= self.replicas <= self.most:
+            bounds = f"{self.least}, {self.replicas}, {self.most}"
+            raise ValueError(f"replicas must lie between min_replicas and max_replicas, got {bounds}")
+        return self
 
 
 class Resources(Section):
