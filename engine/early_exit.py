@@ -7,12 +7,12 @@ wrongly costs speed and no token.
 
     learning pass   no row leaves; margins and final hidden states are recorded
     exit pass       rows leave by the thresholds of `router.early_exit`, for passes of about this size
-    control pass    no row leaves, and the pass is timed as exit passes are
+    control pass    as a plain pass, and timed as exit passes are
     else            the plain path; every so often a learning pass
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -79,7 +79,7 @@ class EarlyExit:
         self._samples: deque[tuple[NDArray[np.float32], int, int]] = deque(maxlen=NUM_SAMPLES)
         self._plans: dict[tuple[int, int], ExitPlan] = {}
         self._wrong_exits = WrongExits()
-        self._trials: dict[tuple[int, int], Trial] = {}
+        self._trials: defaultdict[tuple[int, int], Trial] = defaultdict(lambda: Trial(MIN_PAUSE, MAX_PAUSE))
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
 
@@ -92,14 +92,15 @@ class EarlyExit:
         if not num_spans:
             return None
         plan = self.plan(num_rows, num_spans)
-        period = EAGER_PERIOD if len(self._samples) < MIN_SAMPLES else IDLE_PERIOD if plan.is_off else PERIOD
+        trial = self._trials[_size(num_rows, num_spans)]
+        is_off = plan.is_off or trial.is_paused
+        period = EAGER_PERIOD if len(self._samples) < MIN_SAMPLES else IDLE_PERIOD if is_off else PERIOD
         self._num_since += 1
         if self._num_since >= period:
             self._num_since = 0
             return PassWatch(self, spans, states, None)
         if plan.is_off:
             return None
-        trial = self._trials.setdefault(_size(num_rows, num_spans), Trial(MIN_PAUSE, MAX_PAUSE))
         leaves = trial.next()
         if leaves is None:
             return None
@@ -208,6 +209,7 @@ class PassWatch:
     states: Mapping[str, SamplingState]
     plan: ExitPlan | None  # is_off: of a control pass
     trial: Trial | None = None  # that is told the time of the pass
+    depths: tuple[int, ...] = field(init=False)  # of its checks
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
     _rows: WatchedRows = field(init=False)
     _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
@@ -221,16 +223,13 @@ class PassWatch:
 
     def __post_init__(self) -> None:
         self.span_lens = np.array([len(span.token_ids) for span in self.spans])
+        checks, thresholds = self.exits.checks, self.thresholds or (0.0,) * len(self.exits.checks)
+        self.depths = tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
+        if not self.depths:
+            return  # a control pass must cost what a plain one costs
         self._rows = watched_rows(self.spans, self.states)
         shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
         self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        checks, thresholds = self.exits.checks, self.thresholds
-        if thresholds is None:
-            return tuple([check.depth for check in checks])
-        return tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
 
     @property
     def has_left(self) -> bool:
@@ -300,9 +299,10 @@ class PassWatch:
         """After the pass. ``final``: the final hidden states of all rows."""
         if self.plan is not None:
             num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
+            if self.depths:
+                self._judge(self.plan, outcomes)
             if self.trial is not None and num_tokens:
                 self.trial.note(not self.plan.is_off, (time.perf_counter() - self._started_s) / num_tokens)
-            self._judge(self.plan, outcomes)
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
         watched = dict.fromkeys(self._rows.span.tolist())

@@ -37,6 +37,11 @@ class Trial:
         self._num_spells += 1
         return self._num_spells % (CONTROL_PERIOD if self._is_on else 2) != 0
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the option is off, so that no spell is measured."""
+        return self._num_off > 0
+
     def note(self, is_used: bool, token_s: float) -> None:
         """A measured spell: its seconds per committed token."""
         (self._with if is_used else self._without).add(token_s)

@@ -1,7 +1,7 @@
 """Rows that leave a pass between layers never change a token, and leave nothing behind in the cache."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
+from router.early_exit import ExitPlan
 from tests.support.families import write_family
 from tests.unit.test_native import LIMITS, NUM_TOKENS, PENALIZED, SAMPLINGS, Caller, plain, request
 
@@ -232,3 +233,48 @@ def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) 
     write_family("llama", folder)
     with pytest.raises(InvalidField, match="whose head is its embedding"):
         EarlyExit(load_model(folder, "float32"), STEEP)
+
+
+@pytest.fixture
+def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], early_exit.PassWatch | None]]:
+    """Watches of passes of one size, for which thresholds are known to pay."""
+    monkeypatch.setattr(early_exit, "EAGER_ROWS", 0)
+    exits = EarlyExit(model, STEEP)
+    plan = ExitPlan((0.5,) * len(exits.checks), saved_share=0.5)
+    monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans: plan)
+    margins = np.zeros((len(exits.checks), early_exit.MAX_DRAFTS), np.float32)
+    exits.learn_spans([(margins, 3, 1)] * early_exit.MIN_SAMPLES)
+    target = NativeTarget(model, LIMITS)
+    caller = Caller(target, request("a", SAMPLINGS["greedy"]))
+    yield lambda: exits.watch([caller.span((1, 2, 3))], target._states)
+    target.release("a")
+
+
+def test_exits_that_lost_their_trial_are_learned_of_rarely(trying: Callable[[], early_exit.PassWatch | None]) -> None:
+    """A learning pass checks at every depth and lets nothing leave."""
+    while (watch := trying()) is not None:
+        if watch.trial is not None and watch.plan is not None:
+            watch.trial.note(not watch.plan.is_off, 1.0 if watch.plan.is_off else 2.0)
+    num_learning = sum(trying() is not None for _ in range(2 * early_exit.IDLE_PERIOD))
+    assert num_learning == 2
+
+
+def test_a_control_pass_does_no_more_than_a_plain_one(
+    trying: Callable[[], early_exit.PassWatch | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[Sequence[SpanInput]] = []
+
+    def counted(spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> early_exit.WatchedRows:
+        watched.append(spans)
+        return watched_rows(spans, states)
+
+    monkeypatch.setattr(early_exit, "watched_rows", counted)
+    kinds = []
+    for _ in range(early_exit.PERIOD - 1):
+        before, watch = len(watched), trying()
+        assert watch is not None
+        assert watch.plan is not None
+        kinds.append(watch.plan.is_off)
+        assert len(watched) - before == (not watch.plan.is_off)
+        assert (watch.depths == ()) == watch.plan.is_off
+    assert abs(sum(kinds) - len(kinds) / 2) < 1
