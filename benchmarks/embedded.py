@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
+from benchmarks.core_sets import CoreSet
 from benchmarks.stoppable_clock import StoppableClock
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig, OutriderLength
@@ -28,7 +29,6 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
-from engine.partition import Partition
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
@@ -115,7 +115,7 @@ class EmbeddedCluster:
         clock: StoppableClock | None = None,
         grammars: "Grammars | None" = None,
         draft_length: DraftLengthConfig | None = None,
-        partitions: Mapping[str, Partition] | None = None,
+        partitions: Mapping[str, CoreSet] | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from benchmarks.core_sets import CoreSet, core_sets, usable_cores
 from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from benchmarks.interleaved import run_interleaved, throughput_of
 from benchmarks.overlap_simulated import simulated
@@ -46,7 +47,6 @@ from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
-from engine.partition import CoreSet, core_sets, usable_cores
 from engine.pass_timing import measure_cost
 from engine.sampling import Chosen
 from engine.target import SpanInput

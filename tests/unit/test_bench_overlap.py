@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.core_sets import usable_cores
 from benchmarks.overlap import ARMS, BARRIER, DEFAULT, Case, Found, Pair, compare, result
-from engine.partition import usable_cores
 from router.cost_model import TableCost
 from tests.support.tiny_model import write_tiny_model
 

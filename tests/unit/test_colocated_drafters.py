@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.target import TargetActor
+from benchmarks.core_sets import usable_cores
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, NgramOptions, TargetConfig
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
@@ -26,7 +27,6 @@ from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from engine.partition import usable_cores
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import member_name
 from router.cost_model import TableCost
