@@ -2,7 +2,7 @@
 
 One layer of the model's shape in fp32, spans of 1 + 7 rows, in three kinds of batches: contexts of one length, of a skewed
 distribution as in chats, and one long context among short ones. Padding and decomposition multiply the same rectangular
-tensors (`engine/rectangular_attention.py`); ragged in torch loops over sequences; ragged compiled is what Outrider runs.
+tensors (`benchmarks/rectangular_attention.py`); ragged in torch loops over sequences; ragged compiled is what Outrider runs.
 
 ``decomposition_over_padding.KIND.BATCH``, ``ragged_over_decomposition.KIND.BATCH``: how many times as fast.
 ``cells_saved.KIND.BATCH``: share of the KV tensor that decomposition saves over padding.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmarks.rectangular_attention import RectangularOps, decomposed, padded
 from benchmarks.report import BenchOptions, BenchResult, Table
 from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.cpu.ops import CpuOps
@@ -22,7 +23,6 @@ from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies, load_config
 from engine.models.prepare import ensure_model
 from engine.ops import Ops, TorchOps
-from engine.rectangular_attention import RectangularOps, decomposed, padded
 from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.stopwatch import OwnTime
 

@@ -25,7 +25,6 @@ class OutcomeCounts:
     num_commits: int = 0
     num_own: int = 0  # the drafter's own guess came true, bonus token included
     num_hits: int = 0  # another outcome that was prepared came true
-    num_prepared: int = 0  # such outcomes
 
     @property
     def hit_rate(self) -> float:
@@ -143,7 +142,6 @@ class OutcomeDrafts:
         stop = replace(session.stop, second_price=0.0)  # nobody waits for it
         prepared = Prepared(key, assumed, session.row_price, stop, NUM_RUNNERS_UP, num_more)
         session.prepared.append(prepared)
-        self.counts.num_prepared += 1
         return prepared
 
     def _note_commit(self, num_tokens: int, now_s: float) -> None:

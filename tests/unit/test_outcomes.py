@@ -139,7 +139,7 @@ def test_an_outcome_that_was_prepared_is_answered_without_drafting_and_from_its_
     assert drafter.texts.keys() == {"0/a"}, "branches of other outcomes have ended"
     assert bench.loop.sessions.outcomes is not None
     counts = bench.loop.sessions.outcomes.counts
-    assert 0 < counts.num_hits <= counts.num_prepared
+    assert 0 < counts.num_hits <= counts.num_commits
     assert counts.hit_rate == (counts.num_own + counts.num_hits) / counts.num_commits > 0.0
 
 

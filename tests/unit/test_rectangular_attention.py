@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import rectangular_attention
+from benchmarks import rectangular_attention
+from benchmarks.rectangular_attention import RectangularOps, decomposed, padded
 from engine.models.config import DecoderConfig
 from engine.ops import Ops, TorchOps
-from engine.rectangular_attention import RectangularOps, decomposed, padded
 from tests.support.families import write_family
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
 
