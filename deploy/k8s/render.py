@@ -131,7 +131,8 @@ def _target_group(config: Config) -> dict[str, Any]:
     processes_gb = PROCESS_GB * (num_ranks + sum(d.is_colocated for d in config.drafters))
     memory_gb = None if weights_gb is None else weights_gb + on_cpu_gb + processes_gb
     cpus, gpus = num_ranks * _number(target.resources.cpus), math.ceil(num_ranks * _number(target.resources.gpus))
-    group = _group(target.replicas, cpus, gpus, memory_gb, target.resources.node_labels)
+    num_pods = (target.least, target.replicas, target.most)
+    group = _group(num_pods, cpus, gpus, memory_gb, target.resources.node_labels)
     if memory_gb is None:
         for amounts in group["resources"].values():
             amounts["memory"] = None  # removes the chart's, which is that of its default model
@@ -149,28 +150,45 @@ def _drafter_groups(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
             reason = "must not be those of the target, whose pods hold a replica each: leave them out"
             raise InvalidField("drafters.resources.node_labels", dict(labels), reason)
         num_pods, cpus, gpus = _pods(config, drafters)
-        memory_gb = _memory_gb(drafters, num_pods)
+        memory_gb = _memory_gb(drafters, num_pods[-1])
         name = "-".join(value for _, value in labels).lower().replace("_", "-").replace(".", "-")
         yield name, _group(num_pods, cpus, gpus, memory_gb, dict(labels))
 
 
-def _pods(config: Config, drafters: Sequence[DrafterConfig]) -> tuple[int, float, int]:
-    """The fewest pods that hold them, and the CPUs and GPUs of each."""
-    num_processes = sum(d.replicas for d in drafters)
-    total_cpus = sum(d.replicas * _number(d.resources.cpus) for d in drafters)
+def _pods(config: Config, drafters: Sequence[DrafterConfig]) -> tuple[tuple[int, int, int], float, int]:
+    """The fewest pods that hold them, at least, at start and at most, and the CPUs and GPUs of each."""
+    num_processes = sum(d.most for d in drafters)
+    total_cpus = sum(d.most * _number(d.resources.cpus) for d in drafters)
     largest = max(_number(d.resources.cpus) for d in drafters)
     gpus = math.ceil(max(_number(d.resources.gpus) for d in drafters))
-    alone = config.model_copy(update={"drafters": tuple(drafters), "target": _without_needs(config)})
-    for num_pods in range(max(d.replicas for d in drafters), num_processes + 1):
+    alone = config.model_copy(update={"target": _without_needs(config)})
+    most = [d.most for d in drafters]
+    for num_pods in range(max(most), num_processes):
         cpus = max(largest, total_cpus / num_pods)
         for size in (cpus, cpus + largest):  # with room for an uneven split
-            nodes = tuple(Node(str(i), size, gpus, drafters[0].resources.node_labels) for i in range(num_pods))
-            try:
-                place(alone, Inventory(nodes))
-            except PlacementError:
-                continue
-            return num_pods, size, gpus
-    return num_processes, largest, gpus
+            if _fits(alone, drafters, most, num_pods, size, gpus):
+                least, start = (
+                    next((n for n in range(max(num), num_pods) if _fits(alone, drafters, num, n, size, gpus)), num_pods)
+                    for num in ([d.least for d in drafters], [d.replicas for d in drafters])
+                )
+                return (least, start, num_pods), size, gpus
+    return (sum(d.least for d in drafters), sum(d.replicas for d in drafters), num_processes), largest, gpus
+
+
+def _fits(
+    alone: Config, drafters: Sequence[DrafterConfig], num_replicas: Sequence[int], num_pods: int, cpus: float, gpus: int
+) -> bool:
+    """Whether so many pods of this size hold so many replicas of each drafter."""
+    fixed = [
+        d.model_copy(update={"replicas": num, "min_replicas": None, "max_replicas": None})
+        for d, num in zip(drafters, num_replicas, strict=True)
+    ]
+    nodes = tuple(Node(str(i), cpus, gpus, drafters[0].resources.node_labels) for i in range(num_pods))
+    try:
+        place(alone.model_copy(update={"drafters": tuple(fixed)}), Inventory(nodes))
+    except PlacementError:
+        return False
+    return True
 
 
 def _without_needs(config: Config) -> Any:
@@ -189,7 +207,7 @@ def _memory_gb(drafters: Sequence[DrafterConfig], num_pods: int) -> float | None
             needed_gb += weights_gb + (getattr(options, "kv_cache_gb", 0.0) if drafter.device == "cpu" else 0.0)
         if isinstance(options, SuffixOptions):
             needed_gb += options.max_shared_tokens * SHARED_TOKEN_BYTES / 1e9
-        total_gb += drafter.replicas * needed_gb
+        total_gb += drafter.most * needed_gb
     return math.ceil(total_gb / num_pods)
 
 
@@ -204,16 +222,18 @@ def _weights_gb(model: str) -> float | None:
     return None
 
 
-def _group(num_pods: int, cpus: float, gpus: int, memory_gb: float | None, labels: Any) -> dict[str, Any]:
+def _group(num_pods: tuple[int, int, int], cpus: float, gpus: int, memory_gb: float | None, labels: Any) -> dict[str, Any]:
+    """``num_pods``: at least, at start, and at most."""
+    least, start, most = num_pods
     wanted: dict[str, Any] = {"cpu": str(math.ceil(cpus + SYSTEM_CPUS))}
     if memory_gb is not None:
         wanted["memory"] = f"{math.ceil(memory_gb + SYSTEM_GB)}Gi"
     if gpus:
         wanted[GPU] = str(gpus)
     group: dict[str, Any] = {
-        "replicas": num_pods,
-        "minReplicas": num_pods,
-        "maxReplicas": num_pods,
+        "replicas": start,
+        "minReplicas": least,
+        "maxReplicas": most,
         "labels": dict(labels),
         "rayStartParams": {"object-store-memory": str(OBJECT_STORE_BYTES)},
         "resources": {"requests": wanted, "limits": dict(wanted)},

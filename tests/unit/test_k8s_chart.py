@@ -214,9 +214,9 @@ def test_network_policies_let_dns_through() -> None:
     ("gcs", "expected"), [(False, {"target": 2, "gateway": 1, "head": 1}), (True, {"target": 2, "gateway": 1})]
 )
 def test_disruption_budgets(gcs: bool, expected: dict[str, int]) -> None:
-    """One replica less than there are, so that nodes can be drained; a head that can come back needs none."""
+    """One replica less than there are at least, so that nodes can be drained; a head that can come back needs none."""
     values = {
-        "worker": {"replicas": 3, "maxReplicas": 3},
+        "worker": {"replicas": 4, "minReplicas": 3, "maxReplicas": 5},
         "gcsFaultTolerance": {"enabled": gcs, "redisAddress": "redis:6379"},
     }
     budgets = [m["spec"] for m in render(values) if m["kind"] == "PodDisruptionBudget"]

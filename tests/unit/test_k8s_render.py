@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.config import Config, DrafterConfig, NgramOptions, Resources, load
+from cluster.config import Config, DrafterConfig, NgramOptions, Resources, TargetConfig, load
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
@@ -73,6 +73,28 @@ def test_one_pod_less_does_not_hold_it(example: Path, tmp_path: Path) -> None:
     pods = pods_of(values)
     with pytest.raises(PlacementError):
         place(resolve(config_of(values, tmp_path), pods), pods)
+
+
+def test_groups_grow_and_shrink_as_the_file_lets_replicas(tmp_path: Path) -> None:
+    one_cpu = Resources(cpus=1)
+    drafters = (
+        DrafterConfig(name="ngram", options=NgramOptions(), replicas=0, max_replicas=6, resources=one_cpu),
+        DrafterConfig(name="fixed", options=NgramOptions(), replicas=2, resources=one_cpu),
+    )
+    config = Config(drafters=drafters, target=TargetConfig(replicas=2, min_replicas=1, max_replicas=4))
+    values = values_for(config)
+    (group,) = values["additionalWorkerGroups"].values()
+    assert _bounds(values["worker"]) == (1, 2, 4)
+    assert _bounds(group) == (2, 2, 6)
+    most = (drafters[0].model_copy(update={"replicas": 6}), drafters[1])
+    for num_pods, pool in ((2, drafters), (6, most)):
+        held = for_cluster(config.model_copy(update={"drafters": pool}))
+        place(held, pods_of(values | {"additionalWorkerGroups": {"drafters": group | {"replicas": num_pods}}}))
+    assert [problem for manifest in render(values) for problem in problems(manifest)] == []
+
+
+def _bounds(group: dict[str, Any]) -> tuple[int, int, int]:
+    return group["minReplicas"], group["replicas"], group["maxReplicas"]
 
 
 def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
