@@ -4,7 +4,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from actors.mailbox import DialingMailbox
@@ -25,6 +27,18 @@ IDLE_WAIT_S = 1.0
 MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A stream has lost its target. ``suspects``: as of ``Resumption.note_death``."""
+
+    reason: str
+    suspects: Mapping[str, int]
+
+    @property
+    def error(self) -> LinkClosed:
+        return LinkClosed(f"{self.reason}; send the request again")
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     """A running request. Its queue is bounded by the request's max_tokens."""
@@ -33,7 +47,8 @@ class _Stream:
     link: Link
     next_len: int | None  # committed length at which the next commit begins; None after the last
     end_len: int  # committed length at max_tokens
-    commits: asyncio.Queue[Commit | LinkClosed] = field(default_factory=asyncio.Queue)
+    num_fruitless: int  # of `Resumption`, until its first token here
+    commits: asyncio.Queue[Commit | _Loss] = field(default_factory=asyncio.Queue)
 
 
 class LinkClient:
@@ -67,6 +82,8 @@ class LinkClient:
         self._leaving: frozenset[str] = frozenset()
         self._awaiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of callers without a target
         self._inspection = Inspection(f"gateway {name}")
+        # Held by a request that is tried alone, since targets failed in turn under several.
+        self._alone: defaultdict[asyncio.AbstractEventLoop, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stop = threading.Event()
         self._links_changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name=f"gateway-{name}", daemon=True)
@@ -100,50 +117,60 @@ class LinkClient:
         avoided: set[Link] = set()  # and those that refused it since
         lost: LinkClosed | None = None  # why its last target was lost
         lost_s = 0.0
-        while True:
-            if lost is not None and not await self._await_target(avoided, lost_s + self._resume_wait_s):
-                raise lost
-            try:
-                stream = self._submit(request, avoided)
-            except LinkClosed:
-                if lost is None:
-                    raise
-                continue
-            except Overloaded:
-                if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
-                    raise
-                await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
-                continue
-            if lost is not None:
-                self._num_resumed += 1
-                logger.info("%s goes on after %d tokens: %s", request.id, len(request.output_token_ids), lost)
-            finished = False
-            try:
-                while True:
-                    item = await stream.commits.get()
-                    if isinstance(item, LinkClosed):
-                        break  # the finally clause aborts the request
-                    finished = item.finish is not None
-                    if item.finish in (FinishReason.OVERLOADED, FinishReason.ABORT):
-                        break
-                    commit = resumption.deliver(item)
-                    if commit is not None:
-                        yield commit
-                    if finished:
+        async with AsyncExitStack() as alone:
+            while True:
+                if lost is not None and not await self._await_target(avoided, lost_s + self._resume_wait_s):
+                    raise lost
+                try:
+                    stream = self._submit(request, avoided, resumption.num_fruitless)
+                except LinkClosed:
+                    if lost is None:
+                        raise
+                    continue
+                except Overloaded:
+                    if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
+                        raise
+                    await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
+                    continue
+                goes_on = finished = False
+                try:
+                    while True:
+                        item = await stream.commits.get()
+                        if isinstance(item, _Loss):
+                            break  # the finally clause aborts the request
+                        finished = item.finish is not None
+                        if item.finish is FinishReason.OVERLOADED:
+                            break
+                        if lost is not None and not goes_on:
+                            goes_on = True
+                            self._num_resumed += 1
+                            logger.info("%s goes on after %d tokens: %s", request.id, len(request.output_token_ids), lost)
+                        if item.token_ids and resumption.num_fruitless:
+                            await alone.aclose()
+                        commit = resumption.deliver(item)
+                        if commit is not None:
+                            yield commit
+                        if finished:
+                            return
+                finally:
+                    self._forget(request.id, abort=not finished)
+                avoided.add(stream.link)
+                if isinstance(item, Commit):
+                    if lost is None and not self._candidates(avoided):
+                        raise _refusal(item, request.slo)
+                    continue
+                lost = item.error
+                if stream.link.peer.name not in self._leaving:
+                    blamed = resumption.note_death(item.reason, item.suspects)
+                    if blamed is not None:
+                        yield blamed
                         return
-            finally:
-                self._forget(request.id, abort=not finished)
-            avoided.add(stream.link)
-            if isinstance(item, Commit) and item.finish is FinishReason.OVERLOADED:
-                if lost is None and not self._candidates(avoided):
-                    raise _refusal(item, request.slo)
-                continue
-            lost = item if isinstance(item, LinkClosed) else LinkClosed(f"{item.error}; send the request again")
-            lost_s = asyncio.get_running_loop().time()
-            if not resumption.is_possible:
-                raise lost
-            gave_up.add(stream.link)
-            request, avoided = resumption.resume(), set(gave_up)
+                gave_up.add(stream.link)
+                request, avoided = resumption.resume(), set(gave_up)
+                await alone.aclose()
+                if resumption.num_fruitless > 1:
+                    await alone.enter_async_context(self._alone[asyncio.get_running_loop()])
+                lost_s = asyncio.get_running_loop().time()
 
     async def close(self) -> None:
         self._stop.set()
@@ -178,14 +205,14 @@ class LinkClient:
                 del self._awaiting[linked]
         return True
 
-    def _submit(self, request: Request, avoided: set[Link]) -> _Stream:
+    def _submit(self, request: Request, avoided: set[Link], num_fruitless: int) -> _Stream:
         """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
         ones read too slowly."""
         full: LinkFull | None = None
         for link in self._candidates(avoided):
             base_len, end_len = request.committed_len, len(request.prompt_token_ids) + request.sampling.max_tokens
             with self._lock:
-                stream = _Stream(asyncio.get_running_loop(), link, base_len, end_len)
+                stream = _Stream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless)
                 self._streams[request.id] = stream
                 if link in self._links:
                     self._links[link] += 1
@@ -283,21 +310,28 @@ class LinkClient:
 
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
         """Delivers commits with one wake-up per event loop; an invalid one ends its stream. Returns the faults."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | LinkClosed]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | _Loss]]] = {}
         faults: list[str] = []
+        suspects: dict[str, int] = {}
         with self._lock:
             for commit in commits:
                 stream = self._streams.get(commit.request_id)
                 if stream is None or stream.link is not link or stream.next_len is None:
                     continue  # the stream has ended or belongs to another target
                 fault = commit_fault(commit, self._model.vocab_size) or _sequence_fault(stream, commit)
-                item: Commit | LinkClosed = commit
+                item: Commit | _Loss = commit
                 if fault is not None:
                     faults.append(fault)
-                    item = LinkClosed(f"the target sent {fault}; send the request again")
+                    item = _Loss(f"the target sent {fault}", {})
+                elif commit.finish is FinishReason.ABORT:
+                    item = _Loss(commit.error or "the target gave it up", suspects)
+                elif commit.token_ids:
+                    stream.num_fruitless = 0
                 over = fault is not None or commit.finish is not None
                 stream.next_len = None if over else commit.base_len + len(commit.token_ids)
                 by_loop.setdefault(stream.loop, []).append((stream, item))
+            if any(commit.finish is FinishReason.ABORT for commit in commits):
+                suspects |= self._suspects(link)  # none that has a token of this round
         for loop, items in by_loop.items():
             _deliver(loop, items)
         return faults
@@ -312,8 +346,14 @@ class LinkClient:
             self._links.pop(link, None)
             self._aborts.pop(link, None)
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
+            loss = _Loss(f"the target is gone: {reason}", self._suspects(link))
         for stream in cut_off:
-            _deliver(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])
+            _deliver(stream.loop, [(stream, loss)])
+
+    def _suspects(self, link: Link) -> dict[str, int]:
+        """With the lock held."""
+        streams = self._streams.items()
+        return {key: one.num_fruitless for key, one in streams if one.link is link and one.num_fruitless}
 
 
 def _aged(request: Request) -> Request:
@@ -343,7 +383,7 @@ def _sequence_fault(stream: _Stream, commit: Commit) -> str | None:
     return None
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | LinkClosed]]) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | _Loss]]) -> None:
     def put() -> None:
         for stream, item in items:
             stream.commits.put_nowait(item)

@@ -4,18 +4,19 @@ The output depends on target, prompt, parameters and seed alone (DESIGN idea 1),
 tokens delivered so far: they count as its output for max_tokens, min_tokens, penalties and the grammar.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from cluster.types import Commit, Request, Slo
+from cluster.types import Commit, FinishReason, Request, Slo
 
-MAX_RESUMPTIONS = 3  # of one request; it may itself be what ends targets
+MAX_DEATHS = 4  # of targets under one request; it may itself be what ends them
 
 
 class Resumption:
-    """One per request. ``num`` counts its resumptions."""
+    """One per request. ``num_deaths``: targets that failed under it; ``num_fruitless``: those since its last token."""
 
     def __init__(self, request: Request) -> None:
-        self.num = 0
+        self.num_deaths = self.num_fruitless = 0
         self._request = request
         self._output: list[int] = []
         self._num_scored = 0  # prompt tokens whose log-probabilities were delivered
@@ -24,6 +25,8 @@ class Resumption:
     def deliver(self, commit: Commit) -> Commit | None:
         """Notes a commit. Returns what the caller has not had of it; None: all is known."""
         self._output += commit.token_ids
+        if commit.token_ids:
+            self.num_fruitless = 0
         if not commit.prompt_logprobs:
             return commit
         new = commit.prompt_logprobs[max(0, self._num_scored - self._num_scored_again) :]
@@ -33,15 +36,25 @@ class Resumption:
             return None
         return replace(commit, prompt_logprobs=new)
 
-    @property
-    def is_possible(self) -> bool:
-        return self.num < MAX_RESUMPTIONS
+    def note_death(self, reason: str, suspects: Mapping[str, int]) -> Commit | None:
+        """Its target failed. Returns its last commit if it is probably the cause.
+
+        Args:
+            suspects: requests that had no token of that target, but had lost others before, and ``num_fruitless`` of each.
+        """
+        self.num_deaths += 1
+        self.num_fruitless += 1
+        request_id, committed_len = self._request.id, len(self._request.prompt_token_ids) + len(self._output)
+        others = [num for key, num in suspects.items() if key != request_id]
+        if self.num_deaths < MAX_DEATHS and suspects.get(request_id, 0) <= max(others, default=0):
+            return None
+        error = f"{self.num_deaths} targets failed while they ran it, so it is not sent to another; the last: {reason}"
+        return Commit(request_id, committed_len, (), finish=FinishReason.ERROR, error=error)
 
     def resume(self) -> Request:
         """What to submit to another target. Its first token and prompt log-probabilities were delivered if it has output."""
-        self.num += 1
         self._num_scored_again = 0
-        request = self._request
+        request = replace(self._request, was_admitted=True)
         if not self._output:
             return request
         slo = Slo(None, request.slo.tpot_s, request.slo.name)

@@ -52,6 +52,7 @@ class Request:
     chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
     output_token_ids: tuple[int, ...] = ()  # committed already, by a target that was lost
     cache_salt: str = ""  # only requests with the same salt share cached keys and values
+    was_admitted: bool = False  # by a target that was lost: another one does not refuse it because of its load
 
     @property
     def committed_len(self) -> int:

@@ -32,7 +32,7 @@ def refusal(
         error = f"request {request.id} is live already"
     elif draining:
         finish, error = FinishReason.OVERLOADED, "the target drains: it takes no more requests"
-    elif num_waiting >= max_waiting and not request.output_token_ids:  # one that has output was taken before
+    elif num_waiting >= max_waiting and not request.was_admitted:
         finish, error = FinishReason.OVERLOADED, f"{num_waiting} requests wait already"
     elif not 0 < prompt_len < max_len:
         room = f"at least 1 and leave room in the model's context of {max_len}"

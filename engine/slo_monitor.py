@@ -21,7 +21,7 @@ class SloMonitor:
     def refusal(self, request: Request, sequences: Sequences, capacity: Capacity, now_s: float) -> Commit | None:
         """The only commit of a request that is refused, with the predicted times; None: it is taken."""
         slo = request.slo
-        if slo.ttft_s is None or not self._sheds:
+        if slo.ttft_s is None or not self._sheds or request.was_admitted:
             return None
         prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         progress = SloProgress(now_s + slo.ttft_s, slo.tpot_s)

@@ -69,6 +69,7 @@ async def test_an_engine_s_error_has_an_id_that_is_logged(caplog: pytest.LogCapt
     assert response.status_code == 500
     request_id = response.headers["x-request-id"]
     assert request_id in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
     assert f"{request_id}: the logits are no numbers" in caplog.text
 
 

@@ -87,7 +87,8 @@ SEEDS: tuple[Frame, ...] = (
         (DraftTiming(2, 0.01),),
     ),
     SubmitRound(
-        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt"),), ("request-2",)
+        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True),),
+        ("request-2",),
     ),
     CommitRound(
         (
