@@ -1,7 +1,7 @@
 """What the supervisor manages: processes across restarts, and the interface to what spawns them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -53,8 +53,8 @@ class Spawner(Protocol):
         """Ends a target or drafter, also one that an earlier supervisor left running, by the name of its group; returns when
         it is dead. ``give_back``: its resources, too."""
 
-    def running(self) -> Collection[str]:
-        """Groups of targets and drafters that an earlier supervisor left running."""
+    def running(self) -> Mapping[str, bool]:
+        """Groups of targets and drafters that an earlier supervisor left, and whether each has a process already."""
 
 
 @dataclass(frozen=True, slots=True)

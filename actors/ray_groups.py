@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import ray
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
@@ -69,6 +70,17 @@ class Groups:
 def _exists(group: PlacementGroup) -> bool:
     """False after it was given back, which an earlier supervisor may have done."""
     return bool(placement_group_table(group).get("state", "REMOVED") != "REMOVED")
+
+
+def named_groups() -> list[str]:
+    """In this namespace, also those that Ray has not placed yet."""
+    found = []
+    for group in placement_group_table().values():  # of all namespaces
+        with suppress(ValueError):
+            if group["state"] != "REMOVED" and group["name"]:
+                get_placement_group(group["name"])
+                found.append(str(group["name"]))
+    return found
 
 
 def named_actors() -> list[str]:

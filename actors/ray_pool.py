@@ -17,7 +17,7 @@ from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded
 from actors.rank import RankActor, RankProcesses
-from actors.ray_groups import Groups, named_actors
+from actors.ray_groups import Groups, named_actors, named_groups
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
@@ -154,8 +154,8 @@ class RaySpawner:
         if give_back:
             self._groups.give_back(group)
 
-    def running(self) -> list[str]:
-        return named_actors()
+    def running(self) -> dict[str, bool]:
+        return dict.fromkeys(named_groups(), False) | dict.fromkeys(named_actors(), True)
 
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector

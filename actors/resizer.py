@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 DRAFTER_DRAIN_S = 5.0  # several slots of the router
+RETRY_S = 2.0
 
 
 class ResizedProcesses(Protocol):
@@ -88,6 +89,15 @@ class Resizer:
 
     async def leave(self, name: str) -> None:
         """Waits until nothing uses it any more, then removes it."""
+        while name in self.leaving:
+            try:
+                await self._remove(name)
+            except Exception:
+                # Whatever failed: until it is gone, it holds its resources, and none of its name can join.
+                logger.exception("%s could not be removed; next attempt in %g s", name, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+
+    async def _remove(self, name: str) -> None:
         await self._processes.members_changed()
         if name in self._pool.targets:
             await self._drained(name)

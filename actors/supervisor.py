@@ -65,9 +65,11 @@ class Supervisor:
         """Starts the targets; drafters and router follow as soon as one is ready. Idempotent."""
         if self._pool.targets:
             return
-        running = frozenset(self._spawner.running())
-        for name in first_targets(self._config.target, running):
-            self._starting_targets.add(name)
+        running = self._spawner.running()
+        names = first_targets(self._config.target, running)
+        found = [name for name in names if running.get(name)]
+        self._starting_targets.update(found or names)  # others were joining, and nothing waits for them
+        for name in names:
             self.add_target(name)
         self._drafters |= first_drafters(self._config, running)
 

@@ -82,6 +82,7 @@ class PretendedSpawner:
     stillborn: set[str] = field(default_factory=set)
     mute: set[str] = field(default_factory=set)
     found: list[str] = field(default_factory=list)
+    reserved: list[str] = field(default_factory=list)  # without a process
     given_back: list[str] = field(default_factory=list)
     draining: set[str] = field(default_factory=set)
 
@@ -108,8 +109,8 @@ class PretendedSpawner:
         if name in self.lives:
             await self.now(name).kill()
 
-    def running(self) -> list[str]:
-        return self.found
+    def running(self) -> dict[str, bool]:
+        return dict.fromkeys(self.reserved, False) | dict.fromkeys(self.found, True)
 
     def _born(self, name: str, info: Any) -> PretendedProcess:
         process = PretendedProcess(name, info, starts=name not in self.stillborn, silent=name in self.mute)

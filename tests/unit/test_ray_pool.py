@@ -8,6 +8,7 @@ import pytest
 
 from actors import ray_groups, ray_pool
 from actors.ray_pool import Deployment, RaySpawner
+from actors.resizer import first_targets
 from cluster.config import Config, TargetConfig
 
 
@@ -43,6 +44,29 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]
     assert options["num_cpus"] == 0
+
+
+def test_groups_that_wait_for_room_are_found_by_a_new_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [
+        {"name": "target-0", "state": "CREATED"},
+        {"name": "target-1", "state": "PENDING"},
+        {"name": "target-2", "state": "REMOVED"},
+        {"name": "target-3", "state": "CREATED"},  # of another namespace
+        {"name": "", "state": "CREATED"},
+    ]
+
+    def find(name: str) -> object:
+        if name == "target-3":
+            raise ValueError(name)
+        return object()
+
+    monkeypatch.setattr(ray_groups, "placement_group_table", lambda: dict(enumerate(table)))
+    monkeypatch.setattr(ray_groups, "get_placement_group", find)
+    monkeypatch.setattr(ray_pool, "named_actors", lambda: ["target-0", "supervisor"])
+    spawner = RaySpawner(Deployment(Config(), {}, "/folder", "token"))
+    assert spawner.running() == {"target-0": True, "target-1": False, "supervisor": True}
+    config = TargetConfig(replicas=1, max_replicas=4)
+    assert first_targets(config, spawner.running()) == ["target-0", "target-1"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray Serve's import

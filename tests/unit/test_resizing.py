@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors import ray_groups
+from actors import ray_groups, resizer
 from actors.drafter_loader import SILENT
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
@@ -26,6 +26,7 @@ CONFIG = Config(
     supervision=FAST,
     scaling=ScalingConfig(drain_s=60),
 )
+PATIENT = CONFIG.model_copy(update={"supervision": FAST.model_copy(update={"start_timeout_s": 600.0})})
 IDLE = TargetStatus("", "ready", 0, 0, 10, 10, 0.0, 0.0)
 
 
@@ -118,6 +119,30 @@ async def test_a_target_that_dies_while_it_leaves_is_not_started_again(
     assert len(spawner.lives["target-1"]) == 1
 
 
+async def test_a_removal_that_fails_is_tried_again(
+    supervisor: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.resize(FleetSize(2))
+    await eventually(lambda: "target-1" in supervisor.pids())
+    end, num_failures = spawner.end, 2
+
+    async def fails_at_first(group: str, give_back: bool = False) -> None:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            raise ConnectionError("Ray does not answer")
+        await end(group, give_back)
+
+    monkeypatch.setattr(spawner, "end", fails_at_first)
+    monkeypatch.setattr(resizer, "RETRY_S", 0.01)
+    _report(spawner, "target-1", num_running=0)
+    supervisor.resize(FleetSize(1))
+    await eventually(lambda: spawner.given_back == ["target-1"])
+    await eventually(lambda: not supervisor._resizer.leaving)
+    supervisor.resize(FleetSize(2))
+    await eventually(lambda: "target-1" in supervisor.pids())
+
+
 async def test_a_supervisor_in_the_place_of_another_goes_on_with_what_runs(spawner: PretendedSpawner) -> None:
     spawner.found = ["target-0", "target-0/1", "target-2", "drafter-ngram/1", "router"]
     supervisor = Supervisor(CONFIG, spawner)
@@ -134,6 +159,17 @@ async def test_a_restarted_supervisor_takes_over_what_runs_before_it_resizes(spa
     try:
         supervisor.resize(FleetSize(3))
         await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "target-2", "ngram", "router"})
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_target_that_was_joining_joins_under_a_restarted_supervisor(spawner: PretendedSpawner) -> None:
+    spawner.found, spawner.reserved, spawner.mute = ["target-0", "supervisor"], ["target-0", "target-1"], {"target-1"}
+    supervisor = Supervisor(PATIENT, spawner)
+    try:
+        async with asyncio.timeout(10):
+            assert (await supervisor.ready()).addresses == ("grpc://node:0",), "nobody waits for it"
+        assert spawner.now("target-1").alive
     finally:
         await supervisor.stop()
 
