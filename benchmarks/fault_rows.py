@@ -100,7 +100,7 @@ class _Rows(DisturbedServer):
     def table(self) -> list[_Row]:
         rows = [
             *(_Row(f"{name}_killed", _killing(actor), actor) for name, actor in _ACTOR_OF.items()),
-            *(_Row(f"{name}_hangs", _hanging(actor), actor) for name, actor in _ACTOR_OF.items() if name != "supervisor"),
+            *(_Row(f"{name}_hangs", _hanging(actor), actor) for name, actor in _ACTOR_OF.items()),
             _Row("api_killed", _killing("ServeReplica"), "ServeReplica", ends_streams=True),
             _Row("supervisor_stalls", lambda rows: rows.stall(rows.server.workers("PoolSupervisor"))),
             _Row("ray_stalls", lambda rows: rows.stall(rows.ray_processes())),

@@ -86,7 +86,8 @@ class ClusterStatus:
     drafters: tuple[DrafterStatus, ...]
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
-    num_resumed: int = 0  # by this process of the API: how often it sent on a request whose target was lost
+    num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost
+    num_supervisor_kills: int = 0  # by this process of the API: of supervisors that did not answer
 
 
 class EngineClient(Protocol):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from ray.serve.config import BackpressureConfig
 from actors.gateway import LinkClient
 from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
+from actors.supervisor import TARGET_TIMEOUT_FACTOR
 from cluster.client import ClusterStatus
-from cluster.config import Config, PolicyConfig
+from cluster.config import Config, PolicyConfig, SupervisionConfig
 from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.logs import log_json
@@ -52,12 +54,14 @@ class ApiReplica:
         assert directory.model is not None
         supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
 
+        watch = SupervisorWatch(supervisor, self._config.supervision)
+
         async def status() -> ClusterStatus:
             try:
                 answer: ClusterStatus = await supervisor.status.remote()
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
-            return answer
+            return watch.noted(answer)
 
         async def try_policy(policy: PolicyConfig | None, for_s: float) -> bool:
             try:
@@ -70,14 +74,17 @@ class ApiReplica:
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            following = asyncio.create_task(follow_targets(client, supervisor, directory), name="follow targets")
+            tasks = (
+                asyncio.create_task(follow_targets(client, supervisor, directory), name="follow targets"),
+                asyncio.create_task(watch.run(), name="watch the supervisor"),
+            )
             try:
                 await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
                 yield
             finally:
-                following.cancel()
-                with suppress(asyncio.CancelledError):
-                    await following
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
@@ -88,6 +95,48 @@ class ApiReplica:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""
         if self._client is not None:
             self._client.check_health()
+
+
+class SupervisorWatch:
+    """Kills a supervisor that hangs, which nothing else would notice: targets serve on without it, and Ray restarts only
+    what has ended. The next supervisor finds all processes."""
+
+    def __init__(self, supervisor: Any, config: SupervisionConfig) -> None:
+        self._supervisor = supervisor
+        self._period_s = config.health_period_ms / 1e3
+        self._timeout_s = config.health_timeout_ms * TARGET_TIMEOUT_FACTOR / 2e3  # of one question; two are asked
+        self._num_killed = 0
+
+    def noted(self, status: ClusterStatus) -> ClusterStatus:
+        """With how often it happened."""
+        if not self._num_killed:
+            return status
+        note = f"the supervisor did not answer and was killed, {self._num_killed} times since this API process started"
+        return replace(status, num_supervisor_kills=self._num_killed, notes=(*status.notes, note))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        timeout_s, num_missed = self._timeout_s, 0
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._supervisor.pids.remote()
+                timeout_s, num_missed = self._timeout_s, 0
+            except TimeoutError:
+                num_missed += 1
+                if num_missed < 2:  # this process may have stood still itself
+                    continue
+                logger.error("the supervisor has not answered for %g s: it is killed, and Ray starts another", 2 * timeout_s)
+                self._num_killed += 1
+                timeout_s, num_missed = 2 * timeout_s, 0  # so that one that starts slowly is ready in time at last
+                with suppress(RayError):  # it has ended meanwhile
+                    ray.kill(self._supervisor, no_restart=False)
+            except RayError:
+                pass  # it has ended, which `follow_targets` reports, and Ray starts another
+            except Exception:
+                # No caller awaits this task, and without it nothing would see a hang.
+                logger.exception("could not ask the supervisor")
+            await asyncio.sleep(self._period_s)
 
 
 async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) -> None:

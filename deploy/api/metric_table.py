@@ -270,7 +270,18 @@ METRICS = (
         "Continuations of requests at another target, after the loss of theirs.",
         read=lambda status: [((), float(status.num_resumed))],
     ),
+    Metric(
+        "supervisor_kills",
+        "counter",
+        "Times that this process killed a supervisor that did not answer, for Ray to start another.",
+        read=lambda status: [((), float(status.num_supervisor_kills))],
+    ),
     _target("ready", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
+    _target(
+        "draining",
+        "1 if the target takes no more requests and ends when it has none, else 0.",
+        lambda t: t.state == "draining",
+    ),
     _target("running", "Requests in the target's batch.", lambda t: t.num_running, "num_requests_running"),
     _target("waiting", "Requests waiting for the target's batch.", lambda t: t.num_waiting, "num_requests_waiting"),
     replace(

@@ -56,6 +56,18 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 
+def test_a_supervisor_that_hangs_is_replaced(server: ServerProcess, plain: Texts) -> None:
+    (hanging,) = server.workers("PoolSupervisor")
+    hanging.suspend()
+    disturbed = run(server)
+    assert (disturbed.texts, disturbed.errors) == (plain, {})
+    eventually(lambda: [p.pid for p in server.workers("PoolSupervisor")] not in ([], [hanging.pid]))
+    with server.client() as http:
+        eventually(lambda: gauge(http, "outrider_target_ready") == 1 and gauge(http, "outrider_drafter_ready") == 2)
+        assert gauge(http, "outrider_supervisor_kills_total") == 1
+        assert "did not answer and was killed" in str(http.get("/v1/outrider/status").json()["notes"])
+
+
 def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server: ServerProcess, plain: Texts) -> None:
     killed = run(server, kill="TargetActor", max_tokens=400)
     assert not killed.texts

@@ -9,7 +9,10 @@ import pytest
 from ray.exceptions import RayError
 
 from actors.processes import Directory
+from cluster.client import ClusterStatus
+from cluster.config import SupervisionConfig
 from deploy import serve_app
+from tests.support.supervision import eventually
 
 OLD = Directory("first life", 3, addresses=("grpc://node:1",))
 NEW = Directory("second life", 1, addresses=("grpc://node:2",))
@@ -47,3 +50,38 @@ async def test_addresses_are_followed_through_failures(
     assert answers.known == [OLD, OLD, NEW]
     assert "known targets stay in use" in caplog.text
     following.cancel()
+
+
+QUICK = SupervisionConfig(health_period_ms=1, health_timeout_ms=2)
+STATUS = ClusterStatus("toy", "fixed", 0, (), (), notes=("another",))
+
+
+class Hanging:
+    """``supervisor.pids.remote``: the first calls are never answered."""
+
+    def __init__(self, num_unanswered: int) -> None:
+        self.num_unanswered, self.num_asked = num_unanswered, 0
+
+    async def remote(self) -> dict[str, int]:
+        self.num_asked += 1
+        if self.num_asked <= self.num_unanswered:
+            await asyncio.Event().wait()
+        if self.num_asked == self.num_unanswered + 1:
+            raise RayError("it is being restarted")
+        return {}
+
+
+async def test_a_supervisor_that_hangs_is_killed_and_the_status_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = Hanging(4)
+    supervisor, kills = SimpleNamespace(pids=pids), list[Any]()
+    monkeypatch.setattr(serve_app.ray, "kill", lambda actor, no_restart: kills.append((actor, no_restart)))
+    watch = serve_app.SupervisorWatch(supervisor, QUICK)
+    assert watch.noted(STATUS) is STATUS
+    watching = asyncio.create_task(watch.run())
+    await eventually(lambda: pids.num_asked > 7)
+    watching.cancel()
+    assert kills == [(supervisor, False)] * 2
+    status = watch.noted(STATUS)
+    assert status.num_supervisor_kills == 2
+    assert status.notes[0] == "another"
+    assert "killed, 2 times" in status.notes[1]
