@@ -37,7 +37,10 @@ def dashboard() -> str:
         "refresh": "15s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {
-            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}]
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+                *map(_price, ("gpu", "cpu")),
+            ]
         },
         "panels": numbered,
     }

@@ -284,6 +284,14 @@ def test_queries_name_metrics_that_exist() -> None:
         assert unknown_series(query) == set()
 
 
+def test_queries_use_variables_that_the_dashboard_has() -> None:
+    made = json.loads(dashboard())
+    names = {variable["name"] for variable in made["templating"]["list"]}
+    used = {name for name in re.findall(r"\$(\w+)", json.dumps(made["panels"])) if not name.startswith("__")}
+    assert "gpu_hour" in used
+    assert used <= names
+
+
 def test_a_typo_in_a_query_is_found() -> None:
     assert unknown_series("sum(rate(outrider_requests_totl[5m]))") == {"outrider_requests_totl"}
     with pytest.raises(ValueError, match="parenthesis"):
