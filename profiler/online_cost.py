@@ -81,7 +81,6 @@ class OnlineCost:
         self._tests = [PageHinkley() for _ in knots]
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
         self._mean_ratio: float | None = None
-        self.num_drifts = 0
 
     @property
     def base(self) -> CostModel:
@@ -131,7 +130,6 @@ class OnlineCost:
         self._log_ratio[at] += moved
         self._slice = self._mean_ratio = None
         self._num[at] = int(0.5 / WEIGHT)  # learns fast for a while before it tests again
-        self.num_drifts += 1
         return Drift(self._knots[at], exp(self._log_ratio[at]))
 
     def _visit(self, at: int) -> None:
