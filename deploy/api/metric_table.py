@@ -136,6 +136,12 @@ def _objectives(status: ClusterStatus) -> Reading:
                 yield (target.name, *labels), value
 
 
+def _scale_events(status: ClusterStatus) -> Reading:
+    for counts in status.scale_counts:
+        yield (counts.name, "up"), float(counts.num_up)
+        yield (counts.name, "down"), float(counts.num_down)
+
+
 def _kv_usage(target: TargetStatus) -> float:
     return 1 - target.num_free_blocks / target.num_blocks if target.num_blocks else 0.0
 
@@ -269,6 +275,13 @@ METRICS = (
         "counter",
         "Continuations of requests at another target, after the loss of theirs.",
         read=lambda status: [((), float(status.num_resumed))],
+    ),
+    Metric(
+        "scale_events",
+        "counter",
+        "Changes of the wanted number of replicas of targets or of a drafter.",
+        ("replicas_of", "direction"),
+        read=_scale_events,
     ),
     _target("ready", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
     _target("running", "Requests in the target's batch.", lambda t: t.num_running, "num_requests_running"),
