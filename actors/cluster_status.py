@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 
+from actors.autoscaler import ScaleLog
 from actors.processes import ManagedProcess, ProcessState
 from actors.router import RouterReport
 from actors.target import DrafterCounts, TargetReport
@@ -20,6 +21,7 @@ def cluster_status(
     models: ModelPool,
     draining: Set[str],
     router: RouterReport | None = None,
+    scaled: ScaleLog | None = None,
 ) -> ClusterStatus:
     """Args:
     drafters: every member of the pool, by name.
@@ -38,6 +40,8 @@ def cluster_status(
         drafters=tuple(statuses),
         notes=router.notes if router is not None else (),
         trial_left_s=router.trial_left_s if router is not None else None,
+        scale_events=scaled.events if scaled is not None else (),
+        scale_counts=scaled.counts if scaled is not None else (),
     )
 
 

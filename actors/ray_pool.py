@@ -245,7 +245,7 @@ class PoolSupervisor(Supervisor):
     """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues."""
 
     def __init__(self, deployment: Deployment) -> None:
-        super().__init__(deployment.config, RaySpawner(deployment), deployment.budget)
+        super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._owner: str | None = None
 
@@ -261,6 +261,11 @@ class PoolSupervisor(Supervisor):
 
     def pids(self) -> dict[str, int]:
         return super().pids() | {SUPERVISOR: os.getpid()}
+
+
+async def _resources() -> dict[str, float]:
+    resources: dict[str, float] = await asyncio.to_thread(ray.cluster_resources)
+    return resources
 
 
 def start_supervisor(deployment: Deployment, *, detached: bool = False) -> Any:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from actors import health
+from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
 from actors.memory_budget import MemoryBudget
@@ -41,15 +42,20 @@ class Supervisor:
 
     Args:
         budget: of the drafters that share devices; other drafters are always kept running.
+        machines: their resources; only needed with `scaling.policy`.
     """
 
-    def __init__(self, config: Config, spawner: Spawner, budget: MemoryBudget | None = None) -> None:
+    def __init__(
+        self, config: Config, spawner: Spawner, budget: MemoryBudget | None = None, machines: Machines = no_machines
+    ) -> None:
         self._config = config
         self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = ProcessPool()
         self._drafters: dict[str, DrafterConfig] = {}  # every member of the pool
         self._resizer = Resizer(config, self._pool, self, self._leave)
+        self._scaled = ScaleLog()
+        self._autoscaler = Autoscaler(config, self._pool, self, machines)
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}
         self._directory = Directory(secrets.token_hex(8))
@@ -112,7 +118,7 @@ class Supervisor:
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
-        return cluster_status(self._config, name, reports, self._drafters, drafters, models, leaving, router)
+        return cluster_status(self._config, name, reports, self._drafters, drafters, models, leaving, router, self._scaled)
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
@@ -220,6 +226,8 @@ class Supervisor:
         restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
         self._pool.router = ManagedProcess("router", self._spawner.router, self._router_ready, restarts)
         self._supervise(self._pool.router)
+        if self._config.scaling.policy != "none":
+            self._create_task(self._autoscaler.run(), "autoscaling")
         if self._loader.models.tenants:
             self._create_task(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
 
@@ -302,7 +310,7 @@ class Supervisor:
         await self._update_router()
         await self._notify()
 
-    # ---- `actors.resizer.ResizedProcesses`
+    # ---- `actors.resizer.ResizedProcesses` and `actors.autoscaler.ScaledProcesses`
 
     def add_target(self, name: str) -> None:
         restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
@@ -338,7 +346,13 @@ class Supervisor:
     def resize(self, size: FleetSize) -> FleetSize:
         """Begins to start or end replicas; returns what is wanted now, within the bounds of the configuration."""
         self.start()  # a restarted supervisor takes over what runs first
-        return self._resizer.resize(size)
+        before = self.fleet()
+        wanted = self._resizer.resize(size)
+        self._scaled.note(before, self.fleet(), size.reason or "asked by an operator")
+        return wanted
+
+    def fleet(self) -> Fleet:
+        return self._resizer.replicas()
 
     def _leave(self, name: str) -> None:
         self._create_task(self._resizer.leave(name), f"remove {name}")

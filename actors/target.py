@@ -17,6 +17,8 @@ from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
 from router.chains import pass_times
 from router.router import SlotReport
+from router.scaling.configured import CostTables
+from router.scaling.report import NOTHING_SERVED, ServedCounts
 
 if TYPE_CHECKING:
     from engine.tensor_parallel.group import Rendezvous
@@ -54,10 +56,12 @@ class TargetReport:
     drafters: tuple[DrafterCounts, ...] = ()
     table_version: int = 0
     named: Mapping[str, int] = field(default_factory=dict)  # requests that name the drafter in `drafting`
+    served: ServedCounts = NOTHING_SERVED
 
 
 class TargetActor(LoopActor):
-    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``, which loads the model.
+    """Every method may be called from any thread; ``report``, ``cost_tables`` and ``drain`` only after ``start``, which
+    loads the model.
 
     Args:
         node_host: returns the host at which other nodes reach this one, for an ``address`` of all interfaces.
@@ -195,7 +199,12 @@ class TargetActor(LoopActor):
             ),
             table_version=status.table_version,
             named=self._loop.named(),
+            served=telemetry.served,
         )
+
+    def cost_tables(self) -> CostTables:
+        """For decisions about numbers of replicas; only after ``start``."""
+        return CostTables.of(self._cost, self._member_costs)
 
     def drain(self) -> None:
         """Accept no more requests."""

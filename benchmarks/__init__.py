@@ -23,6 +23,7 @@ class Bench:
 
 
 BENCHES = {
+    "burst": Bench("benchmarks.burst", "a live cluster that grows in a burst and shrinks after it, loses nothing"),
     "compare": Bench("benchmarks.compare", "Outrider beside vLLM and llama.cpp over HTTP, in one run"),
     "decisions": Bench("benchmarks.decisions", "time of decisions in a router's slot and a target's round"),
     "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),

@@ -39,6 +39,8 @@ class TimedAnswer:
     num_proposed: int = 0
     num_accepted: int = 0
     error: str | None = None
+    status: int | None = None  # of HTTP; None: no response
+    retry_after: str | None = None  # the header
     is_lost: bool = False  # the error is a connection that failed or ended, not an answer of the server
 
     @property
@@ -94,6 +96,7 @@ async def timed_answer(call: Awaitable[TimedResponse]) -> TimedAnswer:
     except (OSError, BrokenResponse) as error:
         answer.error, answer.is_lost = f"{type(error).__name__}: {error}", True
         return answer
+    answer.status, answer.retry_after = response.status, response.headers.get("retry-after")
     if response.status != HTTPStatus.OK:
         answer.error = f"{response.status} {response.body.decode(errors='replace')}"
         return answer

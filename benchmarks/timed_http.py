@@ -22,11 +22,13 @@ class BrokenResponse(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TimedResponse:
-    """``chunks``: of the body, each with the monotonic arrival time of its last byte. ``whole``: not truncated."""
+    """``chunks``: of the body, each with the monotonic arrival time of its last byte. ``whole``: not truncated.
+    ``headers``: names in lower case."""
 
     status: int
     chunks: tuple[tuple[float, bytes], ...]
     whole: bool
+    headers: Mapping[str, str]
 
     @property
     def body(self) -> bytes:
@@ -91,14 +93,14 @@ def _parse(pieces: list[tuple[float, bytes]]) -> TimedResponse:
     if headers.get("transfer-encoding", "").lower() != "chunked":
         length = int(headers.get("content-length", len(data) - start))
         body = data[start : start + length]
-        return TimedResponse(status, ((came_s(len(data)), body),), whole=len(body) == length)
+        return TimedResponse(status, ((came_s(len(data)), body),), len(body) == length, headers)
     chunks: list[tuple[float, bytes]] = []
     while (line_end := data.find(b"\r\n", start)) >= 0:
         length = int(data[start:line_end].split(b";")[0], 16)
         first, start = line_end + 2, line_end + 2 + length + 2
         if length == 0:
-            return TimedResponse(status, tuple(chunks), whole=True)
+            return TimedResponse(status, tuple(chunks), True, headers)
         if start > len(data):
             break
         chunks.append((came_s(start), data[first : first + length]))
-    return TimedResponse(status, tuple(chunks), whole=False)
+    return TimedResponse(status, tuple(chunks), False, headers)

@@ -76,6 +76,26 @@ class TargetStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleEvent:
+    """The wanted number of replicas changed."""
+
+    at_s: float  # Unix time
+    name: str  # "target", or the drafter's configured name
+    num_before: int
+    num_after: int
+    reason: str  # for people
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCounts:
+    """Changes since the supervisor's start."""
+
+    name: str  # as of ScaleEvent
+    num_up: int = 0
+    num_down: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """Shown by ``outrider status`` and exported by ``/metrics``."""
 
@@ -86,6 +106,8 @@ class ClusterStatus:
     drafters: tuple[DrafterStatus, ...]
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
+    scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
+    scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost
     num_supervisor_kills: int = 0  # by this process of the API: of supervisors that did not answer
 

@@ -35,6 +35,8 @@ def scale(config: Config, num_targets: int, num_drafters: Mapping[str, int]) -> 
     namespace, address = config.cluster.namespace, config.cluster.ray_address
     if address is None:
         raise LaunchError("cluster.ray_address must name the Ray cluster of the deployment: others cannot be reached")
+    if config.scaling.policy != "none":
+        raise LaunchError(f"scaling.policy {config.scaling.policy} decides the numbers: to change them, set it to none")
     scaling = [drafter.name for drafter in config.drafters if drafter.scales]
     for name in num_drafters:
         if name not in scaling:

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
 from cluster.slo import summed
 from deploy.chat_client import ServerFailed, connect, get
 
@@ -26,6 +26,7 @@ STATE_STYLES = {
     "unloaded": "dim",
 }
 UNKNOWN = "-"
+NUM_CHANGES = 4  # of numbers of replicas that are shown
 
 _STATUS = TypeAdapter(ClusterStatus)
 
@@ -92,9 +93,15 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         _drafters(status.drafters, before.drafters if before else ()),
         blank,
         _processes(status.drafters),
+        *(Text(_change(event), style="dim") for event in status.scale_events[-NUM_CHANGES:]),
         *(Text(note, style="red") for note in status.notes),
         *(Text(f"{d.name} is {d.state}: {d.reason}", style="red") for d in status.drafters if d.reason is not None),
     )
+
+
+def _change(event: ScaleEvent) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.at_s))
+    return f"{at} {event.name}: {event.num_before} to {event.num_after} replicas: {event.reason}"
 
 
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:

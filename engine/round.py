@@ -252,6 +252,7 @@ class TargetLoop:
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity = self._engine.capacity()
+        self.telemetry.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
         refused = refused or self._slo.refusal(request, self._sequences, capacity, now_s)
@@ -341,6 +342,7 @@ class TargetLoop:
                 self._grammars.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
+            self.telemetry.ended(len(sequence.token_ids) - sequence.prompt_len)
             self._slo.note_end()
 
     def _flush(self) -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster import messages
 from cluster.histograms import Histogram
@@ -13,6 +13,7 @@ from cluster.types import Commit
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import ema
 from router.estimates.drafter_stats import DrafterStats, Judgement
+from router.scaling.report import NOTHING_SERVED, ServedCounts
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
@@ -49,6 +50,7 @@ class Telemetry:
     num_rows: int = 0
     num_committed: int = 0
     num_preempted: int = 0
+    served: ServedCounts = NOTHING_SERVED  # replaced as a whole
     attainment: Attainment = field(default_factory=Attainment)
     step_s: float | None = None
     tokens_per_s: float = 0.0
@@ -96,6 +98,16 @@ class Telemetry:
     def forget(self, request_id: str) -> None:
         """The time until the next commit of this request is not counted: it ended, moved or was preempted."""
         self._committed_s.pop(request_id, None)
+
+    def arrived(self, prompt_len: int) -> None:
+        counts = self.served
+        num_arrived, num_tokens = counts.num_arrived + 1, counts.num_prompt_tokens + prompt_len
+        self.served = replace(counts, num_arrived=num_arrived, num_prompt_tokens=num_tokens)
+
+    def ended(self, output_len: int) -> None:
+        counts = self.served
+        num_ended, num_tokens = counts.num_ended + 1, counts.num_output_tokens + output_len
+        self.served = replace(counts, num_ended=num_ended, num_output_tokens=num_tokens)
 
     def idle(self) -> None:
         self.tokens_per_s = 0.0

@@ -198,6 +198,12 @@ class ScalingConfig(Section):
     """Replicas between ``min_replicas`` and ``max_replicas`` of the target and of each drafter."""
 
     drain_s: Seconds = 60  # for the running requests of a target that leaves; what remains goes on at another target
+    policy: Literal["none", "outrider"] = "none"  # outrider: the numbers follow the load, by the objectives of slo.default
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99  # goal: share of requests that meet their objectives
+    target_start_s: Seconds = 60  # of a target, from the decision to its first request, with a machine's if that starts too
+    # fixed: the machines are paid anyway, so that drafters use what is idle and give it up to targets. elastic: machines
+    # come and go with the replicas, as under KubeRay's autoscaler.
+    hardware: Literal["fixed", "elastic"] = "fixed"
 
 
 class Config(Section):
@@ -255,7 +261,18 @@ class Config(Section):
         policy = self.router.policy
         if isinstance(policy, FixedPolicy) and policy.chain is not None:
             self._check_chain(policy.chain)
+        if self.scaling.policy != "none":
+            self.scaling_objectives()
+            if not (self.target.scales or any(drafter.scales for drafter in self.drafters)):
+                raise ValueError("scaling.policy: needs max_replicas of the target or of a drafter, else nothing can scale")
         return self
+
+    def scaling_objectives(self) -> tuple[float, float]:
+        """TTFT and TPOT in milliseconds by which replicas are decided. Raises ValueError without these objectives."""
+        one = self.slo.classes[self.slo.default] if self.slo.default is not None else None
+        if one is None or one.ttft_ms is None or one.tpot_ms is None:
+            raise ValueError("scaling.policy: needs slo.default with ttft_ms and tpot_ms, which the replicas shall meet")
+        return one.ttft_ms, one.tpot_ms
 
 
 def load(path: str | Path) -> Config:

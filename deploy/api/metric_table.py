@@ -136,6 +136,12 @@ def _objectives(status: ClusterStatus) -> Reading:
                 yield (target.name, *labels), value
 
 
+def _scale_events(status: ClusterStatus) -> Reading:
+    for counts in status.scale_counts:
+        yield (counts.name, "up"), float(counts.num_up)
+        yield (counts.name, "down"), float(counts.num_down)
+
+
 def _kv_usage(target: TargetStatus) -> float:
     return 1 - target.num_free_blocks / target.num_blocks if target.num_blocks else 0.0
 
@@ -275,6 +281,13 @@ METRICS = (
         "counter",
         "Times that this process killed a supervisor that did not answer, for Ray to start another.",
         read=lambda status: [((), float(status.num_supervisor_kills))],
+    ),
+    Metric(
+        "scale_events",
+        "counter",
+        "Changes of the wanted number of replicas of targets or of a drafter.",
+        ("replicas_of", "direction"),
+        read=_scale_events,
     ),
     _target("ready", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
     _target(

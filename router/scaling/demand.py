@@ -54,7 +54,8 @@ class Demand:
         self._prompt_len, self._output_len = FadingMean(PRIOR_LEN), FadingMean(PRIOR_LEN)
         self._num = self._length_s = 0.0  # of the recent ones
         self._last_s: float | None = None
-        self._services: dict[tuple[int, ...], Service] = {}  # by shares
+        self._services: dict[tuple[int, ...], Service] = {}  # by shares, all of one workload: they are compared
+        self._served = self.workload
         self._service_s = -SERVICE_S
 
     @property
@@ -64,11 +65,11 @@ class Demand:
     def service(self, now_s: float, shares: Mapping[str, float] = NO_DRAFTERS) -> Service:
         """Of a target when drafters have these shares of the requests. Without any it is the measure of need."""
         if now_s - self._service_s >= SERVICE_S:
-            self._services, self._service_s = {}, now_s
+            self._services, self._service_s, self._served = {}, now_s, self.workload
         key = tuple(round(SHARE_STEPS * share) for share in shares.values())
         if key not in self._services:
             rounded = {name: num / SHARE_STEPS for name, num in zip(shares, key, strict=True)}
-            self._services[key] = self._rates.service(self.workload, self._objectives, rounded)
+            self._services[key] = self._rates.service(self._served, self._objectives, rounded)
         return self._services[key]
 
     def need(self, report: FleetReport) -> float:

@@ -114,7 +114,9 @@ class Forecast:
 
     @property
     def refused_share(self) -> Floats:
-        """Of requests, by expert, as corrected."""
+        """Of requests, by expert, as corrected; by the prior alone before any was judged."""
+        if not self._num_requests:
+            return self._prior
         prior = PRIOR_S * self._num_requests / max(self._seconds, self._period_s)
         return (self.bias * (self._refused + 1.0) + prior * self._prior) / max(self._num_requests + prior, 1e-9)
 

@@ -12,7 +12,7 @@ Costs are GPUs, so that the plan is the cheapest per million tokens of those tha
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from router.scaling.demand import Demand
@@ -30,49 +30,53 @@ DRAFTER_HEADROOM = 1.1
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """``num_reserved_gpus``: paid whether they are used or not."""
+    """``num_reserved_gpus``: paid whether they are used or not. ``max_drafters``: replicas, of those that have a bound."""
 
     max_gpus: float
     min_targets: int = 1
     num_reserved_gpus: float = 0.0
+    max_targets: int | None = None
+    max_drafters: Mapping[str, int] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class StartTimes:
-    """Seconds from the decision to the first request."""
-
-    target_s: float
-    drafter_s: float
+    def within(self, num_targets: int) -> int:
+        return max(0, num_targets if self.max_targets is None else min(num_targets, self.max_targets))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     num_targets: int
     num_drafters: Mapping[str, int]
-    num_gpus: float
+    num_gpus: float  # that it uses
+    num_reserved_gpus: float
     served: float = 1.0  # share of the demand for which there are GPUs
 
     @property
     def cost(self) -> float:
         """GPUs, as many as would be paid if there were enough for the whole demand."""
-        return self.num_gpus / max(self.served, 1e-9)
+        return max(self.num_gpus, self.num_reserved_gpus) / max(self.served, 1e-9)
+
+    def is_dearer(self, other: "_Plan") -> bool:
+        """Than all but HYSTERESIS of ``other``. Among reserved GPUs, whose cost is the same, those that are used count."""
+        used = self.num_gpus / max(self.served, 1e-9), other.num_gpus / max(other.served, 1e-9)
+        return self.cost > (1.0 - HYSTERESIS) * other.cost and used[0] > (1.0 - HYSTERESIS) * used[1]
 
 
 class FleetScaler:
     """Fed with a report every ``period_s``.
 
     Args:
+        start_s: of a target, from the decision to the first request.
         attainment: share of requests that shall meet their objectives.
     """
 
     period_s = PERIOD_S
 
     def __init__(
-        self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start: StartTimes, attainment: float = 0.99
+        self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start_s: float, attainment: float = 0.99
     ) -> None:
         self._rates, self._objectives, self._limits = rates, objectives, limits
         self._demand = Demand(rates, objectives)
-        self._forecast = Forecast(start.target_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment))
+        self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment))
         self._running: deque[float] = deque(maxlen=round(RUNNING_S / PLAN_S))
         self._drafting: tuple[str, ...] = ()
         self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(RUNNING_S / PLAN_S))
@@ -86,6 +90,8 @@ class FleetScaler:
         if self._size is not None and report.now_s < self._plan_s:
             return self._size
         self._plan_s = report.now_s + PLAN_S
+        for name, acceptance in report.acceptance.items():
+            self._rates.set_acceptance(name, acceptance)
         need, self._need = self._need, 0.0
         capacity = self._forecast.add(report.now_s, need, self._num_arrived, self._num_missed)
         self._num_arrived = self._num_missed = 0.0
@@ -124,7 +130,7 @@ class FleetScaler:
         current = tuple(name for name in self._drafting if name in names)
         if set(current) != set(chosen):
             plans[current] = self._plan(report, capacity, current)
-            if plans[chosen].cost > (1.0 - HYSTERESIS) * plans[current].cost:
+            if plans[chosen].is_dearer(plans[current]):
                 chosen = current
         self._drafting = chosen
         return plans[chosen]
@@ -132,17 +138,17 @@ class FleetScaler:
     def _plan(self, report: FleetReport, capacity: float, drafting: tuple[str, ...]) -> _Plan:
         sizes = self._rates.drafters
         num_running = DRAFTER_HEADROOM * max(self._running)
-        drafters = {name: max(1, ceil(num_running * sizes[name].share / sizes[name].capacity)) for name in drafting}
+        useful = {name: ceil(num_running * sizes[name].share / sizes[name].capacity) for name in drafting}
+        drafters = {name: self._bounded(name, max(1, num)) for name, num in useful.items()}
         num_targets = max(self._limits.min_targets, self._targets(report, capacity, drafters))
         num_gpus = num_targets * self._rates.target.num_gpus
         extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
         served = 1.0
-        if num_gpus + extra > self._limits.max_gpus:
-            fits = max(0, int((self._limits.max_gpus - extra) / self._rates.target.num_gpus))
+        fits = self._limits.within(int((self._limits.max_gpus - extra) / self._rates.target.num_gpus + 1e-9))
+        if num_targets > fits:
             served, num_targets = fits / num_targets, fits
             num_gpus = num_targets * self._rates.target.num_gpus
-        num_gpus += extra
-        return _Plan(num_targets, drafters, max(num_gpus, self._limits.num_reserved_gpus), served)
+        return _Plan(num_targets, drafters, num_gpus + extra, self._limits.num_reserved_gpus, served)
 
     def _targets(self, report: FleetReport, capacity: float, drafters: Mapping[str, int]) -> int:
         """That suffice beside these drafters for what ``capacity`` targets would serve without any."""
@@ -156,7 +162,10 @@ class FleetScaler:
     def _most_targets(self, plan: _Plan) -> int:
         """Within the GPUs. Where they are short, drafters of the plan keep theirs: it serves more with them than without."""
         held = sum(num * self._rates.drafters[name].num_gpus for name, num in plan.num_drafters.items())
-        return max(1, int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9))
+        return max(1, self._limits.within(int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
+
+    def _bounded(self, name: str, num: int) -> int:
+        return min(num, self._limits.max_drafters.get(name, num))
 
     def _fitting(self, drafters: Mapping[str, int], num_targets: int) -> dict[str, int]:
         """As many as GPUs are left for; and on reserved GPUs that are idle, drafters that are not in the plan."""
@@ -169,7 +178,7 @@ class FleetScaler:
         num_running = max(self._running)
         for name, size in sizes.items():
             idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)
-            useful = ceil(num_running * size.share / size.capacity) - fitting[name]
+            useful = self._bounded(name, ceil(num_running * size.share / size.capacity)) - fitting[name]
             if min(idle, useful) > 0 and self._speeds_up(name):
                 fitting[name] += min(idle, useful)
                 used += min(idle, useful) * size.num_gpus

@@ -1,7 +1,7 @@
 """What a scaler is told, and what it decides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,25 @@ class Replicas:
     def num_wanted(self) -> int:
         """Those that draining replicas are not among."""
         return self.num_ready + self.num_starting
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCounts:
+    """Requests that came to a target, refused ones included, and those that ended, since its start."""
+
+    num_arrived: int = 0
+    num_prompt_tokens: int = 0
+    num_ended: int = 0
+    num_output_tokens: int = 0
+
+    def plus(self, other: "ServedCounts") -> "ServedCounts":
+        return ServedCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def minus(self, other: "ServedCounts") -> "ServedCounts":
+        return ServedCounts(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(self)))
+
+
+NOTHING_SERVED = ServedCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,7 @@ class FleetReport:
     num_missed: float = 0.0  # requests that missed an objective or were refused
     num_ended: float = 0.0
     num_output_tokens: float = 0.0  # of those that ended
+    acceptance: Mapping[str, float] = field(default_factory=dict)  # of drafters for which it was measured; as `DrafterSize`
 
 
 @dataclass(frozen=True, slots=True)

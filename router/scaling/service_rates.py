@@ -10,13 +10,14 @@ Drafting and verifying are not overlapped here, so gains are on the low side. Re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.cost_model import CostModel
 
 DRAFT_LENS = (0, 1, 2, 3, 4, 6, 8)
 CHUNK_LEN = 1024  # prompt tokens of a pass by which their price is taken
 CONTEXT_STEP = 4096  # tokens between which the price of context is taken
+MAX_ACCEPTANCE = 0.99
 TPOT_SHARE = 0.9  # of the objective, to which a target is filled: batches are not all alike
 
 
@@ -87,6 +88,11 @@ class ServiceRates:
         """Of one draft token, by batch. A drafter that was not measured counts as free."""
         longest = size.max_draft_len
         return [(cost.draft_s(name, batch, longest) or 0.0) / longest for batch in range(1, size.capacity + 1)]
+
+    def set_acceptance(self, name: str, acceptance: float) -> None:
+        """What was measured while it served."""
+        size = self.drafters[name] = replace(self.drafters[name], acceptance=min(acceptance, MAX_ACCEPTANCE))
+        self._lens[name] = _accepted_lens(size)
 
     def plain_tokens_per_s(self, batch: float, context: float) -> float:
         """Of one request, when ``batch`` of them decode in a target and attend to ``context`` tokens together."""

@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from router.scaling.policy import FleetLimits, FleetScaler, StartTimes
+from router.scaling.policy import FleetLimits, FleetScaler
 from router.scaling.report import FleetSize
 from router.scaling.service_rates import DrafterSize, Objectives, ServiceRates, TargetSize, Workload
 from simulator.autoscale.arrivals import RATE_WINDOW_S, Arrivals, MadeUp, from_rates, scaled
@@ -67,8 +67,7 @@ class Case:
         scenario, fleet = self._scenario, self._drafting
         most, least = fleet.max_targets, min(scenario.min_targets, fleet.max_targets)
         limits = FleetLimits(fleet.max_gpus, least)
-        start = StartTimes(scenario.target_start_s, scenario.drafter_start_s)
-        scaler = FleetScaler(fleet.rates, fleet.objectives, limits, start, scenario.attainment)
+        scaler = FleetScaler(fleet.rates, fleet.objectives, limits, scenario.target_start_s, scenario.attainment)
         ours = self._run(fleet, scaler, (self._arrivals.duration_s - fleet.warm_up_s) / SAMPLES)
         drafters = {
             name: (DRAFTER_SHARE * size.capacity, int(fleet.max_gpus / size.num_gpus))
@@ -151,8 +150,7 @@ def drafter_follow_s(scenario: AutoscaleScenario, num_gpus: int) -> float:
     points = [(i * PHASE_S + at, level) for i, level in enumerate(levels) for at in (0.0, PHASE_S - 1.0)]
     arrivals = replace(made, points=tuple(points)).arrivals(np.random.default_rng(scenario.seed))
     limits = FleetLimits(fleet.max_gpus, min(scenario.min_targets, fleet.max_targets))
-    start = StartTimes(scenario.target_start_s, scenario.drafter_start_s)
-    scaler = FleetScaler(fleet.rates, fleet.objectives, limits, start, scenario.attainment)
+    scaler = FleetScaler(fleet.rates, fleet.objectives, limits, scenario.target_start_s, scenario.attainment)
     samples = run(fleet, arrivals, scaler, STEP_S, FleetSize(fleet.max_targets), STEP_S).samples
     longest = 0.0
     for phase in range(1, len(levels)):

@@ -1,7 +1,9 @@
 """Targets and drafters join and leave a real Ray cluster, on pretended GPUs, while streams run."""
 
+import asyncio
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,19 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table, remove_placement_group
 
 from actors.gateway import LinkClient
-from actors.ray_pool import Deployment, start_supervisor
+from actors.ray_pool import Deployment, RaySpawner, start_supervisor
+from actors.supervisor import Supervisor
 from cluster.client import ClusterStatus
-from cluster.config import DrafterConfig, ModelConfig, NgramOptions, Resources
+from cluster.config import (
+    DrafterConfig,
+    ModelConfig,
+    NgramOptions,
+    Resources,
+    ScalingConfig,
+    Section,
+    SloClass,
+    SloConfig,
+)
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
@@ -40,9 +52,9 @@ def node() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
-    """All tokens are those of the smallest cluster, and what left has given back its place."""
-    base = small_config(str(tiny_model_folder), tmp_path)
+def _deployment(model: Path, state: Path, **changes: Section) -> Deployment:
+    """One target that may become two, and no drafter that may become two."""
+    base = small_config(str(model), state)
     of_target = base.target.model_copy(
         update={
             "device": "cpu",
@@ -63,17 +75,24 @@ def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_m
     config = resolve(
         base.model_copy(
             update={
-                "model": ModelConfig(name=str(tiny_model_folder), max_model_len=256),
+                "model": ModelConfig(name=str(model), max_model_len=256),
                 "target": of_target,
                 "drafters": (ngram,),
                 "cluster": base.cluster.model_copy(update={"namespace": "resizing"}),
+                **changes,
             }
         ),
         inventory,
     )
     groups = make_groups(place(config, inventory))
     assert set(groups) == {"target-0"}
-    supervisor = start_supervisor(Deployment(config, groups, str(tmp_path), "secret"))
+    return Deployment(config, groups, str(state), "secret")
+
+
+def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
+    """All tokens are those of the smallest cluster, and what left has given back its place."""
+    deployment = _deployment(tiny_model_folder, tmp_path)
+    supervisor = start_supervisor(deployment)
     caller = None
     try:
         directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
@@ -118,7 +137,64 @@ def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_m
             caller.close()
         ray.get(supervisor.stop.remote(), timeout=DEADLINE_S)
         ray.kill(supervisor)
-        for group in groups.values():
+        for group in deployment.groups.values():
+            remove_placement_group(group)
+    eventually(lambda: not _groups(), DEADLINE_S)
+
+
+async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
+    """By itself, on a clock that runs twenty times as fast; all tokens are those of the smallest cluster."""
+    slo = SloConfig(classes={"chat": SloClass(ttft_ms=60_000, tpot_ms=60_000)}, default="chat")
+    scaling = ScalingConfig(policy="outrider", target_start_s=5)
+    deployment = _deployment(tiny_model_folder, tmp_path, slo=slo, scaling=scaling)
+
+    async def resources() -> dict[str, float]:
+        return ray.cluster_resources()
+
+    supervisor = Supervisor(deployment.config, RaySpawner(deployment), None, resources)
+    supervisor._autoscaler._clock = lambda: 20.0 * time.monotonic()
+    sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    numbers, tokens = count(), set()
+
+    async def stream(client: LinkClient) -> None:
+        request = Request(f"stream-{next(numbers)}", (5, 6, 7), sampling, time.monotonic())
+        tokens.add(tuple([token async for commit in client.generate(request) for token in commit.token_ids]))
+
+    async def busy(client: LinkClient) -> None:
+        while True:
+            await stream(client)
+
+    async def until(names: set[str]) -> None:
+        while {one.name for one in (await supervisor.status()).targets if one.state == "ready"} != names:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    client = None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            directory = await supervisor.ready()
+            assert directory.model is not None
+            client = LinkClient("test", directory.model, directory.addresses, _no_status, "secret")
+            assert await asyncio.to_thread(client.wait_linked, DEADLINE_S)
+            await stream(client)
+            burst = [asyncio.create_task(busy(client)) for _ in range(3 * deployment.config.target.max_num_sequences)]
+            await until({"target-0", "target-1"})
+            client.set_addresses((await supervisor.ready()).addresses)
+            assert await asyncio.to_thread(client.wait_linked, DEADLINE_S, 2)
+            await asyncio.gather(*(stream(client) for _ in range(4)))
+            assert not any(task.done() for task in burst)  # none has failed
+            for task in burst:
+                task.cancel()
+            await asyncio.gather(*burst, return_exceptions=True)
+            await until({"target-0"})
+            events = [one for one in (await supervisor.status()).scale_events if one.name == "target"]
+            assert [(one.num_before, one.num_after) for one in events] == [(1, 2), (2, 1)]
+            await stream(client)
+            assert len(tokens) == 1
+    finally:
+        if client is not None:
+            await client.close()
+        await supervisor.stop()
+        for group in deployment.groups.values():
             remove_placement_group(group)
     eventually(lambda: not _groups(), DEADLINE_S)
 

@@ -14,6 +14,7 @@ from cluster.config import (
     SupervisionConfig,
 )
 from cluster.types import ModelInfo
+from router.scaling.configured import CostTables
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
 
@@ -41,6 +42,7 @@ class PretendedProcess:
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     report: TargetReport | None = None
     load_demand: dict[str, int] = field(default_factory=dict)
+    cost_tables: CostTables | None = None
     _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def die(self, reason: str) -> None:
@@ -61,7 +63,8 @@ class PretendedProcess:
     async def call(self, method: str, *args: Any) -> Any:
         await self._answer()
         self.calls.append((method, args))
-        return {"start": self.info, "report": self.report, "load_demand": self.load_demand}.get(method)
+        answers = {"start": self.info, "report": self.report, "load_demand": self.load_demand}
+        return (answers | {"cost_tables": self.cost_tables}).get(method)
 
     async def kill(self) -> None:
         self.die("killed")
@@ -85,13 +88,18 @@ class PretendedSpawner:
     reserved: list[str] = field(default_factory=list)  # without a process
     given_back: list[str] = field(default_factory=list)
     draining: set[str] = field(default_factory=set)
+    num_waiting: int = 2
+    cost_tables: CostTables | None = None
 
     async def target(self, name: str) -> Process:
         number = len(self.lives.get(name, []))
         process = self._born(name, TargetInfo(100 + number, name, f"grpc://node:{number}", MODEL, name in self.draining))
         process.report = TargetReport(
-            TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
+            TargetStatus(name, "ready", 1, self.num_waiting, 10, 5, 30.0, 7.0),
+            (DrafterCounts("ngram", 1, 40, 30, 0.002),),
+            6,
         )
+        process.cost_tables = self.cost_tables
         return process
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.client import ClusterStatus, DrafterStatus, ScaleCounts, TargetStatus
 from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
 from cluster.histograms import Histogram
@@ -254,3 +254,10 @@ def test_clients_cannot_make_any_number_of_series() -> None:
 def test_the_page_lists_every_metric() -> None:
     same = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text() == page()
     assert same, "run: outrider metrics list >docs/metrics.md"
+
+
+def test_changes_of_replicas_are_counted_by_direction() -> None:
+    status = ClusterStatus("m", "fixed", 1, (), (), scale_counts=(ScaleCounts("target", 3, 2), ScaleCounts("ngram", 1)))
+    series = parsed(Metrics(600.0).render(status).decode())
+    for name, direction, num in (("target", "up", 3), ("target", "down", 2), ("ngram", "up", 1), ("ngram", "down", 0)):
+        assert value(series, "outrider_scale_events_total", replicas_of=name, direction=direction) == num

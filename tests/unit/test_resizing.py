@@ -285,3 +285,6 @@ def test_the_command_names_drafters_by_number_and_refuses_those_that_do_not_scal
     joined = CONFIG.model_copy(update={"cluster": CONFIG.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})
     with pytest.raises(InvalidField, match="must be one with max_replicas: ngram"):
         scale(joined, 2, {"suffix": 1})
+    followed = joined.model_copy(update={"scaling": ScalingConfig(policy="outrider")})
+    with pytest.raises(LaunchError, match=r"scaling\.policy outrider decides"):
+        scale(followed, 2, {})

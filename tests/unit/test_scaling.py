@@ -8,7 +8,7 @@ import pytest
 from router.cost_model import TableCost
 from router.scaling.demand import Demand
 from router.scaling.forecast import DAY_S, SLOT_S, DayProfile, Forecast
-from router.scaling.policy import FleetLimits, FleetScaler, StartTimes
+from router.scaling.policy import FleetLimits, FleetScaler
 from router.scaling.report import FleetReport, FleetSize, Replicas
 from router.scaling.service_rates import DrafterSize, Objectives, ServiceRates, TargetSize, Workload
 
@@ -98,6 +98,16 @@ def test_a_flood_of_prompts_is_seen_in_the_second_in_which_it_comes() -> None:
     assert calm == pytest.approx(before, rel=0.05)  # the control: without a flood nothing happens
 
 
+def test_services_that_are_compared_are_of_one_workload() -> None:
+    demand = Demand(rates(useless=USELESS), OBJECTIVES)
+    demand.need(arrivals(0.0, 1.0, prompt_len=1000.0))
+    plain = demand.service(0.0)
+    for second in range(1, 10):
+        demand.need(arrivals(float(second), 9.0, prompt_len=10.0, output_len=20.0))
+    assert demand.service(9.0, {"useless": 0.5}) == plain
+    assert demand.service(40.0, {"useless": 0.5}).requests_per_s > 2 * plain.requests_per_s  # later
+
+
 def test_requests_that_run_need_their_places() -> None:
     demand = Demand(rates(), OBJECTIVES)
     demand.need(arrivals(0.0, 1.0))
@@ -129,6 +139,11 @@ def test_little_evidence_is_not_trusted() -> None:
     _, early = fed([10.0] * 60)
     _, late = fed([10.0] * 4320)
     assert early > 1.3 * late
+
+
+def test_without_any_request_the_prior_decides() -> None:
+    forecast, _ = fed([0.0])
+    assert forecast.expert == "2 x the most of 60 s"  # the least headroom that a doubling once an hour allows
 
 
 def test_an_expert_is_judged_by_what_would_have_been_ready() -> None:
@@ -166,10 +181,11 @@ class Driven:
 
     def __init__(self, limits: FleetLimits, **drafters: DrafterSize) -> None:
         self.rates = rates(**drafters)
-        self.scaler = FleetScaler(self.rates, OBJECTIVES, limits, StartTimes(40.0, 20.0))
+        self.scaler = FleetScaler(self.rates, OBJECTIVES, limits, 40.0)
         self.now_s = 0.0
         self.targets, self.drafters = int(limits.max_gpus / TARGET.num_gpus), dict.fromkeys(drafters, 0)
         self.num_running = 0.0
+        self.acceptance: dict[str, float] = {}
 
     def play(self, load: float, seconds: int, follow: bool = True) -> FleetSize:
         """``load``: in targets without drafts."""
@@ -180,6 +196,7 @@ class Driven:
             report = arrivals(self.now_s, per_s, WORKLOAD.prompt_len, WORKLOAD.output_len)
             drafters = {name: Replicas(num) for name, num in self.drafters.items()}
             report = replace(report, targets=Replicas(self.targets), drafters=drafters, num_running=self.num_running)
+            report = replace(report, acceptance=self.acceptance)
             size = self.scaler.decide(report)
             if follow:
                 self.targets, self.drafters = size.num_targets, dict(size.num_drafters)
@@ -221,8 +238,7 @@ def test_drafters_stay_until_the_targets_that_replace_them_are_ready() -> None:
     driven.play(8.0, 1800)
     assert driven.drafters["good"] > 0
     num_ready = driven.drafters["good"]
-    driven.rates.drafters["good"] = USELESS
-    driven.rates._lens["good"] = [(0, 1.0)]  # its acceptance collapses
+    driven.rates.set_acceptance("good", 0.0)
     waiting = driven.play(8.0, 120, follow=False)
     assert waiting.num_targets > driven.targets
     assert waiting.num_drafters["good"] == num_ready
@@ -240,6 +256,12 @@ def test_a_burst_sheds_drafting_before_requests() -> None:
     assert burst.num_drafters["good"] == 0
 
 
+def test_drafters_that_saved_targets_end_with_the_load_on_gpus_that_are_paid_anyway() -> None:
+    driven = Driven(FleetLimits(max_gpus=16, num_reserved_gpus=16), good=GOOD)
+    assert driven.play(6.0, 900).num_drafters["good"] > 0
+    assert driven.play(0.0, 2400).num_drafters["good"] == 0
+
+
 def test_idle_gpus_that_are_not_paid_do_not_draft() -> None:
     driven = Driven(FleetLimits(max_gpus=16), good=replace(GOOD, acceptance=0.05, num_gpus=2))
     assert driven.play(2.0, 2400).num_drafters["good"] == 0
@@ -250,3 +272,20 @@ def test_the_fleet_is_never_exceeded() -> None:
         size = Driven(FleetLimits(max_gpus=16, min_targets=2), good=GOOD).play(load, 600)
         assert size.num_targets >= 2
         assert 2 * size.num_targets + size.num_drafters["good"] <= 16
+
+
+def test_replicas_are_bounded_and_what_targets_may_not_take_drafts() -> None:
+    """The control: the same load without bounds takes more of both."""
+    bounded = FleetLimits(max_gpus=128, max_targets=3, max_drafters={"good": 2})
+    size, free = Driven(bounded, good=GOOD).play(40.0, 900), Driven(MANY, good=GOOD).play(40.0, 900)
+    assert (size.num_targets, size.num_drafters) == (3, {"good": 2})
+    assert free.num_targets > 3
+    assert free.num_drafters["good"] > 2
+
+
+def test_a_drafter_is_wanted_by_the_acceptance_that_was_measured() -> None:
+    driven = Driven(MANY, good=USELESS)
+    driven.play(8.0, 1800)
+    assert driven.drafters["good"] == 0
+    driven.acceptance = {"good": 0.8}
+    assert driven.play(8.0, 120).num_drafters["good"] > 0

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
 from cluster.errors import LinkClosed
 from deploy import status as status_module
 from deploy.api.app import create_app
@@ -105,6 +105,13 @@ def test_the_reason_of_a_drafter_that_is_not_ready_is_shown() -> None:
     refused = dataclasses.replace(STATUS.drafters[1], state="quarantined", reason="its tokenizer is not the target's")
     text = shown(render(dataclasses.replace(STATUS, drafters=(refused,))))
     assert "small is quarantined: its tokenizer is not the target's" in text
+
+
+def test_the_newest_changes_of_replicas_are_shown_with_their_reasons() -> None:
+    events = tuple(ScaleEvent(60.0 * n, "target", n, n + 1, f"need {n}.5") for n in range(1, 7))
+    text = shown(render(dataclasses.replace(STATUS, scale_events=events)))
+    assert ":00 target: 6 to 7 replicas: need 6.5" in text
+    assert "need 2.5" not in text  # an older one
 
 
 def test_recent_acceptance_is_of_the_time_between() -> None:
