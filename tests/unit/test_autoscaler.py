@@ -250,8 +250,7 @@ def test_every_change_is_kept_with_its_reason() -> None:
 
 async def test_the_supervisor_runs_it_and_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FleetScaler, "period_s", 0.001)
-    spawner = PretendedSpawner(cost_tables=COST)
-    spawner.num_waiting = 400
+    spawner = PretendedSpawner(cost_tables=COST, num_waiting=400)
     supervisor = Supervisor(CONFIG, spawner, None, machine)
     try:
         await supervisor.ready()
@@ -261,6 +260,19 @@ async def test_the_supervisor_runs_it_and_tells_what_it_did(monkeypatch: pytest.
         assert (first.name, first.num_before, first.num_after) == ("target", 1, 3)
         assert first.reason.startswith("need ")
         assert status.scale_counts[0] == ScaleCounts("target", 1, 0)
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_restarted_supervisor_scales_on_from_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FleetScaler, "period_s", 0.001)
+    spawner = PretendedSpawner(found=["target-0", "target-1", "router"], cost_tables=COST, num_waiting=400)
+    supervisor = Supervisor(CONFIG, spawner, None, machine)
+    try:
+        await supervisor.ready()
+        await eventually(lambda: {"target-0", "target-1", "target-2"} <= supervisor.pids().keys())
+        first = (await supervisor.status()).scale_events[0]
+        assert (first.name, first.num_before, first.num_after) == ("target", 2, 3)
     finally:
         await supervisor.stop()
 
