@@ -25,7 +25,7 @@ from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams, t
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
 from benchmarks.server import ServerProcess
-from cluster.config import Config, Resources, ScalingConfig, SloClass, SloConfig
+from cluster.config import Config, Resources, RouterConfig, ScalingConfig, SloClass, SloConfig
 from engine.models.prepare import ensure_model
 
 IDLE_S, CALM_S, BURST_S, LONG_BURST_S = 15.0, 20.0, 60.0, 300.0
@@ -135,8 +135,8 @@ def scaling_config(config: Config) -> Config:
 
 
 def fixed_config(config: Config) -> Config:
-    target = config.target.model_copy(update={"max_replicas": None})
-    return config.model_copy(update={"target": target, "drafters": (), "slo": SloConfig(), "scaling": ScalingConfig()})
+    changes = {"drafters": (), "router": RouterConfig(), "slo": SloConfig(), "scaling": ScalingConfig()}
+    return config.model_copy(update=changes | {"target": config.target.model_copy(update={"max_replicas": None})})
 
 
 def schedule(asks: Sequence[LoadRequest], calm_rate: float, burst_s: float) -> list[tuple[float, LoadRequest]]:
