@@ -144,7 +144,8 @@ def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_m
 
 async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
     """By itself, on a clock that runs twenty times as fast; all tokens are those of the smallest cluster."""
-    slo = SloConfig(classes={"chat": SloClass(ttft_ms=60_000, tpot_ms=60_000)}, default="chat")
+    # With that objective a target can serve one request, so that every further one needs another target.
+    slo = SloConfig(classes={"chat": SloClass(ttft_ms=60_000, tpot_ms=0.001)}, default="chat", shed=False)
     scaling = ScalingConfig(policy="outrider", target_start_s=5)
     deployment = _deployment(tiny_model_folder, tmp_path, slo=slo, scaling=scaling)
 
@@ -155,6 +156,7 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
     supervisor._autoscaler._clock = lambda: 20.0 * time.monotonic()
     sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     numbers, tokens = count(), set()
+    burst: list[asyncio.Task[None]] = []
 
     async def stream(client: LinkClient) -> None:
         request = Request(f"stream-{next(numbers)}", (5, 6, 7), sampling, time.monotonic())
@@ -176,7 +178,7 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
             client = LinkClient("test", directory.model, directory.addresses, _no_status, "secret")
             assert await asyncio.to_thread(client.wait_linked, DEADLINE_S)
             await stream(client)
-            burst = [asyncio.create_task(busy(client)) for _ in range(3 * deployment.config.target.max_num_sequences)]
+            burst += [asyncio.create_task(busy(client)) for _ in range(NUM_STREAMS)]
             await until({"target-0", "target-1"})
             client.set_addresses((await supervisor.ready()).addresses)
             assert await asyncio.to_thread(client.wait_linked, DEADLINE_S, 2)
@@ -191,6 +193,9 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
             await stream(client)
             assert len(tokens) == 1
     finally:
+        for task in burst:
+            task.cancel()
+        await asyncio.gather(*burst, return_exceptions=True)
         if client is not None:
             await client.close()
         await supervisor.stop()
