@@ -106,6 +106,8 @@ class ClusterStatus:
     drafters: tuple[DrafterStatus, ...]
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
+    scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
+    scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost
     num_supervisor_kills: int = 0  # by this process of the API: of supervisors that did not answer
     scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
