@@ -28,6 +28,16 @@ def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
     known.observe("b", Verified("a", (), ()))
 
 
+def test_a_pair_is_known_once_verified_drafts_outweigh_the_guess() -> None:
+    known = Similarities(memory=1000)
+    assert not known.is_known("a", "b")
+    known.observe("b", Verified("a", (10,), (5,)))
+    assert not known.is_known("a", "b")
+    known.observe("b", Verified("a", (90,), (5,)))
+    assert known.is_known("a", "b")
+    assert not known.is_known("b", "a")
+
+
 def test_how_much_a_proposer_says_is_seen_too() -> None:
     known = Similarities(memory=100)
     assert known.fill("a", "b", 0.5) == 0.5
