@@ -13,7 +13,7 @@ from router.chains import PROPOSAL_LEN
 from router.estimates.decayed import DecayedSums
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
-_KNOWN = 8.0 * _STRENGTH
+_KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
 
 Rates = tuple[float, ...]
 _Pair = tuple[str, str]

@@ -29,8 +29,8 @@ from router.estimates.similarity import ChainLenLimits, Similarities, prior_agre
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
-MOST_TRIALS = 4  # slots in which a request tries a pair of drafters whose agreement is unknown
-TRIALS_BUDGET = 32  # of these slots, times the requests that wait for the trial's drafts
+MOST_TRIALS = 6  # slots in which a request tries a pair of drafters whose agreement is unknown
+TRIALS_BUDGET = 24  # of these slots, times the requests that wait for the trial's drafts
 REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
 UNMEASURED = TableCost((1,), (1.0,))  # an unprofiled target
 
@@ -191,7 +191,7 @@ class ModelChains:
             return
         self._known = known
         self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
-        passes = {name: base.scaled(self._pass_factors.factor(name)) for name, base in self._passes.items()}
+        passes = {name: self._pass_factors.corrected(name, base) for name, base in self._passes.items()}
         rates = {name: self._acceptance.mean_rates(name) for name in names}
         by_name = dict(zip(names, drafters, strict=True))
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}

@@ -101,13 +101,13 @@ def tried(found: ModelChains, num_requests: int, num_slots: int, known: Chain = 
 def test_a_pair_that_no_chain_has_shown_is_tried_by_one_request_in_few_slots() -> None:
     pairs = [("small", "middle"), ("small", "large"), ("middle", "large")]
     rates = {"small": 0.6, "middle": 0.6, "large": 0.6}
-    assert not tried(taught(policy(), **rates), 8, TRIAL_SLOTS), "the choice itself is on trial"
-    counts = tried(taught(policy(), **rates), 8, 4 * TRIAL_SLOTS)
+    assert not tried(taught(policy(), **rates), 4, TRIAL_SLOTS), "the choice itself is on trial"
+    counts = tried(taught(policy(), **rates), 4, 4 * TRIAL_SLOTS)
     assert dict(counts) == dict.fromkeys(pairs, MOST_TRIALS)
-    counts = tried(taught(policy(), **rates), 8, 4 * TRIAL_SLOTS, known=pairs[0])
+    counts = tried(taught(policy(), **rates), 4, 4 * TRIAL_SLOTS, known=pairs[0])
     assert counts[pairs[0]] == 1, "its agreement is known then"
     assert not tried(taught(policy(), **rates), 40, 4 * TRIAL_SLOTS), "too many would wait for it"
-    assert not tried(taught(policy(), small=0.6, middle=0.6), 8, 4 * TRIAL_SLOTS), "nothing is known of large"
+    assert not tried(taught(policy(), small=0.6, middle=0.6), 4, 4 * TRIAL_SLOTS), "nothing is known of large"
 
 
 def test_a_request_counts_as_often_as_another_in_what_chains_are_predicted_to_take() -> None:
