@@ -322,7 +322,9 @@ class TargetSessions:
         self.drafts_ahead |= session.ahead_len > 0
 
     def _make_shadow(self, session: Session) -> None:
-        """Another drafter drives the request from now on."""
+        """Another drafter drives the request from now on. If this one is to draft again, it is alone."""
+        if (chain := self._drafter.capabilities.chain) is not None:
+            chain.set_proposers(session.key, ())
         if self.outcomes is not None:
             self.outcomes.drop(session)
         session.make_shadow(self._limits.max_draft_len)

@@ -5,8 +5,9 @@ with the default rules of lengths, verification and overlap. Each model has its 
 other to the end of the run. Cases beside the paper's are pools in which three levels win, and in which they lose.
 
 - ``chosen_over_best_static``: over the fastest static chain, the target alone included; the least.
-- ``prediction_error``: the most that a predicted time per token of any candidate chain is off that of serving it alone. The
-  policy predicts, at the end of each set, from what it has learned; it has served few of these chains.
+- ``prediction_error``: the most that a predicted time per token of any candidate chain is off that of decoding with it
+  alone. The policy predicts in each slot from what it has learned; the slot half-way counts, since contexts grow. It has
+  served few of these chains.
 - ``prediction_error.equation_7``: the same by the paper's formula, from agreement that is known.
 - ``CASE.gain``: three levels over the fastest chain of fewer, the least over batches.
 """
@@ -19,8 +20,8 @@ from statistics import fmean
 
 import numpy as np
 
-from cluster.config import FixedLength, FixedPolicy
-from router.assignment import AssignmentPolicy, Chain
+from cluster.config import ChainPolicy, FixedLength, FixedPolicy
+from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
 from router.chains import PROPOSAL_LEN, Level
 from router.cost_model import TableCost, monotone
 from router.planner import PlannerSettings, StepPlanner
@@ -91,6 +92,19 @@ class _Found:
         return three / max(self.plain, *(one.goodput for chain, one in self.candidates.items() if len(chain) < 2))
 
 
+class _Watched(ModelChains):
+    """Keeps the predictions of each slot."""
+
+    def __init__(self, config: ChainPolicy) -> None:
+        super().__init__(config)
+        self.predicted: list[dict[Chain, float]] = []
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        chains = super().assign(requests, pool)
+        self.predicted.append(dict(self.per_token_s))
+        return chains
+
+
 def run(scenario: SpecRouterScenario, said: Said = lambda what: None) -> Study:
     found = {}
     for case, one in {_PAPER: scenario, **{name: scenario.of_case(name) for name in scenario.cases}}.items():
@@ -103,7 +117,7 @@ def run(scenario: SpecRouterScenario, said: Said = lambda what: None) -> Study:
 def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     num_sets = -(-scenario.least_requests // batch)
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
-    selecting, predicted = ModelChains(scenario.chain), list[dict[Chain, float]]()
+    selecting, predicted = _Watched(scenario.chain), list[dict[Chain, float]]()
     whole = max(drafter.max_draft_len for drafter in scenario.drafters.values())
 
     def serve(policy: AssignmentPolicy, spec: ClusterSpec) -> list[SimulationResult]:
@@ -112,7 +126,8 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         for requests in sets:
             outcomes.append(simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s))
             if policy is selecting:
-                predicted.append(dict(selecting.per_token_s))
+                predicted.append(selecting.predicted[len(selecting.predicted) // 2])
+                selecting.predicted.clear()
         return outcomes
 
     barrier = PlannerSettings("all", MAX_HOLD_S, MAX_CHUNK_LEN, "barrier")
@@ -128,8 +143,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         alone = serve(build_policy(FixedPolicy(chain=chain)), spec)
         levels = _levels(scenario, chain, everything)
         simplified_s = simplified_per_token_s(levels, _target_passes(scenario, batch, alone))
-        goodput = _goodput(alone)
-        return _Candidate(goodput, batch / goodput, predicted_s, simplified_s)
+        return _Candidate(_goodput(alone), batch / fmean(map(_decoding_rate, alone)), predicted_s, simplified_s)
 
     # Of sets that each have their requests: as goodput, the mean over the sets.
     found = {
@@ -148,6 +162,12 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
 def _goodput(outcomes: Sequence[SimulationResult]) -> float:
     return fmean(outcome.goodput for outcome in outcomes)
+
+
+def _decoding_rate(outcome: SimulationResult) -> float:
+    """Tokens per second from the first slot with tokens on: without the prompts, which come first."""
+    began_s, num_before = next(slot for slot in outcome.slots if slot[1])
+    return (outcome.num_tokens - num_before) / (outcome.end_s - began_s)
 
 
 def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[SimulatedRequest]:
@@ -198,6 +218,7 @@ def _cluster(scenario: SpecRouterScenario, batch: int, settings: PlannerSettings
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
         jitter=scenario.jitter,
+        spare_share=1.0,  # of a device of its own
     )
 
 

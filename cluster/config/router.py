@@ -54,7 +54,7 @@ class HedgePolicy(Section):
     """Full information: estimates per request and drafter, from drafts and counterfactual scores."""
 
     kind: Literal["hedge"] = "hedge"
-    learning_rate: Annotated[float, Field(gt=0, le=1000)] = 1.0  # of the exponential weights, per token and round
+    learning_rate: Annotated[float, Field(gt=0, le=1000)] = 10.0  # of the exponential weights, per token and round
     hysteresis: Fraction = 0.05  # relative gain under which a request stays where it is
     exploration: Fraction = 0.01  # share of requests, per slot, that try a drafter with little evidence
     payback_s: Seconds = 5  # within which a switch must recover its cost

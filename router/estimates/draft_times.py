@@ -127,17 +127,30 @@ class DraftCosts:
 
 
 class PassTimeFactors:
-    """T_i: measured over profiled pass time of a model; SpecRouter's moving average."""
+    """T_i: measured over profiled pass time of a model; SpecRouter's moving average. By octave of rows: profiled passes have
+    one row of each request, and rows of a verification share their context."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
-        self._factor: dict[str, float] = {}
+        self._factors: dict[str, dict[int, float]] = {}  # by drafter and octave
 
     def observe(self, report: LevelReport, expected_s: float) -> None:
         """``expected_s``: profiled seconds of one pass with the mean number of rows."""
         if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
             measured = report.busy_s / report.num_passes / expected_s
-            self._factor[report.drafter] = ema(self._factor.get(report.drafter), measured, self._weight)
+            factors = self._factors.setdefault(report.drafter, {})
+            octave = _octave(report.num_rows / report.num_passes)
+            factors[octave] = ema(factors.get(octave), measured, self._weight)
 
-    def factor(self, drafter: str) -> float:
-        return self._factor.get(drafter, 1.0)
+    def factor(self, drafter: str, num_rows: float) -> float:
+        """That of the nearest octave that was measured."""
+        factors, octave = self._factors.get(drafter), _octave(num_rows)
+        return factors[min(factors, key=lambda other: abs(other - octave))] if factors else 1.0
+
+    def corrected(self, drafter: str, profiled: TableCost) -> TableCost:
+        points = zip(profiled.rows, profiled.step_s_at, strict=True)
+        return monotone([(rows, seconds * self.factor(drafter, rows)) for rows, seconds in points])
+
+
+def _octave(num_rows: float) -> int:
+    return round(num_rows).bit_length()

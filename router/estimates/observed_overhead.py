@@ -16,6 +16,8 @@ from router.matching import Floats
 
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
 
+_SPREAD_GAIN = 1.05  # that is predicted before requests are spread: the sum of the best of several estimates is too high
+
 Choice = str | None  # the last drafter that all requests are to be with, "" for the target alone; None: each has its own
 SPREAD: Final = None
 _Positive = Annotated[float, Field(gt=0)]
@@ -46,10 +48,20 @@ class DrafterChoice:
     def __init__(self) -> None:
         self._num_slots = TRIAL_SLOTS  # that this choice is old
         self._choice: Choice = SPREAD
+        self._is_spread = False  # before the first choice nothing is
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the trial of the present choice is over."""
+        return self._num_slots >= TRIAL_SLOTS
+
+    def release(self) -> None:
+        """Ends the trial: the choice was made before anything was known."""
+        self._num_slots = TRIAL_SLOTS
 
     def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
-        """The choice for this slot; kept for TRIAL_SLOTS while available. Each is judged by where it would seat requests.
-        ``per_token_s``: (requests, names); infinite where unavailable."""
+        """The choice for this slot; kept for TRIAL_SLOTS while available, or until spread requests are slower than said.
+        Each is judged by where it would seat requests. ``per_token_s``: (requests, names); infinite where unavailable."""
         self._num_slots += 1
         rates: dict[Choice, float] = {}
         each = range(len(per_token_s))
@@ -62,9 +74,12 @@ class DrafterChoice:
             can_be_had = column is None or (places[column] > 0 and bool(np.isfinite(per_token_s[:, column]).all()))
             rate = float((1.0 / per_token_s[each, taken]).sum()) if can_be_had else 0.0
             rates[choice] = rate / spread_overrun if is_spread else rate
+            if choice is SPREAD and not self._is_spread:
+                rates[choice] /= _SPREAD_GAIN
         best = max(rates, key=rates.__getitem__)
-        if best != self._choice and (self._num_slots >= TRIAL_SLOTS or not rates.get(self._choice)):
-            self._choice, self._num_slots = best, 0
+        is_slow = self._is_spread and spread_overrun > 1.0
+        if best != self._choice and (self.is_settled or is_slow or not rates.get(self._choice)):
+            self._choice, self._num_slots, self._is_spread = best, 0, best is SPREAD
         return self._choice
 
 

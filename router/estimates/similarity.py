@@ -13,6 +13,7 @@ from router.chains import PROPOSAL_LEN
 from router.estimates.decayed import DecayedSums
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
+_KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
 
 Rates = tuple[float, ...]
 _Pair = tuple[str, str]
@@ -47,6 +48,11 @@ class Similarities:
         counts = zip_longest(reached, right, range(len(prior)), fillvalue=0.0)
         priors = chain(prior, repeat(prior[-1]))
         return tuple((b + _STRENGTH * known) / (a + _STRENGTH) for (a, b, _), known in zip(counts, priors, strict=False))
+
+    def is_known(self, proposer: str, verifier: str) -> bool:
+        """Whether verified drafts outweigh the prior."""
+        reached = self._reached.get((proposer, verifier), 0)
+        return bool(reached) and reached[0] >= _KNOWN
 
     def fill(self, proposer: str, verifier: str, prior: float) -> float:
         """Share of the requested tokens that it proposes; ``prior`` while little is known."""

@@ -29,6 +29,8 @@ from router.estimates.similarity import ChainLenLimits, Similarities, prior_agre
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
+MOST_TRIALS = 6  # slots in which a request tries a pair of drafters whose agreement is unknown
+TRIALS_BUDGET = 24  # of these slots, times the requests that wait for the trial's drafts
 REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
 UNMEASURED = TableCost((1,), (1.0,))  # an unprofiled target
 
@@ -57,8 +59,10 @@ class ModelChains:
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
-        self.per_token_s: dict[Chain, float] = {}  # predicted, of every candidate chain, at the mean acceptance
+        self.per_token_s: dict[Chain, float] = {}  # predicted, of every candidate chain, if all live requests had it
         self._choice = DrafterChoice()
+        self._chain_round_s: dict[Chain, float] = {}  # of every candidate chain, with its overhead
+        self._trials: dict[Chain, int] = {}  # of pairs of drafters: slots in which a request tried them
         self._predicted: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
         self._predicted_for: Chain | None = SPREAD  # what all of them were with
         self._decoding: frozenset[str] = frozenset()  # requests that had tokens in the last slot
@@ -112,17 +116,21 @@ class ModelChains:
         chains: dict[str, Chain] = {}
         if requests:
             rows = self._acceptance.follow(requests)
-            predicted_s = self._per_token_s(rows, room.members, batch)
+            live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
+            predicted_s = self._per_token_s(rows, live, room.members, batch)
             overheads = self._overheads.factors()
             per_token_s = predicted_s * [overheads.get((*self._below[name], name), 1.0) for name in room.drafters]
             seconds = self._with_hysteresis(requests, per_token_s, batch, room)
-            live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
             names, places = ("", *room.drafters), (len(requests), *map(room.num_free, room.drafters))
             choice = self._choice.choose(names, seconds[live], places, overheads.get(SPREAD, 1.0))
+            if not self._are_known(room.members):
+                self._choice.release()
             last = [i for i, request in enumerate(requests) if request.is_placeholder]
             columns = seated(seconds, places, None if choice is SPREAD else names.index(choice), last)
-            chains = self._seat(requests, columns, room)
-            self._note_predictions(requests, chains, room, predicted_s, per_token_s)
+            trial = self._trial(requests, columns, places, room)
+            chains = self._seat(requests, columns, room, trial)
+            if trial is None:
+                self._note_predictions(requests, chains, room, predicted_s, per_token_s)
         return chains
 
     def _compare_times(self, requests: Sequence[RequestView]) -> None:
@@ -177,18 +185,18 @@ class ModelChains:
     def _predict(self, drafters: Sequence[PoolMember], batch: int) -> None:
         """Computes the fastest chain below each last drafter, and the seconds of a round with it."""
         names = [drafter_of(member.name) for member in drafters]
-        known = (tuple(names), tuple(map(self._max_lens.of, names)), batch.bit_length(), self._target is UNMEASURED)
+        limits = tuple(map(self._max_lens.of, names))
+        known = (tuple(names), limits, batch.bit_length(), self._target is UNMEASURED, self._are_known(drafters))
         if known == self._known and self._slot % REFRESH_SLOTS:
             return
         self._known = known
         self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
-        passes = {name: base.scaled(self._pass_factors.factor(name)) for name, base in self._passes.items()}
+        passes = {name: self._pass_factors.corrected(name, base) for name, base in self._passes.items()}
         rates = {name: self._acceptance.mean_rates(name) for name in names}
         by_name = dict(zip(names, drafters, strict=True))
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
         overheads = self._overheads.factors()
         round_s: dict[Chain, float] = {}
-        self.per_token_s = {}
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
         for chain in candidates(names, verifiers, self._config.max_levels):
@@ -202,24 +210,27 @@ class ModelChains:
                 levels.append(Level(lower, passes[lower], PROPOSAL_LEN, agreement, fill))
             last = chain[-1]
             levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last], fills[last]))
-            prediction, overhead = predict(levels, self._target, batch), overheads.get(chain, 1.0)
-            round_s[chain] = prediction.round_s
-            self.per_token_s[chain] = prediction.per_token_s * overhead
+            round_s[chain], overhead = predict(levels, self._target, batch).round_s, overheads.get(chain, 1.0)
             found[last].append((chain[:-1], round_s[chain] * overhead))
+        self._chain_round_s = {chain: seconds * overheads.get(chain, 1.0) for chain, seconds in round_s.items()}
         for last, rounds in found.items():
             below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
             self._round_s[last] = round_s[(*below, last)]
 
-    def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
+    def _per_token_s(self, rows: Ints, live: Sequence[int], drafters: Sequence[PoolMember], batch: int) -> Floats:
         """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a plain
-        one: one token, and no longer, as `router.planner` bounds holds."""
+        one: one token, and no longer, as `router.planner` bounds holds. Sets ``self.per_token_s``, of ``live`` requests."""
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
         lens, _ = self._acceptance.expected_lens(rows, drafters)
         on_time = self._acceptance.on_time.shares(names)
         round_s = on_time * [self._round_s[name] for name in names] + (1.0 - on_time) * self._target.at(batch)
-        per_token_s: Floats = round_s / (1.0 + on_time * (lens - 1.0))
+        num_tokens = 1.0 + on_time * (lens - 1.0)
+        # Each request has a round in every pass, so the mean over requests counts, not that over drafts.
+        means = dict(zip(names, num_tokens[live].mean(axis=0).tolist(), strict=True))
+        self.per_token_s = {chain: seconds / means[chain[-1]] for chain, seconds in self._chain_round_s.items()}
+        per_token_s: Floats = round_s / num_tokens
         closed = [j for j, name in enumerate(names) if self._max_lens.of(name) == 0]
         per_token_s[:, closed] = np.inf
         return per_token_s
@@ -236,14 +247,41 @@ class ModelChains:
                 seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
         return seconds
 
-    def _seat(self, requests: Sequence[RequestView], columns: Sequence[int], room: FreeCapacity) -> dict[str, Chain]:
+    def _are_known(self, drafters: Sequence[PoolMember]) -> bool:
+        """Whether drafts of each drafter that is kept in step were judged."""
+        return bool(self._acceptance.num_drafts([one for one in drafters if one.leads]).all())
+
+    def _trial(
+        self, requests: Sequence[RequestView], columns: list[int], places: Sequence[int], room: FreeCapacity
+    ) -> tuple[str, Chain] | None:
+        """A request, and the drafter ahead of its drafter in this slot: a pair that no chain has shown the agreement of.
+        Changes its column. Agreement is the same at all batch sizes, so each pair is tried for a few slots alone, each by
+        another request if there are several; never while a choice is on trial."""
+        decoding = [i for i, request in enumerate(requests) if _is_decoding(request)]
+        if not decoding or not self._choice.is_settled or not self._are_known(room.members):
+            return None
+        most = min(MOST_TRIALS, TRIALS_BUDGET // len(decoding))
+        for lower, last in [chain for chain in self._chain_round_s if len(chain) == 2]:
+            num_slots, column = self._trials.get((lower, last), 0), 1 + room.drafters.index(last)
+            i = decoding[num_slots % len(decoding)]
+            has_room = columns[i] == column or columns.count(column) < places[column]
+            if num_slots < most and has_room and not self._similarities.is_known(lower, last):
+                self._trials[lower, last] = num_slots + 1
+                columns[i] = column
+                return requests[i].request_id, (lower,)
+        return None
+
+    def _seat(
+        self, requests: Sequence[RequestView], columns: Sequence[int], room: FreeCapacity, trial: tuple[str, Chain] | None
+    ) -> dict[str, Chain]:
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         for request, column in zip(requests, columns, strict=True):
             if column:
                 last = room.drafters[column - 1]
                 seat = room.seat(last, request.chain[-1:])
                 assert seat is not None, f"more requests than places for {last}"
-                chains[request.request_id] = (*self._below[last], *seat)
+                below = trial[1] if trial is not None and trial[0] == request.request_id else self._below[last]
+                chains[request.request_id] = (*below, *seat)
         return chains
 
 

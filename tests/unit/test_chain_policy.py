@@ -1,6 +1,7 @@
 """The policy `chain`: which chain each request gets, from times and acceptance; and the scheduler that publishes them."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from router.assignment import (
 )
 from router.cost_model import monotone
 from router.estimates.observed_overhead import TRIAL_SLOTS
-from router.policies.chain import ModelChains
+from router.policies.chain import MOST_TRIALS, ModelChains
 from router.router import Router, SlotReport
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))
@@ -82,6 +83,47 @@ def test_a_proposer_that_the_verifier_believes_rides_ahead_of_it_and_another_doe
         for lower, upper in (("small", "large"), ("middle", "large"), ("small", "middle")):
             learned(found, lower, upper, rate if (lower, upper) == ("small", "large") else 0.01)
         assert chosen(found) == chain
+
+
+def tried(found: ModelChains, num_requests: int, num_slots: int, known: Chain = ()) -> Counter[Chain]:
+    """Chains that single requests have while all others have another, by slots."""
+    views, counts = [view(f"r{i}") for i in range(num_requests)], Counter[Chain]()
+    pool = [replace(one, capacity=64) for one in POOL]
+    for _ in range(num_slots):
+        chains = found.assign(views, pool)
+        shares = Counter(chains.values())
+        counts.update([chain for chain, num in shares.items() if num == 1])
+        for lower, upper in {chain[-2:] for chain in shares if len(chain) > 1 and chain[-2:] == known}:
+            learned(found, lower, upper, 0.5)
+    return counts
+
+
+def test_a_pair_that_no_chain_has_shown_is_tried_by_one_request_in_few_slots() -> None:
+    pairs = [("small", "middle"), ("small", "large"), ("middle", "large")]
+    rates = {"small": 0.6, "middle": 0.6, "large": 0.6}
+    assert not tried(taught(policy(), **rates), 4, TRIAL_SLOTS), "the choice itself is on trial"
+    counts = tried(taught(policy(), **rates), 4, 4 * TRIAL_SLOTS)
+    assert dict(counts) == dict.fromkeys(pairs, MOST_TRIALS)
+    counts = tried(taught(policy(), **rates), 4, 4 * TRIAL_SLOTS, known=pairs[0])
+    assert counts[pairs[0]] == 1, "its agreement is known then"
+    assert not tried(taught(policy(), **rates), 40, 4 * TRIAL_SLOTS), "too many would wait for it"
+    assert not tried(taught(policy(), small=0.6, middle=0.6), 4, 4 * TRIAL_SLOTS), "nothing is known of large"
+
+
+def test_a_request_counts_as_often_as_another_in_what_chains_are_predicted_to_take() -> None:
+    """Of the first there are twenty times as many drafts, since they are short: each pass takes one of each."""
+    found = taught(policy(), small=0.5)
+    found.assign([view("hard"), view("easy")], POOL[:1])
+    found.observe(
+        [
+            Observation("hard", "small", 2000, 0, 0, 2000, 50.0, positions(0.1, 2000)),
+            Observation("easy", "small", 100, 0, 0, 500, 2.5, positions(0.9, 100)),
+        ]
+    )
+    found.assign([view("hard"), view("easy")], POOL[:1])
+    num_tokens = [sum(rate**k for k in range(9)) for rate in (0.1, 0.9)]
+    round_s = TARGET.at(2 * 9) + 8 * 0.0005
+    assert found.per_token_s["small",] == pytest.approx(round_s / (sum(num_tokens) / 2), rel=0.1)
 
 
 def test_three_levels_of_drafters_where_each_is_a_good_step() -> None:

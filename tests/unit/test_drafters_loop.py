@@ -268,6 +268,19 @@ class Verifier(Counting):
         return [LevelReport(name, 1, 2, 0.5, 0)]
 
 
+def test_a_chain_that_another_drafter_replaces_is_no_chain_when_it_drafts_again() -> None:
+    bench, drafter = Bench(), Verifier()
+    bench.loop = DrafterLoop("counting", drafter, bench.mailbox, SessionLimits(max_draft_len=4))
+    bench.mail(opens=(Open("r", (0, 1, 2), 3, SAMPLING, ("a",)),))
+    bench.settle()
+    (key,) = drafter.proposers
+    assert drafter.proposers[key] == ("a",)
+    for num_tokens in (0, 4):  # in step with another, then drafting, as the target says it of a drafter in step
+        bench.mail(budgets=(Budget("r", num_tokens),))
+        bench.settle()
+        assert drafter.proposers[key] == ()
+
+
 def test_the_target_names_the_proposers_of_a_chain_and_gets_reports_of_its_levels(caplog: pytest.LogCaptureFixture) -> None:
     bench, drafter = Bench(), Verifier()
     bench.loop = DrafterLoop("counting/1", drafter, bench.mailbox, SessionLimits(max_draft_len=4))

@@ -157,6 +157,21 @@ def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
     assert policy.assign([RequestView("new", 5, 5, ())], pool_of(8, 8)) == {"new": ("d1",)}
 
 
+def test_a_tenth_of_a_token_decides_for_new_requests() -> None:
+    """The noise is there for requests that no estimate tells apart."""
+
+    def share(config: HedgePolicy) -> float:
+        policy = build_policy(config)
+        for _ in range(3):
+            for name, num_tokens in (("d0", 1.8), ("d1", 1.9)):
+                policy.observe([seen(f"{name}{i}", name, num_tokens) for i in range(50)])
+        chains = policy.assign([RequestView(f"r{i}", 10, 10, ()) for i in range(100)], pool_of(100, 100))
+        return Counter(chains.values())["d1",] / len(chains)
+
+    assert share(HedgePolicy(exploration=0.0)) > 0.95
+    assert share(HedgePolicy(exploration=0.0, learning_rate=1.0)) < 0.8
+
+
 def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
     policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
     slow = Observation("a", "d0", 100, 700, 100, 200, 30.0, Positions((100, 90), (90, 10)))

@@ -75,6 +75,24 @@ def test_requests_are_spread_where_that_is_foreseen_to_be_faster_and_does_not_tu
     assert chosen(DrafterChoice(), (1.0, np.inf, 2.0)) == ""
 
 
+def test_requests_are_not_spread_for_less_than_estimates_are_off_nor_longer_than_it_is_as_fast_as_predicted() -> None:
+    assert chosen(DrafterChoice(), (3.0, 1.0, 2.0), (3.0, 1.0, 0.95)) == "lookup"
+    choosing = DrafterChoice()
+    unlike = ((3.0, 1.0, 2.0), (3.0, 3.0, 2.0))
+    assert chosen(choosing, *unlike) is SPREAD
+    assert chosen(choosing, *unlike, spread=1.01) is SPREAD, "slower than predicted, and the fastest"
+    assert chosen(choosing, *unlike, spread=1.6) == "lookup", "its trial ends"
+
+
+def test_a_choice_that_rests_on_nothing_is_no_trial() -> None:
+    choosing = DrafterChoice()
+    assert chosen(choosing, (3.0, 1.0, 2.0)) == "lookup"
+    assert not choosing.is_settled
+    choosing.release()
+    assert choosing.is_settled
+    assert chosen(choosing, (3.0, 2.5, 2.0)) == "model"
+
+
 def test_a_choice_is_given_some_time_unless_it_cannot_be_had() -> None:
     choosing = DrafterChoice()
     assert chosen(choosing, (3.0, 1.0, 2.0)) == "lookup"

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from cluster.messages import LevelReport, Verified
+from router.cost_model import monotone
 from router.estimates.draft_times import PassTimeFactors
 from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
 
@@ -28,6 +29,16 @@ def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
     known.observe("b", Verified("a", (), ()))
 
 
+def test_a_pair_is_known_once_verified_drafts_outweigh_the_guess() -> None:
+    known = Similarities(memory=1000)
+    assert not known.is_known("a", "b")
+    known.observe("b", Verified("a", (10,), (5,)))
+    assert not known.is_known("a", "b")
+    known.observe("b", Verified("a", (190,), (5,)))
+    assert known.is_known("a", "b")
+    assert not known.is_known("b", "a")
+
+
 def test_how_much_a_proposer_says_is_seen_too() -> None:
     known = Similarities(memory=100)
     assert known.fill("a", "b", 0.5) == 0.5
@@ -38,18 +49,27 @@ def test_how_much_a_proposer_says_is_seen_too() -> None:
 
 def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
     paces = PassTimeFactors(weight=0.2)
-    assert paces.factor("a") == 1.0
+    assert paces.factor("a", 2) == 1.0
     paces.observe(LevelReport("a", 10, 20, 0.2, 0), expected_s=0.01)
-    assert paces.factor("a") == pytest.approx(2.0)  # nothing was known before
+    assert paces.factor("a", 2) == pytest.approx(2.0)  # nothing was known before
     factors = []
     for _ in range(30):
         paces.observe(LevelReport("a", 10, 20, 0.1, 0), expected_s=0.01)
-        factors.append(paces.factor("a"))
+        factors.append(paces.factor("a", 2))
     assert all(later <= sooner for sooner, later in itertools.pairwise(factors))
     assert factors[-1] == pytest.approx(1.0, abs=0.01)
     paces.observe(LevelReport("a", 0, 0, 0.0, 0), expected_s=0.01)
     paces.observe(LevelReport("a", 10, 20, 0.0, 0), expected_s=0.01)  # nobody took the time
-    assert paces.factor("a") == factors[-1]
+    assert paces.factor("a", 2) == factors[-1]
+
+
+def test_passes_are_corrected_by_their_rows_as_those_next_to_them() -> None:
+    paces, profiled = PassTimeFactors(weight=0.2), monotone(((1, 0.01), (8, 0.01), (64, 0.04)))
+    paces.observe(LevelReport("a", 10, 80, 0.1, 0), expected_s=0.01)
+    assert paces.corrected("a", profiled) == profiled
+    paces.observe(LevelReport("a", 10, 600, 0.2, 0), expected_s=0.04)
+    assert paces.corrected("a", profiled).step_s_at == pytest.approx((0.01, 0.01, 0.02))
+    assert paces.corrected("b", profiled) == profiled
 
 
 def test_failures_shorten_chains_down_to_the_target_alone_and_later_they_recover() -> None:
