@@ -110,8 +110,6 @@ class ClusterStatus:
     scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost
     num_supervisor_kills: int = 0  # by this process of the API: of supervisors that did not answer
-    scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
-    scale_counts: tuple[ScaleCounts, ...] = ()
 
 
 class EngineClient(Protocol):
