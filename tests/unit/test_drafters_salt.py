@@ -67,6 +67,18 @@ def test_control_what_is_learned_serves_its_own_salt(make: Callable[[], Drafter]
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_salts_whose_hashes_collide_are_apart_too(make: Callable[[], Drafter]) -> None:
+    """So many that some fall into one bucket of any table."""
+    drafter = make()
+    drafter.open("a", PROMPT, len(PROMPT), SAMPLING, "x")
+    drafter.extend("a", SECRET[:20])
+    drafter.release("a")
+    for i in range(500):
+        drafter.open("b", [*PROMPT, *SECRET[:10]], len(PROMPT), SAMPLING, f"salt {i}")
+        assert not drafter.propose([Demand("b", 8)])[0].token_ids
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_all_salts_share_one_bound_of_memory(make: Callable[[], Drafter]) -> None:
     """The drafter checks its bound. Answers of one token reach the bound of salts first; what is newest is still known."""
     drafter = make()
