@@ -1,7 +1,6 @@
 """Whose request is next: tenants share a server by the tokens that it computed for them."""
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 
 class TokenCounters:
@@ -13,8 +12,8 @@ class TokenCounters:
     Bounded by the number of tenants.
     """
 
-    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
+        self.weights: Mapping[str, float] = {}
         self._served: dict[str, float] = {}
         self._last = 0.0  # counter of the last tenant that was chosen
 
@@ -25,7 +24,7 @@ class TokenCounters:
             self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens / self._weights.get(tenant, 1.0)
+        self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens / self.weights.get(tenant, 1.0)
 
     def next_of(self, waiting: Collection[str]) -> str:
         """Ties go to the first of ``waiting``. Raises ValueError if it is empty."""

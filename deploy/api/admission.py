@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from deploy.api.errors import overloaded
 from deploy.api.settings import ApiSettings
@@ -23,20 +22,24 @@ class _Waiting:
 class Admission:
     """Fair among tenants, FIFO within one. A call is admitted with all its sequences or not at all.
 
-    A full queue refuses the newest call of the tenant that has the most in it.
-
-    ``tenants``: by name; others have no limit of their own, and weight 1. A tenant at its limit is passed over.
+    A full queue refuses the newest call of the tenant that has the most in it. A tenant at its own limit is passed over.
 
     Invariants: ``0 <= num_running <= max_concurrent``; the next call of the queue, if any, does not fit.
     """
 
-    def __init__(self, settings: ApiSettings, tenants: Mapping[str, Tenant] = MappingProxyType({})) -> None:
+    def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._tenants = tenants
+        self._tenants: Mapping[str, Tenant] = {}
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
-        self._counters = TokenCounters({name: tenant.weight for name, tenant in tenants.items()})
+        self._counters = TokenCounters()
         self._num_running_of: Counter[str] = Counter()  # by tenant, none zero
         self.num_running = 0
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        """By name; others have no limit of their own, and weight 1."""
+        self._tenants = tenants
+        self._counters.weights = {name: tenant.weight for name, tenant in tenants.items()}
+        self._admit()
 
     @property
     def num_queued(self) -> int:

@@ -15,9 +15,17 @@ BUDGET_HEADERS = tuple(
 class Budgets:
     """Of this process. ``on_refusal`` is told the tenant and "requests" or "tokens"."""
 
-    def __init__(self, tenants: Iterable[Tenant], on_refusal: Callable[[str, str], None]) -> None:
-        self._budgets = {one.name: Budget(one.limits) for one in tenants if one.limits != UNLIMITED}
+    def __init__(self, on_refusal: Callable[[str, str], None]) -> None:
+        self._budgets: dict[str, Budget] = {}
         self._on_refusal = on_refusal
+
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Keeps the budgets whose limits stay."""
+        before, self._budgets = self._budgets, {}
+        for one in tenants:
+            if one.limits != UNLIMITED:
+                budget = before.get(one.name)
+                self._budgets[one.name] = budget if budget and budget.limits == one.limits else Budget(one.limits)
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
         """Raises ApiError (429) if there were too many."""

@@ -16,6 +16,8 @@ from deploy.api.tenants import Tenant, digest_of, is_key, read_tenants, salt_of
 
 logger = logging.getLogger(__name__)
 
+REFRESH_S = 5.0
+
 _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 _TENANTS = re.compile(r"^tenants:(\s|$)", re.MULTILINE)
 
@@ -72,6 +74,54 @@ class ApiKeys:
         if tenant is None:
             raise _unauthorized("the API key is unknown")
         return tenant
+
+
+class KeyFiles:
+    """The keys of callers and operators, read again when their files change.
+
+    Raises InvalidField: a file cannot be used. Of a later change that is only logged, and the former keys stay.
+    """
+
+    def __init__(self, keys_file: Path | None, operators_file: Path | None) -> None:
+        self._files = keys_file, operators_file
+        self._looked_s = float("-inf")
+        self._seen = self._stamps()
+        self.operators: ApiKeys | None = None
+        self.callers: ApiKeys | None = None  # with the operators; None: no key is asked for
+        self._read()
+
+    def refresh(self, now_s: float) -> bool:
+        """Looks at the files at most every REFRESH_S. Returns whether there are other keys."""
+        if now_s < self._looked_s + REFRESH_S:
+            return False
+        self._looked_s = now_s
+        before, self._seen = self._seen, self._stamps()
+        if self._seen == before:
+            return False
+        try:
+            self._read()
+        except InvalidField as error:
+            logger.error("the former API keys stay in use: %s", error)
+            return False
+        logger.info("the API keys were read again")
+        return True
+
+    def _read(self) -> None:
+        keys, operators = (None if file is None else ApiKeys.from_file(file) for file in self._files)
+        self.operators = operators
+        self.callers = keys if keys is None or operators is None else keys.plus(operators)
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [None if file is None else _stamp(file) for file in self._files]
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Differs after a change; None: it cannot be read."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _lines(text: str, path: Path) -> Mapping[bytes, Tenant]:

@@ -31,7 +31,7 @@ from deploy.api.errors import ApiError, as_api_error, bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
-from deploy.api.keys import ApiKeys
+from deploy.api.keys import KeyFiles
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
     Prompt,
@@ -69,18 +69,16 @@ class Service:
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        operators = None if settings.operator_keys_file is None else ApiKeys.from_file(settings.operator_keys_file)
-        keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
-        self._keys = keys if keys is None or operators is None else keys.plus(operators)
-        tenants = {} if self._keys is None else self._keys.tenants
-        self._budgets = Budgets(tenants.values(), self.metrics.record_over_budget)
+        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file)
+        self._budgets = Budgets(self.metrics.record_over_budget)
         self._bodies = BodyReader(settings)
-        self._admission = Admission(settings, tenants)
+        self._admission = Admission(settings)
+        self._set_tenants()
         self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
-        self.policy_trials = PolicyTrials(self._bodies, operators, try_policy, self.status)
+        self.policy_trials = PolicyTrials(self._bodies, lambda: self._keys.operators, try_policy, self.status)
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
@@ -88,14 +86,21 @@ class Service:
 
     async def check_key(self, request: Request) -> None:
         """Notes the tenant. Raises ApiError where keys are configured: 401 for an unknown one, 429 for too many calls."""
-        if self._keys is None:
+        if self._keys.refresh(request.state.arrival_s):
+            self._set_tenants()
+        if self._keys.callers is None:
             return
-        request.state.tenant = tenant = self._keys.check(request.headers.get("authorization"))
+        request.state.tenant = tenant = self._keys.callers.check(request.headers.get("authorization"))
         if request.method == "POST":  # what is polled is cheap
             try:
                 self._budgets.take_request(tenant, request.state.arrival_s)
             finally:
                 request.state.budget_headers = self._budgets.headers(tenant, request.state.arrival_s)
+
+    def _set_tenants(self) -> None:
+        tenants = {} if self._keys.callers is None else self._keys.callers.tenants
+        self._budgets.set_tenants(tenants.values())
+        self._admission.set_tenants(tenants)
 
     async def info(self) -> ModelInfo:
         """Description of the served model; queried once."""

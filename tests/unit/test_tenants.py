@@ -16,7 +16,7 @@ from cluster.errors import InvalidField, LinkClosed
 from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.audit import AuditLog
-from deploy.api.keys import ApiKeys
+from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
@@ -124,6 +124,40 @@ def test_a_faulty_file_is_refused_without_showing_a_key(tmp_path: Path, text: st
     assert "sk-" not in str(raised.value)
 
 
+async def test_a_changed_file_is_read_again_and_a_faulty_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deploy.api.keys.REFRESH_S", 0.0)
+
+    async def codes() -> list[int]:
+        return [(await http.post(CHAT, json=chat_body(), headers=auth(key))).status_code for key in ("sk-one", "sk-new")]
+
+    async with limited(tmp_path, requests_per_minute=3) as (http, _):
+        path = tmp_path / "keys"
+        before = path.read_text()
+        assert await codes() == [200, 401]
+        path.write_text("tenants: []")
+        assert await codes() == [200, 401]
+        assert "the former API keys stay in use" in caplog.text
+        path.write_text(before.replace("sk-two", "sk-new"))
+        assert await codes() == [200, 429]  # of the same budget
+        path.write_text("sk-new\n")
+        assert await codes() == [401, 200]
+        path.unlink()
+        assert await codes() == [401, 200]
+
+
+def test_files_are_not_looked_at_for_each_call(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-one\n")
+    files = KeyFiles(path, None)
+    assert not files.refresh(0.0)
+    path.write_text("sk-another\n")
+    assert not files.refresh(4.9)
+    assert files.refresh(5.0)
+    assert not files.refresh(99.0)
+
+
 async def test_too_many_requests_are_refused_with_the_time_to_wait(tmp_path: Path) -> None:
     async with limited(tmp_path, requests_per_minute=2) as (http, cluster):
         first, second = [await http.post(CHAT, json=chat_body(), headers=auth(key)) for key in ("sk-one", "sk-two")]
@@ -218,7 +252,9 @@ async def test_a_call_wider_than_the_tenant_s_limit_is_refused(tmp_path: Path) -
 
 def _admission(**tenants: Tenant) -> Admission:
     settings = ApiSettings(max_concurrent=3, max_sequences=1, max_n=1, max_queued=64)
-    return Admission(settings, tenants)
+    admission = Admission(settings)
+    admission.set_tenants(tenants)
+    return admission
 
 
 async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
