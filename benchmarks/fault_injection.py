@@ -21,8 +21,10 @@ class TruncatedDrafter:
         self._drafter = drafter
         self._num_kept = num_kept
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._drafter.open(request_id, token_ids, prompt_len, sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self._drafter.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._drafter.extend(request_id, token_ids)

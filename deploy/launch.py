@@ -10,6 +10,7 @@ import httpx
 from cluster.config import Config
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
+from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys
 from deploy.api.logs import log_json
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
@@ -45,6 +46,8 @@ def serve(config: Config) -> None:
         for file in (config.api.api_keys_file, config.api.operator_keys_file):
             if file is not None:
                 ApiKeys.from_file(file)  # refused here rather than in the API's process
+        if config.observability.audit_log_file is not None:
+            AuditLog(config.observability.audit_log_file).close()
         model_folder = ensure_model(config.model.name)
         (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
             load_config(model_folder), config.target.tensor_parallel

@@ -84,9 +84,11 @@ class CascadeDrafter:
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
         self._sessions: dict[str, _CascadeSession] = {}
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         for drafter in self._followers:
-            drafter.open(request_id, token_ids, prompt_len, sampling)
+            drafter.open(request_id, token_ids, prompt_len, sampling, salt)
         self._sessions[request_id] = _CascadeSession({i: RequestGain() for i in self._gains})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

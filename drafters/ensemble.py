@@ -95,10 +95,12 @@ class PlainEnsemble:
         self._queries: list[_LookupDrafts] = []
         self._pending: dict[str, _LookupDrafts] = {}  # until the commit that verifies them
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self._pending.pop(request_id, None)
         for drafter in self._free:
-            drafter.open(request_id, token_ids, prompt_len, sampling)
+            drafter.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         for drafter in self._free:

@@ -73,10 +73,12 @@ class ModelDrafter:
     def capabilities(self) -> Capabilities:
         return Capabilities(token_by_token=self, chain=self if self._proposers else None, forks=self, stops=True)
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self._leave(request_id)
         self._stops.forget(request_id)
-        self._model.open(request_id, token_ids, prompt_len, sampling)
+        self._model.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
         wanted = tuple(proposers)

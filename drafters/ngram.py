@@ -87,7 +87,9 @@ class NgramDrafter:
         }
         self._texts: dict[str, _NgramText] = {}
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self._texts[request_id] = _NgramText(token_ids, self._match_lens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

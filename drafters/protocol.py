@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.messages import LevelReport
@@ -54,6 +55,11 @@ class Capabilities:
     stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
+def salt_key(salt: str) -> int:
+    """64 bits for a salt; 0 for none."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little") if salt else 0
+
+
 class Drafter(Protocol):
     """Proposes continuations. Not thread-safe.
 
@@ -64,8 +70,11 @@ class Drafter(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        """Follows a request with committed tokens ``token_ids``. Reopening a followed request resets it."""
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        """Follows a request with committed tokens ``token_ids``. Reopening a followed request resets it. What is learned of
+        its text, or cached, serves only requests with the same salt."""
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Appends committed tokens."""

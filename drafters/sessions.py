@@ -232,7 +232,7 @@ class TargetSessions:
             last_message_s=now_s,
             num_runners_up=0 if self.outcomes is None else self.outcomes.num_runners_up,
         )
-        self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling)
+        self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling, opening.cache_salt)
         self._set_proposers(session.key, opening)
         peer.sessions[request_id] = session
         self._num_sessions += 1

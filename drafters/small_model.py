@@ -37,6 +37,7 @@ class _ModelSession:
     token_ids: list[int]  # committed
     state: SamplingState
     is_readable: bool  # the embedding has a row for each of them
+    salt: str  # of the cache
     checkpoint: Checkpoint | None = None  # computed, and not known to be committed
     num_promised: int = 0  # of a branch: blocks that it had not taken yet when it was forked
 
@@ -87,7 +88,9 @@ class SmallModel:
     def max_len(self) -> int:
         return min(self._model.config.max_len, self._ledger.num_blocks * self._ledger.block_len)
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
         num_known = self._sampler.vocab_size
@@ -101,7 +104,9 @@ class SmallModel:
         is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
             sampling.allowed_token_ids
         )
-        self._sessions[request_id] = _ModelSession(list(token_ids), SamplingState(known, token_ids, prompt_len), is_readable)
+        self._sessions[request_id] = _ModelSession(
+            list(token_ids), SamplingState(known, token_ids, prompt_len), is_readable, salt
+        )
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
@@ -109,10 +114,10 @@ class SmallModel:
         session.state.extend(token_ids)
         session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
 
-    def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
-        """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""
+    def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams, str]:
+        """Arguments of `open` for the request as it is now: tokens, prompt length, sampling, salt."""
         session = self._sessions[request_id]
-        return tuple(session.token_ids), session.state.prompt_len, session.state.sampling
+        return tuple(session.token_ids), session.state.prompt_len, session.state.sampling, session.salt
 
     def release(self, request_id: str) -> None:
         session = self._sessions.pop(request_id, None)
@@ -200,12 +205,13 @@ class SmallModel:
         if end_len > self.max_len:
             return False
         # The index may have more full blocks than the request, or lack some: those of an equal prefix that were evicted.
-        start = ledger.open(branch_id, session.token_ids)
+        start = ledger.open(branch_id, session.token_ids, session.salt)
         needed = -(-end_len // block_len) - start // block_len
         if needed > ledger.num_free_blocks - self._num_promised:
             ledger.release(branch_id)
             return False
-        branch = self._sessions[branch_id] = _ModelSession(session.token_ids, session.state, session.is_readable)
+        branch = _ModelSession(session.token_ids, session.state, session.is_readable, session.salt)
+        self._sessions[branch_id] = branch
         base_len = ledger.computed_len(request_id) if request_id in ledger else 0
         before = () if session.checkpoint is None else session.checkpoint.token_ids
         copied = given[start : base_len + common_prefix_len(before, given[base_len:])]
@@ -308,7 +314,7 @@ class SmallModel:
         request_id = question.request_id
         session = self._sessions[request_id]
         if request_id not in self._ledger:
-            self._ledger.open(request_id, session.token_ids)
+            self._ledger.open(request_id, session.token_ids, session.salt)
         base_len = self._ledger.computed_len(request_id)
         num_given = self._given_len(question) - 1 - base_len
         checkpoint = session.checkpoint

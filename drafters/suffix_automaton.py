@@ -4,7 +4,7 @@ A. Blumer et al., "The smallest automaton recognizing the subwords of a text", 1
 each anew at the root. A state stands for the substrings that end at the same places; its suffix link leads to the longest
 suffix of them that also ends elsewhere.
 
-    state      0 is the root, the empty string
+    state      0 is the root, the empty string. Texts with different roots have no state in common
     len        of its longest substring; that of its link is one less than the length of its shortest
     count      places where its substrings end
 """
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 ROOT = 0
-_NONE = -1  # inside the arrays only: no link (the root's), no transition
+_NONE = -1  # inside the arrays only: no link (a root's), no transition
 
 # Counting walks the suffix links of every new place, of which a text in a tight loop has as many as it is long. There the
 # counts of short contexts hardly matter.
@@ -25,17 +25,26 @@ class SuffixAutomaton:
     makes about 140 bytes per token of natural text, and at most 450."""
 
     def __init__(self) -> None:
-        self._len = array("i", [0])
-        self._link = array("i", [_NONE])
-        self._count = array("i", [0])
-        self._token = array("i", [_NONE])  # of the first transition
-        self._next = array("i", [_NONE])
+        self._len = array("i")
+        self._link = array("i")
+        self._count = array("i")
+        self._token = array("i")  # of the first transition
+        self._next = array("i")
         self._more: dict[int, dict[int, int]] = {}  # the others
-        self.last = ROOT  # the state of the whole text since ``begin``
+        self._num_roots = 0
         self.num_tokens = 0
+        self.begin(self.add_root())
 
-    def begin(self) -> None:
-        self.last = ROOT
+    def add_root(self) -> int:
+        """For texts that have no substring in common with those of other roots; ``ROOT`` is the first."""
+        root = self._add(0)
+        self._link[root] = _NONE
+        self._num_roots += 1
+        return root
+
+    def begin(self, root: int = ROOT) -> None:
+        self._root = root
+        self.last = root  # the state of the whole text since ``begin``
 
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -49,8 +58,9 @@ class SuffixAutomaton:
         return None if more is None else more.get(token_id)
 
     def suffix(self, state: int) -> int | None:
-        """The state of the longest suffix that occurs in more places; None for the root."""
-        return None if state == ROOT else self._link[state]
+        """The state of the longest suffix that occurs in more places; None for a root."""
+        link = self._link[state]
+        return None if link == _NONE else link
 
     def substring_len(self, state: int) -> int:
         return self._len[state]
@@ -68,7 +78,7 @@ class SuffixAutomaton:
     def walk(self, state: int, match_len: int, token_ids: Iterable[int]) -> tuple[int, int]:
         """The state and length of the longest suffix that occurs of a text, from those before its last ``token_ids``."""
         for token_id in token_ids:
-            while (follower := self.step(state, token_id)) is None and state != ROOT:
+            while (follower := self.step(state, token_id)) is None and self._link[state] != _NONE:
                 state = self._link[state]
                 match_len = self._len[state]
             if follower is not None:
@@ -87,11 +97,13 @@ class SuffixAutomaton:
         return best_id, best, most, total
 
     def check_integrity(self) -> None:
-        assert len(self._len) <= max(2, 2 * self.num_tokens) + 1, "more states than a suffix automaton may have"
-        for state in range(1, len(self._len)):
-            link = self._link[state]
-            assert self._len[link] < self._len[state], f"state {state} links to {link}, which is not shorter"
-            assert self._count[link] >= 1, f"state {link} is reached and never occurred"
+        assert len(self._len) <= max(2, 2 * self.num_tokens) + self._num_roots, (
+            "more states than a suffix automaton may have"
+        )
+        for state, link in enumerate(self._link):
+            if link != _NONE:
+                assert self._len[link] < self._len[state], f"state {state} links to {link}, which is not shorter"
+                assert self._count[link] >= 1, f"state {link} is reached and never occurred"
             for token_id, follower in self.followers(state):
                 assert self._len[follower] > self._len[state], f"{state} -{token_id}-> {follower} does not grow"
 
@@ -108,7 +120,9 @@ class SuffixAutomaton:
             while walker != _NONE and (follower := self.step(walker, token_id)) is None:
                 self._set(walker, token_id, current)
                 walker = self._link[walker]
-            if walker != _NONE:
+            if walker == _NONE:
+                self._link[current] = self._root
+            else:
                 assert follower is not None
                 exact = self._len[follower] == self._len[walker] + 1
                 self._link[current] = follower if exact else self._split(walker, token_id, follower)
@@ -142,8 +156,8 @@ class SuffixAutomaton:
 
     def _count_place(self, state: int) -> None:
         for _ in range(_MAX_COUNTED_LINKS):
-            if state == ROOT:
+            if self._link[state] == _NONE:
                 break
             self._count[state] += 1
             state = self._link[state]
-        self._count[ROOT] += 1
+        self._count[self._root] += 1

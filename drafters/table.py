@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
-from drafters.protocol import Capabilities, Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft, salt_key
 from drafters.shipped import check_trained_for
 from engine.noise import gumbel_of_few
 
@@ -166,6 +166,7 @@ class _TableSession:
     tail: list[int]  # the last committed tokens, as many as the longest context
     length: int
     sampling: SamplingParams
+    salt: int
 
 
 @dataclass(slots=True)
@@ -191,6 +192,8 @@ _UNKNOWN_WEIGHT = 1.0  # of the doubt in a context that is not in the counted ta
 class TableDrafter:
     """Drafts what the target output after the same last tokens before, sampled with the target's noise.
 
+    Contexts are learned apart for each salt.
+
     Args:
         max_learned: maximum learned contexts, about 570 bytes each; the least recently used is evicted. 0: none.
         min_confidence: a draft ends before a less probable token.
@@ -208,7 +211,7 @@ class TableDrafter:
         self._max_learned = max_learned
         self._min_confidence = min_confidence
         self._counted = lru_cache(NUM_CACHED)(table.after)
-        self._learned: OrderedDict[Context, _Learned] = OrderedDict()
+        self._learned: OrderedDict[tuple[int, Context], _Learned] = OrderedDict()
         self._sessions: dict[str, _TableSession] = {}
 
     @property
@@ -217,15 +220,19 @@ class TableDrafter:
         at = [one.ctypes.data for one in self._arrays]
         return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._sessions[request_id] = _TableSession(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self._sessions[request_id] = _TableSession(
+            list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling, salt_key(salt)
+        )
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
         text = [*session.tail, *token_ids]
         if self._max_learned:
             for position in range(len(session.tail), len(text)):
-                self._learn(text, position)
+                self._learn(text, position, session.salt)
         session.tail = text[-CONTEXT_LENS[0] :]
         session.length += len(token_ids)
 
@@ -239,10 +246,10 @@ class TableDrafter:
         assert len(self._learned) <= self._max_learned, "more contexts were learned than there is room for"
         assert all(0 < len(one.tail) <= CONTEXT_LENS[0] for one in self._sessions.values()), "a tail of the wrong length"
 
-    def _learn(self, text: Sequence[int], position: int) -> None:
+    def _learn(self, text: Sequence[int], position: int, salt: int) -> None:
         for n in CONTEXT_LENS[:-1]:  # single tokens have too many continuations
             if n <= position:
-                context = tuple(text[position - n : position])
+                context = (salt, tuple(text[position - n : position]))
                 learned = self._learned.get(context)
                 if learned is None:
                     learned = self._learned[context] = _Learned()
@@ -260,7 +267,7 @@ class TableDrafter:
         confidences: list[float] = []
         survival = 1.0
         while len(token_ids) < demand.num_tokens:
-            candidates = self._candidates(text)
+            candidates = self._candidates(text, session.salt)
             if not candidates:
                 break
             token_id, confidence = _choose(candidates, session.sampling, position)
@@ -273,13 +280,13 @@ class TableDrafter:
             position += 1
         return Draft(demand.request_id, tuple(token_ids), tuple(confidences))
 
-    def _candidates(self, text: Sequence[int]) -> list[tuple[int, float]]:
+    def _candidates(self, text: Sequence[int], salt: int) -> list[tuple[int, float]]:
         for n in CONTEXT_LENS:
             if n > len(text):
                 continue
             context = tuple(text[-n:])
             counted = self._counted(context)
-            learned = self._learned.get(context)
+            learned = self._learned.get((salt, context))
             if learned is None:
                 if counted:
                     return counted

@@ -68,7 +68,9 @@ class AgreementDrafter:
     def capabilities(self) -> Capabilities:
         return Capabilities(chain=self, forks=self, stops=True)
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         script = self._scripts[request_id_of(request_id)]
         self._followed[request_id] = _Followed(script, script.request.answer.of(self.name), len(token_ids))
 

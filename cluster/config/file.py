@@ -116,9 +116,9 @@ class ApiConfig(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    api_keys_file: Path | None = None  # one key per line; None: no authentication
+    api_keys_file: Path | None = None  # one key per line, or tenants with limits; None: no authentication
     operator_keys_file: Path | None = None  # further keys, which may also switch the policy; None: nobody may
-    share_between_keys: bool = False  # whether requests of one key may read what those of another left in the prefix cache
+    share_between_keys: bool = False  # whether a tenant profits from what others left in caches and drafters
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight; further calls are queued
     max_queued_requests: Count = 256  # queued calls; more are refused with 429
@@ -141,6 +141,7 @@ class ObservabilityConfig(Section):
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$", max_length=1024)] | None = None
     sampled_share: Fraction = 1.0  # of calls whose caller sends no decision in traceparent
     log_format: Literal["text", "json"] = "text"  # json: with ids of requests, and a line for each request
+    audit_log_file: Path | None = None  # one JSON line for each call, without prompts and answers
 
 
 class FileStateConfig(Section):

@@ -1,13 +1,14 @@
 """Admission control: a limit on running sequences, and a bounded queue of calls that tenants share fairly."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deploy.api.errors import overloaded
 from deploy.api.settings import ApiSettings
+from deploy.api.tenants import NOBODY, Tenant
 from router.fair_share import TokenCounters
 
 
@@ -21,24 +22,34 @@ class _Waiting:
 class Admission:
     """Fair among tenants, FIFO within one. A call is admitted with all its sequences or not at all.
 
-    A full queue refuses the newest call of the tenant that has the most in it.
+    A full queue refuses the newest call of the tenant that has the most in it. A tenant at its own limit is passed over.
 
-    Invariants: ``0 <= num_running <= max_concurrent``; the queue is empty or its next call does not fit.
+    Invariants: ``0 <= num_running <= max_concurrent``; the next call of the queue, if any, does not fit.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
+        self._tenants: Mapping[str, Tenant] = {}
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
         self._counters = TokenCounters()
+        self._num_running_of: Counter[str] = Counter()  # by tenant, none zero
         self.num_running = 0
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
+        """By name; others have no limit of their own, and weight 1."""
+        self._tenants = tenants
+        self._counters.weights = {name: tenant.weight for name, tenant in tenants.items()}
+        self._admit()
 
     @property
     def num_queued(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def is_busy(self, num_sequences: int) -> bool:
+    def is_busy(self, num_sequences: int, tenant: str = "") -> bool:
         """Whether a call would be queued now."""
-        return bool(self._waiting) or not self._fits(num_sequences)
+        if tenant in self._waiting or not self._fits(num_sequences) or not self._may_run(tenant, num_sequences):
+            return True
+        return bool(self._candidates())
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """For tokens generated for ``tenant``."""
@@ -58,7 +69,7 @@ class Admission:
 
         def end() -> None:
             nonlocal held
-            self.num_running -= held
+            self._stop(tenant, held)
             held = 0
             self._admit()
 
@@ -68,10 +79,10 @@ class Admission:
             end()
 
     async def _enter(self, tenant: str, call: _Waiting) -> None:
-        is_busy = self.is_busy(call.num_sequences)
+        is_busy = self.is_busy(call.num_sequences, tenant)
         if is_busy and self.num_queued >= self._settings.max_queued:
             self._displace(tenant)
-        self._counters.arrive(tenant, self._waiting)
+        self._counters.arrive(tenant, self._candidates())
         if not is_busy:
             self._start(tenant, call)
             return
@@ -80,7 +91,7 @@ class Admission:
             await call.turn
         except asyncio.CancelledError:
             if not call.turn.cancelled():  # decided at the moment of the cancellation: give it back if admitted
-                self.num_running -= call.num_sequences if call.turn.exception() is None else 0
+                self._stop(tenant, call.num_sequences if call.turn.exception() is None else 0)
             elif call in self._waiting.get(tenant, ()):
                 self._remove(tenant, call)
             self._admit()
@@ -100,8 +111,8 @@ class Admission:
             newest.turn.set_exception(refusal)
 
     def _admit(self) -> None:
-        while self._waiting:
-            tenant = self._counters.next_of(self._waiting)
+        while candidates := self._candidates():
+            tenant = self._counters.next_of(candidates)
             call = self._waiting[tenant][0]
             if not self._fits(call.num_sequences):
                 return
@@ -112,7 +123,22 @@ class Admission:
 
     def _start(self, tenant: str, call: _Waiting) -> None:
         self.num_running += call.num_sequences
+        self._num_running_of[tenant] += call.num_sequences
         self._counters.charge(tenant, call.num_prompt_tokens)
+
+    def _stop(self, tenant: str, num_sequences: int) -> None:
+        self.num_running -= num_sequences
+        self._num_running_of[tenant] -= num_sequences
+        if not self._num_running_of[tenant]:
+            del self._num_running_of[tenant]
+
+    def _candidates(self) -> list[str]:
+        """Tenants that wait for others rather than for their own calls."""
+        return [tenant for tenant, calls in self._waiting.items() if self._may_run(tenant, calls[0].num_sequences)]
+
+    def _may_run(self, tenant: str, num_sequences: int) -> bool:
+        most = self._tenants.get(tenant, NOBODY).max_concurrent
+        return most is None or self._num_running_of[tenant] + num_sequences <= most
 
     def _remove(self, tenant: str, call: _Waiting) -> None:
         self._waiting[tenant].remove(call)

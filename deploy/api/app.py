@@ -15,6 +15,7 @@ from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
 from deploy.api import policy_trial
+from deploy.api.audit import AuditLog
 from deploy.api.cors import Cors
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import add_page
@@ -42,9 +43,11 @@ def create_app(
     lifespan: Lifespan[Any] | None = None,
     try_policy: TryPolicy | None = None,
 ) -> FastAPI:
-    """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable key file."""
+    """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable file."""
     service = Service(client, tokenizer, settings, try_policy)
     tracing = _tracing_of(settings.observability)
+    audit_file = settings.observability.audit_log_file
+    audit = None if audit_file is None else AuditLog(audit_file)
 
     @asynccontextmanager
     async def recording(app: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +59,8 @@ def create_app(
                     async with lifespan(app):
                         yield
         finally:
+            if audit is not None:
+                audit.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
@@ -74,7 +79,7 @@ def create_app(
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
     _add_guarded_routes(app, service)
     _add_descriptions(app, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
-    app.add_middleware(Boundary, metrics=service.metrics, settings=settings, tracing=tracing)
+    app.add_middleware(Boundary, metrics=service.metrics, settings=settings, tracing=tracing, audit=audit)
     if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
     install_handlers(app, settings.retry_after_s)

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.client import EngineClient
 from cluster.errors import Unattainable
 from deploy.api.admission import Admission
+from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
@@ -22,6 +23,7 @@ from deploy.api.logs import without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.sse import EventStream
+from deploy.api.tenants import NOBODY, Tenant
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)
@@ -58,6 +60,10 @@ class Call:
     domain: str  # for metrics
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(choice.request.prompt_token_ids) for choice in self.choices if choice.counts_prompt)
+
+    @property
     def arrival_s(self) -> float:
         return self.choices[0].request.arrival_s
 
@@ -70,6 +76,7 @@ class CallResponse(Response):
         call: Call,
         client: EngineClient,
         admission: Admission,
+        budgets: Budgets,
         metrics: Metrics,
         timelines: Timelines,
         settings: ApiSettings,
@@ -78,9 +85,11 @@ class CallResponse(Response):
         self._call = call
         self._client = client
         self._admission = admission
+        self._budgets = budgets
         self._metrics = metrics
         self._timelines = timelines
         self._settings = settings
+        self._has_begun = False  # at the cluster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._answer(scope, receive, send))
@@ -88,12 +97,15 @@ class CallResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
         document: Response | None = None
+        tenant: Tenant = scope["state"].get("tenant", NOBODY)
+        max_tokens = sum(choice.request.sampling.max_tokens for choice in self._call.choices)
+        num_reserved = self._call.num_prompt_tokens + max_tokens
+        self._reserve(tenant, num_reserved, scope["state"])
         for choice in self._call.choices:
-            self._timelines.begin(choice.request)
-        tenant = scope.get("state", {}).get("tenant", "")
+            self._timelines.begin(choice.request, tenant.name)
         remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
         try:
-            async with asyncio.timeout(remaining_s) as deadline, self._generation(tenant) as generation:
+            async with asyncio.timeout(remaining_s) as deadline, self._generation(tenant.name) as generation:
                 if self._call.stream:
                     await self._send_events(stream, generation)
                 else:
@@ -109,7 +121,11 @@ class CallResponse(Response):
             scope["state"]["error"] = answer
             await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
-            self._admission.charge(tenant, sum(choice.num_tokens for choice in self._call.choices))
+            num_prompt = self._call.num_prompt_tokens if self._has_begun else 0
+            num_output = sum(choice.num_tokens for choice in self._call.choices)
+            self._admission.charge(tenant.name, num_output)
+            self._budgets.give_back(tenant, num_reserved - num_prompt - num_output)
+            self._metrics.record_tenant(tenant.name, num_prompt, num_output)
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
                 self._metrics.record_domain(self._call.domain, choice.counts)
@@ -117,9 +133,17 @@ class CallResponse(Response):
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 
+    def _reserve(self, tenant: Tenant, num_tokens: int, state: dict[str, Any]) -> None:
+        """Raises ApiError: the tenant's budget has not as many."""
+        now_s = time.monotonic()
+        try:
+            self._budgets.reserve(tenant, num_tokens, now_s)
+        finally:
+            state["budget_headers"] = self._budgets.headers(tenant, now_s)
+
     @asynccontextmanager
     async def _generation(self, tenant: str) -> AsyncIterator[Generation]:
-        is_queued = self._admission.is_busy(len(self._call.choices))
+        is_queued = self._admission.is_busy(len(self._call.choices), tenant)
         num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in self._call.choices)
         async with self._admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
             admitted_s = time.monotonic()
@@ -131,6 +155,7 @@ class CallResponse(Response):
             if is_queued and self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
+            self._has_begun = True
             async with Generation(self._client, self._call.choices, release) as generation:
                 yield generation
 

@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from deploy.api.budgets import BUDGET_HEADERS
 from deploy.api.errors import ApiError
 from deploy.api.middleware import WARNING_HEADER
 
@@ -20,7 +21,7 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", WARNING_HEADER),
+            expose_headers=("x-request-id", "retry-after", WARNING_HEADER, *BUDGET_HEADERS),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

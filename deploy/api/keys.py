@@ -1,79 +1,145 @@
 """API keys."""
 
-import hashlib
 import hmac
 import logging
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
 from cluster.errors import InvalidField
+from cluster.strict_yaml import ConfigError
 from deploy.api.errors import ApiError
+from deploy.api.tenants import Tenant, digest_of, is_key, read_tenants, salt_of
 
 logger = logging.getLogger(__name__)
 
+REFRESH_S = 5.0
+
 _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
+_TENANTS = re.compile(r"^tenants:(\s|$)", re.MULTILINE)
 
 
 class ApiKeys:
-    """SHA-256 digests of the keys in a file; the keys themselves are neither kept nor logged."""
+    """Tenants by SHA-256 digests of their keys; the keys themselves are neither kept nor logged."""
 
-    def __init__(self, digests: Collection[bytes]) -> None:
-        self._digests = tuple(digests)
+    def __init__(self, tenants: Mapping[bytes, Tenant]) -> None:
+        self._tenants = dict(tenants)
 
     @classmethod
     def from_file(cls, path: Path) -> "ApiKeys":
-        """One key per line, plain or as ``name:sha256-hex``; blank lines and lines that start with ``#`` are skipped.
+        """One key per line, plain or as ``name:sha256-hex``, each a tenant without limits; blank lines and lines that start
+        with ``#`` are skipped. Or YAML, as in docs/operations.md.
 
         Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
         """
         try:
             if path.stat().st_mode & stat.S_IROTH:
                 logger.warning("every user of this machine can read the API keys in %s; run chmod o= on it", path)
-            lines = path.read_text("utf-8").splitlines()
+            text = path.read_text("utf-8")
+            tenants = read_tenants(text, path) if _TENANTS.search(text) else _lines(text, path)
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error
-        digests: dict[str, bytes] = {}
-        for number, line in enumerate(map(str.strip, lines), start=1):
-            if not line or line.startswith("#"):
-                continue
-            hashed = _HASHED.fullmatch(line)
-            name = hashed[1] if hashed else f"line-{number}"
-            if name in digests:
-                raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
-            if not hashed and not (line.isascii() and line.isprintable() and " " not in line):
-                raise InvalidField("api_keys_file", str(path), f"line {number} is not a key: spaces or unusual characters")
-            digests[name] = bytes.fromhex(hashed[2]) if hashed else hashlib.sha256(line.encode()).digest()
-        if not digests:
-            raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
-        return cls(digests.values())
+        except ConfigError as error:
+            faults = "; ".join(str(problem).split(", got ")[0] for problem in error.problems)  # values may be keys
+            raise InvalidField("api_keys_file", str(path), faults) from None
+        return cls(tenants)
 
-    def plus(self, others: "ApiKeys") -> "ApiKeys":
-        """These keys and ``others``."""
-        return ApiKeys((*self._digests, *others._digests))
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        """By name."""
+        return {tenant.name: tenant for tenant in self._tenants.values()}
 
-    def knows(self, key: str) -> bool:
+    def plus(self, operators: "ApiKeys") -> "ApiKeys":
+        """These keys, and those of ``operators``, who are tenants of other names."""
+        others = {
+            digest: replace(one, name=f"operator {one.name}", sees_all=True) for digest, one in operators._tenants.items()
+        }
+        return ApiKeys(others | self._tenants)
+
+    def find(self, key: str) -> Tenant | None:
         """Compares with every key in constant time, against timing attacks."""
-        presented = _digest(key)
-        return sum(hmac.compare_digest(presented, digest) for digest in self._digests) > 0
+        presented = digest_of(key)
+        found = [tenant for digest, tenant in self._tenants.items() if hmac.compare_digest(presented, digest)]
+        return found[0] if found else None
 
-    def check(self, authorization: str | None) -> str:
-        """Returns the tenant: an id of the key that does not reveal it.
-
-        Raises ApiError (401) if the ``Authorization`` header has no known key.
-        """
+    def check(self, authorization: str | None) -> Tenant:
+        """Raises ApiError (401) if the ``Authorization`` header has no known key."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")
-        if not self.knows(key.strip()):
+        tenant = self.find(key.strip())
+        if tenant is None:
             raise _unauthorized("the API key is unknown")
-        return hashlib.sha256(b"tenant " + _digest(key.strip())).hexdigest()[:16]
+        return tenant
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+class KeyFiles:
+    """The keys of callers and operators, read again when their files change.
+
+    Raises InvalidField: a file cannot be used. Of a later change that is only logged, and the former keys stay.
+    """
+
+    def __init__(self, keys_file: Path | None, operators_file: Path | None) -> None:
+        self._files = keys_file, operators_file
+        self._looked_s = float("-inf")
+        self._seen = self._stamps()
+        self.operators: ApiKeys | None = None
+        self.callers: ApiKeys | None = None  # with the operators; None: no key is asked for
+        self._read()
+
+    def refresh(self, now_s: float) -> bool:
+        """Looks at the files at most every REFRESH_S. Returns whether there are other keys."""
+        if now_s < self._looked_s + REFRESH_S:
+            return False
+        self._looked_s = now_s
+        before, self._seen = self._seen, self._stamps()
+        if self._seen == before:
+            return False
+        try:
+            self._read()
+        except InvalidField as error:
+            logger.error("the former API keys stay in use: %s", error)
+            return False
+        logger.info("the API keys were read again")
+        return True
+
+    def _read(self) -> None:
+        keys, operators = (None if file is None else ApiKeys.from_file(file) for file in self._files)
+        self.operators = operators
+        self.callers = keys if keys is None or operators is None else keys.plus(operators)
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [None if file is None else _stamp(file) for file in self._files]
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Differs after a change; None: it cannot be read."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _lines(text: str, path: Path) -> Mapping[bytes, Tenant]:
+    """A tenant for each line. Raises InvalidField."""
+    digests: dict[str, bytes] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        if not line or line.startswith("#"):
+            continue
+        hashed = _HASHED.fullmatch(line)
+        name = hashed[1] if hashed else f"line-{number}"
+        if name in digests:
+            raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
+        if not hashed and not is_key(line):
+            raise InvalidField("api_keys_file", str(path), f"line {number} is not a key: spaces or unusual characters")
+        digests[name] = bytes.fromhex(hashed[2]) if hashed else digest_of(line)
+    if not digests:
+        raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
+    return {digest: Tenant(name, salt_of(digest.hex())) for name, digest in digests.items()}
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -235,6 +235,10 @@ METRICS = (
         "Draft tokens verified, by the domain of the call: metadata.domain, else the form of the call.",
         labels=("drafter", "domain"),
     ),
+    _counter("tenant_tokens", "Tokens of calls that ended, by tenant: prompt or output.", labels=("tenant", "kind")),
+    _counter(
+        "tenant_over_budget", "Calls refused by the tenant's budget of requests or tokens.", labels=("tenant", "budget")
+    ),
     _counter("domain_tokens_accepted", "Draft tokens accepted, by the domain of the call.", labels=("drafter", "domain")),
     # Service-level objectives.
     Metric(

@@ -18,6 +18,7 @@ from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
 
 MAX_DOMAINS = 32
+MAX_TENANTS = 256  # with series of their own
 _FAMILIES: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -42,6 +43,7 @@ class Metrics:
         self.prompt_tokens = self._counters["prompt_tokens"]
         self.queue_s = self._histograms["queue_seconds"]
         self._domains: set[str] = set()
+        self._tenants: set[str] = set()
         # Cached, because looking up a labelled counter is slow.
         self._labelled = cache(lambda name, label: self._counters[name].labels(label))
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
@@ -106,13 +108,20 @@ class Metrics:
 
     def record_domain(self, domain: str, counts: DraftingCounts) -> None:
         """Counts the drafts of a choice that ended. Domains beyond MAX_DOMAINS are counted as OTHER."""
-        if domain not in self._domains:
-            if len(self._domains) >= MAX_DOMAINS:
-                domain = OTHER
-            self._domains.add(domain)
+        domain = _bounded(domain, self._domains, MAX_DOMAINS)
         for drafter, one in counts.by_drafter.items():
             self._counters["domain_tokens_verified"].labels(drafter, domain).inc(one.num_proposed)
             self._counters["domain_tokens_accepted"].labels(drafter, domain).inc(one.num_accepted)
+
+    def record_tenant(self, tenant: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Counts the tokens of a call that ended. Tenants beyond MAX_TENANTS are counted as OTHER; "": there are none."""
+        if tenant:
+            tenant = _bounded(tenant, self._tenants, MAX_TENANTS)
+            self._counters["tenant_tokens"].labels(tenant, "prompt").inc(num_prompt_tokens)
+            self._counters["tenant_tokens"].labels(tenant, "output").inc(num_tokens)
+
+    def record_over_budget(self, tenant: str, budget: str) -> None:
+        self._counters["tenant_over_budget"].labels(_bounded(tenant, self._tenants, MAX_TENANTS), budget).inc()
 
     def record_shed(self, choices: Iterable[Choice]) -> None:
         """Counts the choices of a call that was refused because an objective could not be met."""
@@ -128,6 +137,14 @@ class Metrics:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
+
+
+def _bounded(label: str, seen: set[str], most: int) -> str:
+    """The label, or OTHER instead of more than ``most``."""
+    if label not in seen and len(seen) >= most:
+        return OTHER
+    seen.add(label)
+    return label
 
 
 def _held(kind: str) -> list[Metric]:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
+from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, overloaded
 from deploy.api.logs import RequestIds, current_ids, without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
+from deploy.api.tenants import NOBODY
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
@@ -40,10 +42,18 @@ class AnswerCutOff(OutriderError):
 
 class Boundary:
     """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
-    names the fields of ``request.state.ignored_fields``."""
+    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings, tracing: "Tracing | None") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        settings: ApiSettings,
+        tracing: "Tracing | None" = None,
+        audit: AuditLog | None = None,
+    ) -> None:
         self._app = app
+        self._audit = audit
         self._tracing = tracing
         self._metrics = metrics
         self._retry_after_s = settings.retry_after_s
@@ -64,7 +74,8 @@ class Boundary:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                added = [(b"x-request-id", request_id.encode()), *state.get("budget_headers", ())]
+                message["headers"] = [*message.get("headers", ()), *added]
                 if ignored := scope["state"].get("ignored_fields"):
                     message["headers"].append((WARNING_HEADER.encode(), _warning(ignored).encode("ascii")))
             await send(message)
@@ -95,10 +106,12 @@ class Boundary:
             self._metrics.requests.labels(_endpoint(scope), status).inc()
             if counted:
                 duration_s = time.monotonic() - arrival_s
-                ended = state.get("call"), state.get("error")
+                ended = state.get("call"), state.get("error"), state.get("tenant", NOBODY).name
                 outcome = Outcome(request_id, scope["method"], _endpoint(scope), status, duration_s, *ended)
                 if self._tracing is not None and span is not None:
                     self._tracing.end(span, outcome)
+                if self._audit is not None:
+                    self._audit.write(outcome, time.time())
                 if _access.isEnabledFor(logging.INFO):
                     _access.info("%s %s %d", outcome.method, outcome.route, status, extra={"fields": outcome.fields()})
             current_ids.reset(ids)

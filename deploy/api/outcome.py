@@ -17,6 +17,7 @@ class Outcome:
     duration_s: float
     call: Call | None
     error: ApiError | None
+    tenant: str | None = None  # None: unknown
 
     @property
     def error_type(self) -> str | None:
@@ -30,8 +31,7 @@ class Outcome:
 
     @property
     def num_prompt_tokens(self) -> int:
-        choices = () if self.call is None else self.call.choices
-        return sum(len(choice.request.prompt_token_ids) for choice in choices if choice.counts_prompt)
+        return 0 if self.call is None else self.call.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -54,6 +54,8 @@ class Outcome:
             "status": self.status,
             "duration_ms": round(self.duration_s * 1e3, 1),
         }
+        if self.tenant:
+            fields["tenant"] = self.tenant
         if self.error_type is not None:
             fields["error_type"] = self.error_type
         if self.call is not None:

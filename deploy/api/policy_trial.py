@@ -52,7 +52,7 @@ class PolicyTrials:
     def __init__(
         self,
         bodies: BodyReader,
-        operators: ApiKeys | None,
+        operators: Callable[[], ApiKeys | None],
         try_policy: TryPolicy | None,
         status: Callable[[], Awaitable[ClusterStatus]],
     ) -> None:
@@ -63,10 +63,11 @@ class PolicyTrials:
 
     async def switch(self, request: Request) -> JSONResponse:
         """Routes by another policy for a limited time. Needs an operator's key. Answers stay the same."""
-        if self._operators is None or self._try_policy is None:
+        operators = self._operators()
+        if operators is None or self._try_policy is None:
             message = "the policy cannot be switched: api.operator_keys_file names no operators"
             raise ApiError(HTTPStatus.FORBIDDEN, message, type="permission_error", code="no_operators")
-        self._operators.check(request.headers.get("authorization"))
+        operators.check(request.headers.get("authorization"))
         fields = await self._bodies.read(request, PolicyTrialRequest)
         status = await self._status()
         if status.policy == "chain":

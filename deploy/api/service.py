@@ -21,6 +21,7 @@ from cluster.types import Commit, ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
 from deploy.api.body import BodyReader, field_error
+from deploy.api.budgets import Budgets
 from deploy.api.cached import Cached
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
@@ -30,7 +31,7 @@ from deploy.api.errors import ApiError, as_api_error, bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
-from deploy.api.keys import ApiKeys
+from deploy.api.keys import KeyFiles
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
     Prompt,
@@ -50,6 +51,7 @@ from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
+from deploy.api.tenants import NOBODY, Tenant
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.tools import AnswerForm
@@ -67,25 +69,38 @@ class Service:
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        operators = None if settings.operator_keys_file is None else ApiKeys.from_file(settings.operator_keys_file)
-        keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
-        self._keys = keys if keys is None or operators is None else keys.plus(operators)
+        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file)
+        self._budgets = Budgets(self.metrics.record_over_budget)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
+        self._set_tenants()
         self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
-        self.policy_trials = PolicyTrials(self._bodies, operators, try_policy, self.status)
+        self.policy_trials = PolicyTrials(self._bodies, lambda: self._keys.operators, try_policy, self.status)
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
     async def check_key(self, request: Request) -> None:
-        """Notes the tenant. Raises ApiError (401) where keys are configured."""
-        if self._keys is not None:
-            request.state.tenant = self._keys.check(request.headers.get("authorization"))
+        """Notes the tenant. Raises ApiError where keys are configured: 401 for an unknown one, 429 for too many calls."""
+        if self._keys.refresh(request.state.arrival_s):
+            self._set_tenants()
+        if self._keys.callers is None:
+            return
+        request.state.tenant = tenant = self._keys.callers.check(request.headers.get("authorization"))
+        if request.method == "POST":  # what is polled is cheap
+            try:
+                self._budgets.take_request(tenant, request.state.arrival_s)
+            finally:
+                request.state.budget_headers = self._budgets.headers(tenant, request.state.arrival_s)
+
+    def _set_tenants(self) -> None:
+        tenants = {} if self._keys.callers is None else self._keys.callers.tenants
+        self._budgets.set_tenants(tenants.values())
+        self._admission.set_tenants(tenants)
 
     async def info(self) -> ModelInfo:
         """Description of the served model; queried once."""
@@ -233,6 +248,12 @@ class Service:
     ) -> Response:
         """``asked``: the grammar, and the field that asks for it. ``responds``: the call is one of the Responses API."""
         info = await self.info()
+        tenant: Tenant = getattr(request.state, "tenant", NOBODY)
+        num_sequences = (fields.n or 1) * len(prompts)
+        if tenant.max_concurrent is not None and num_sequences > tenant.max_concurrent:
+            raise bad_request(
+                "n", f"{num_sequences} sequences exceed the {tenant.max_concurrent} that {tenant.name} may run"
+            )
         grammar = (
             None if asked is None else await self._in_time(request, self._checked(*asked, info), "use simpler grammars")
         )
@@ -245,7 +266,7 @@ class Service:
             arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
-            tenant=getattr(request.state, "tenant", ""),
+            tenant=tenant.salt,
             grammar=grammar,
         )
         options = replace(
@@ -291,7 +312,7 @@ class Service:
         )
         request.state.call = call
         timelines = self.dashboard.timelines
-        return CallResponse(call, self._client, self._admission, self.metrics, timelines, self._settings)
+        return CallResponse(call, self._client, self._admission, self._budgets, self.metrics, timelines, self._settings)
 
     def _on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         self.metrics.on_tokens(commit, num_needed, gap_s)

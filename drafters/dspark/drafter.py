@@ -38,6 +38,7 @@ class _DSparkSession:
     state: SamplingState
     stop_ids: frozenset[int]
     scaling: TemperatureScaling
+    salt: str  # of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,15 @@ class DSparkDrafter:
         if self._max_len <= self._block_size:
             raise InvalidField("num_blocks", num_blocks, f"must hold more than a block of {self._block_size} tokens")
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.release(request_id)
         sampling = replace(sampling, top_logprobs=None)  # not needed for drafts
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         state = SamplingState(sampling, token_ids, prompt_len)
         scaling = self._calibration.of(sampling.temperature)
-        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, scaling)
+        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, scaling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
@@ -199,7 +202,8 @@ class DSparkDrafter:
             request_id = job.demand.request_id
             self._sessions.move_to_end(request_id)
             if request_id not in self._ledger:
-                self._ledger.open(request_id, self._sessions[request_id].token_ids)
+                session = self._sessions[request_id]
+                self._ledger.open(request_id, session.token_ids, session.salt)
             missing = job.anchor + self._block_size - self._ledger.computed_len(request_id)
             needed += self._ledger.num_blocks_needed(request_id, missing)
         evict(self._ledger, self._sessions, needed, {job.demand.request_id for job in part})

@@ -152,29 +152,37 @@ static int32_t add_token(Automaton *a, int32_t token_id) {
     int32_t walker = a->last;
     for (; walker != NONE && !(follower = find(a, walker, token_id)); walker = a->states[walker].link)
         if (add_transition(a, walker, (Transition){token_id, current})) return NONE;
-    const int32_t link = walker == NONE ? ROOT : exactly(a, walker, token_id, *follower);
+    const int32_t link = walker == NONE ? a->root : exactly(a, walker, token_id, *follower);
     if (link == NONE) return NONE;
     a->states[current].link = link;
     return current;
 }
 
 static void count_place(Automaton *a, int32_t state) {
-    for (int i = 0; i < MAX_COUNTED_LINKS && state != ROOT; i++) {
+    for (int i = 0; i < MAX_COUNTED_LINKS && !automaton_is_root(a, state); i++) {
         a->states[state].count++;
         state = a->states[state].link;
     }
-    a->states[ROOT].count++;
+    a->states[a->root].count++;
 }
 
 int automaton_empty(Automaton *a) {
     if (reserve((void **)&a->states, &a->states_size, 1, sizeof(State))) return -1;
-    a->num_states = a->num_tokens = a->pool_len = 0;
+    a->num_states = a->num_roots = a->num_tokens = a->pool_len = 0;
     memset(a->free_blocks, NONE, sizeof a->free_blocks);
     if (a->num_indexed) memset(a->index, NONE, (size_t)a->index_size * sizeof(Entry));
     a->num_indexed = 0;
-    a->last = add_state(a, 0);
-    a->states[ROOT].link = NONE;
+    automaton_begin(a, automaton_add_root(a));
     return 0;
+}
+
+int32_t automaton_add_root(Automaton *a) {
+    const int64_t most = a->num_states + 1;
+    if (most > INT32_MAX || reserve((void **)&a->states, &a->states_size, most, sizeof(State))) return NONE;
+    const int32_t root = add_state(a, 0);
+    a->states[root].link = NONE;
+    a->num_roots++;
+    return root;
 }
 
 void automaton_free(Automaton *a) {
@@ -204,7 +212,7 @@ Place automaton_walk(Place at, const int32_t *token_ids, int64_t num) {
     const Automaton *a = at.automaton;
     for (int64_t i = 0; i < num; i++) {
         const int32_t *follower;
-        while (!(follower = find(a, at.state, token_ids[i])) && at.state != ROOT) at = automaton_suffix(a, at.state);
+        while (!(follower = find(a, at.state, token_ids[i])) && !automaton_is_root(a, at.state)) at = automaton_suffix(a, at.state);
         if (follower) at = (Place){a, *follower, at.match_len + 1};
     }
     return at;
@@ -229,13 +237,13 @@ Likeliest automaton_likeliest(const Automaton *a, int32_t state) {
 
 static const char *check_transition(const Automaton *a, int32_t state, const Transition *transition) {
     if (find(a, state, transition->token_id) != &transition->follower) return "a transition is not found";
-    if (transition->follower < 1 || transition->follower >= a->num_states) return "a transition leads to no state";
+    if (transition->follower < 0 || transition->follower >= a->num_states) return "a transition leads to no state";
     return a->states[transition->follower].len > a->states[state].len ? NULL : "a transition does not grow";
 }
 
 static const char *check_state(const Automaton *a, int32_t state) {
     const State *s = a->states + state;
-    if (state != ROOT) {
+    if (!automaton_is_root(a, state)) {
         if (s->link < 0 || s->link >= a->num_states) return "a link leads to no state";
         if (a->states[s->link].len >= s->len) return "a state links to one that is not shorter";
         if (a->states[s->link].count < 1) return "a state is reached and never occurred";
@@ -248,7 +256,7 @@ static const char *check_state(const Automaton *a, int32_t state) {
 
 const char *automaton_check(const Automaton *a) {
     const int64_t most = 2 * a->num_tokens;
-    if (a->num_states > (most > 2 ? most : 2) + 1) return "more states than a suffix automaton may have";
+    if (a->num_states > (most > 2 ? most : 2) + a->num_roots) return "more states than a suffix automaton may have";
     const char *wrong = NULL;
     for (int32_t state = 0; !wrong && state < a->num_states; state++) wrong = check_state(a, state);
     return wrong;

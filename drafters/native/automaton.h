@@ -5,7 +5,7 @@
 
 #include "lookup.h"
 
-enum { ROOT = 0, NONE = -1 }; /* NONE: no link (the root's), no transition, no block */
+enum { ROOT = 0, NONE = -1 }; /* NONE: no link (a root's), no transition, no block */
 
 typedef struct {
     int32_t token_id, follower;
@@ -33,7 +33,8 @@ typedef struct {
     int32_t free_blocks[32]; /* free blocks by the logarithm of their size; the first transition of each leads to the next */
     Entry *index;            /* open addressing, at most half full, so that every search ends */
     int64_t num_indexed, index_size;
-    int64_t num_tokens;
+    int64_t num_tokens, num_roots;
+    int32_t root; /* of the text that was begun; substrings of texts with different roots have different states */
     int32_t last; /* the state of the whole text since it was begun */
 } Automaton;
 
@@ -52,8 +53,11 @@ typedef struct {
 int automaton_empty(Automaton *a);
 void automaton_free(Automaton *a);
 
-/* Begins a new text. */
-static inline void automaton_begin(Automaton *a) { a->last = ROOT; }
+/* Begins a new text at a root. */
+static inline void automaton_begin(Automaton *a, int32_t root) { a->root = a->last = root; }
+
+/* A root beside ROOT. NONE: out of memory. */
+int32_t automaton_add_root(Automaton *a);
 
 /* On failure the automaton is empty. */
 int automaton_extend(Automaton *a, const int32_t *token_ids, int64_t num);
@@ -61,10 +65,12 @@ int automaton_extend(Automaton *a, const int32_t *token_ids, int64_t num);
 /* The longest match of the text extended by the tokens. */
 Place automaton_walk(Place at, const int32_t *token_ids, int64_t num);
 
-/* The longest suffix that occurs in more places; of the root the root. */
+static inline int automaton_is_root(const Automaton *a, int32_t state) { return a->states[state].link == NONE; }
+
+/* The longest suffix that occurs in more places; of a root itself. */
 static inline Place automaton_suffix(const Automaton *a, int32_t state) {
-    const int32_t link = state == ROOT ? ROOT : a->states[state].link;
-    return (Place){a, link, a->states[link].len};
+    const int32_t suffix = automaton_is_root(a, state) ? state : a->states[state].link;
+    return (Place){a, suffix, a->states[suffix].len};
 }
 
 /* The most frequent next token, of equals the newest. */

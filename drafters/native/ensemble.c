@@ -6,7 +6,7 @@
 
 enum { MOST_MEMBERS = 8, IS_SAME = 1, IS_OTHER = 2 };
 
-typedef int (*Open)(void *, int64_t, const int32_t *, int64_t, uint64_t, double);
+typedef int (*Open)(void *, int64_t, const int32_t *, int64_t, uint64_t, double, uint64_t);
 typedef int (*Extend)(void *, int64_t, const int32_t *, int64_t);
 typedef int (*Propose)(void *, const Demands *);
 typedef void (*Release)(void *, int64_t);
@@ -108,7 +108,8 @@ void ensemble_free(void *at) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-int ensemble_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
+int ensemble_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature,
+                  uint64_t salt) {
     Ensemble *h = at;
     const int64_t known = h->num_slots;
     if (reserve((void **)&h->followed, &h->num_slots, slot + 1, sizeof(Followed))) return -1;
@@ -116,7 +117,7 @@ int ensemble_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num,
     h->followed[slot].is_pending = 0;
     for (int64_t i = 0; i < h->setup.num_members; i++) {
         const Member *m = &h->setup.members[i];
-        if (m->open(m->drafter, slot, token_ids, num, seed, temperature)) return -1;
+        if (m->open(m->drafter, slot, token_ids, num, seed, temperature, salt)) return -1;
     }
     return 0;
 }

@@ -1,6 +1,7 @@
 /* The interface of lookups. Each file has these functions, with its own prefix, for drafters/native/lookup.py; not thread-safe:
  *
- *   open      follow request ``slot`` with its tokens; a followed one is reset
+ *   open      follow request ``slot`` with its tokens; a followed one is reset. What is learned serves requests with the same
+ *             ``salt``; 0: none
  *   extend    append committed tokens
  *   propose   one draft for each of ``num`` demands, of up to ``num_tokens`` tokens (at most ``stride``), behind the committed
  *             tokens and the tokens ahead. The tokens ahead of demand i end at ``ahead_ends[i]``; they begin where those of demand i - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.sampling_params import SamplingParams
-from drafters.protocol import Capabilities, Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter, salt_key
 from engine.compiling import NoCompiler, load_compiled
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Native:
             raise MemoryError(f"no memory for a {kind} drafter")
         slot, ids = (_AT, _INT), (_AT, _INT)
         self._free = self.function("free", _AT, result=None)
-        self._open = self.function("open", *slot, *ids, ctypes.c_uint64, _DOUBLE)
+        self._open = self.function("open", *slot, *ids, ctypes.c_uint64, _DOUBLE, ctypes.c_uint64)
         self._extend = self.function("extend", *slot, *ids)
         self._release = self.function("release", *slot, result=None)
         self._check = self.function("check", _AT, result=ctypes.c_char_p)
@@ -157,13 +157,16 @@ class Native:
         found.argtypes, found.restype = arguments, result
         return found
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         ids = array("i", token_ids)
         at, num = ids.buffer_info()
         slot = self.slots.get(request_id)
         if slot is None:
             slot = self.slots[request_id] = self._free_slots.pop() if self._free_slots else len(self.slots)
-        if self._open(self.handle, slot, at, num, sampling.seed & 0xFFFFFFFFFFFFFFFF, sampling.temperature):
+        seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        if self._open(self.handle, slot, at, num, seed, sampling.temperature, salt_key(salt)):
             self.release(request_id)
             raise MemoryError(f"no memory to follow a request of {num} tokens")
 

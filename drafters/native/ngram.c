@@ -248,8 +248,9 @@ void *ngram_new(int64_t max_match_len, int64_t min_match_len) {
     return ngram;
 }
 
-int ngram_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
-    (void)seed, (void)temperature;
+int ngram_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature,
+               uint64_t salt) {
+    (void)seed, (void)temperature, (void)salt;
     Ngram *ngram = drafter;
     const int64_t num_before = ngram->num_texts;
     void *texts = ngram->texts;

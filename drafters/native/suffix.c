@@ -1,16 +1,28 @@
 /* drafters/suffix.py in C: the same drafts and the same bounds of memory. */
 #include "automaton.h"
 
-enum { NUM_SEGMENTS = 4 }; /* of the shared memory, which drops one at a time */
+enum {
+    NUM_SEGMENTS = 4, /* of the shared memory, which drops one at a time */
+    MAX_SALTS = 256,  /* of a segment; few enough to be searched one by one */
+};
 
 /* A request: its tokens, and the automaton over the last of them. The automaton of a followed request has memory. */
 typedef struct {
     int followed;
+    uint64_t salt;
     int32_t *token_ids;
     int64_t num_tokens, tokens_size;
     int64_t opened_len; /* later tokens are added to the shared memory at release */
     Automaton automaton;
 } Text;
+
+/* Finished answers. Those of each salt have a root of their own, so that no match leads from one to another. */
+typedef struct {
+    Automaton automaton;
+    uint64_t salts[MAX_SALTS];
+    int32_t roots[MAX_SALTS];
+    int num_salts;
+} Segment;
 
 typedef struct {
     int32_t *token_ids;
@@ -24,7 +36,7 @@ typedef struct {
     double min_survival, doubt;
     Text *texts; /* by slot */
     int64_t num_texts;
-    Automaton segments[NUM_SEGMENTS]; /* a ring: the newest at (num_begun - 1) % NUM_SEGMENTS */
+    Segment segments[NUM_SEGMENTS]; /* a ring: the newest at (num_begun - 1) % NUM_SEGMENTS */
     int64_t num_begun;
     int32_t *guessed; /* [stride]: the second draft, until they are compared */
     double *guessed_confidences;
@@ -33,7 +45,7 @@ typedef struct {
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t num_segments(const Suffix *s) { return least(s->num_begun, NUM_SEGMENTS); }
-static inline Automaton *segment(Suffix *s, int64_t age) { return s->segments + (s->num_begun - 1 - age) % NUM_SEGMENTS; }
+static inline Segment *segment(Suffix *s, int64_t age) { return s->segments + (s->num_begun - 1 - age) % NUM_SEGMENTS; }
 
 static void forget(Text *text) {
     free(text->token_ids);
@@ -56,23 +68,49 @@ static int read_again(Text *text, int64_t max_len) {
     return automaton_extend(&text->automaton, text->token_ids + text->num_tokens - num, num);
 }
 
-/* The segment for the next part of an answer: if the newest is full, a new one in place of the oldest. NULL: out of memory. */
-static Automaton *segment_for(Suffix *s, int64_t part_len) {
-    if (s->num_begun && segment(s, 0)->num_tokens + part_len <= s->segment_len) return segment(s, 0);
-    if (automaton_empty(s->segments + s->num_begun % NUM_SEGMENTS)) return NULL;
-    s->num_begun++;
-    return segment(s, 0);
+static int32_t root_of(const Segment *segment, uint64_t salt) {
+    for (int i = 0; i < segment->num_salts; i++)
+        if (segment->salts[i] == salt) return segment->roots[i];
+    return NONE;
+}
+
+/* NONE: out of memory. Room for a salt must exist. */
+static int32_t add_root(Segment *segment, uint64_t salt) {
+    const int32_t root = segment->num_salts ? automaton_add_root(&segment->automaton) : ROOT;
+    if (root == NONE) return NONE;
+    segment->salts[segment->num_salts] = salt;
+    segment->roots[segment->num_salts++] = root;
+    return root;
+}
+
+/* Begins a part of an answer: if the newest segment is full, in a new one in place of the oldest. NULL: out of memory. */
+static Segment *begin_part(Suffix *s, int64_t part_len, uint64_t salt) {
+    Segment *newest = s->num_begun ? segment(s, 0) : NULL;
+    int32_t root = newest ? root_of(newest, salt) : NONE;
+    const int is_full = !newest || newest->automaton.num_tokens + part_len > s->segment_len;
+    if (is_full || (root == NONE && newest->num_salts == MAX_SALTS)) {
+        newest = s->segments + s->num_begun % NUM_SEGMENTS;
+        if (automaton_empty(&newest->automaton)) return NULL;
+        s->num_begun++;
+        newest->num_salts = 0;
+        root = NONE;
+    }
+    if (root == NONE && (root = add_root(newest, salt)) == NONE) return NULL;
+    automaton_begin(&newest->automaton, root);
+    return newest;
 }
 
 /* Out of memory, tokens are dropped. */
-static void share(Suffix *s, const int32_t *token_ids, int64_t num) {
+static void share(Suffix *s, const int32_t *token_ids, int64_t num, uint64_t salt) {
     if (!s->segment_len) return;
     for (int64_t start = 0; start < num; start += s->segment_len) {
         const int64_t part_len = least(num - start, s->segment_len);
-        Automaton *newest = segment_for(s, part_len);
+        Segment *newest = begin_part(s, part_len, salt);
         if (!newest) return;
-        automaton_begin(newest);
-        if (automaton_extend(newest, token_ids + start, part_len)) return;
+        if (automaton_extend(&newest->automaton, token_ids + start, part_len)) {
+            newest->num_salts = 0; /* it is empty now */
+            return;
+        }
     }
 }
 
@@ -84,12 +122,12 @@ typedef struct {
 } Tail;
 
 /* The longest suffix of the last ``most`` tokens that occurs, searched in longer and longer suffixes: it is mostly short. */
-static Place longest_end(const Automaton *automaton, const Tail *tail, int64_t most) {
+static Place longest_end(const Automaton *automaton, int32_t root, const Tail *tail, int64_t most) {
     const Text *text = tail->text;
     most = least(most, text->num_tokens + tail->num_ahead);
     for (int64_t num = 2;; num *= 2) {
         const int64_t len = least(num, most), num_ahead = least(len, tail->num_ahead), num_own = len - num_ahead;
-        Place place = {automaton, ROOT, 0};
+        Place place = {automaton, root, 0};
         place = automaton_walk(place, text->token_ids + text->num_tokens - num_own, num_own);
         place = automaton_walk(place, tail->ahead + tail->num_ahead - num_ahead, num_ahead);
         if (place.match_len < num) return place;
@@ -102,11 +140,14 @@ static Place own_place(const Tail *tail) {
     return automaton_walk(automaton_suffix(automaton, automaton->last), tail->ahead, tail->num_ahead);
 }
 
-/* The longest matching suffix, in the newest segment that has it. A segment must exist. */
+/* The longest matching suffix in answers with the text's salt, in the newest segment that has it; without a match its length
+ * is 0. */
 static Place shared_place(Suffix *s, const Tail *tail) {
-    Place best = longest_end(segment(s, 0), tail, s->max_match_len);
-    for (int64_t age = 1; age < num_segments(s); age++) {
-        const Place place = longest_end(segment(s, age), tail, s->max_match_len);
+    Place best = {0};
+    for (int64_t age = 0; age < num_segments(s); age++) {
+        const int32_t root = root_of(segment(s, age), tail->text->salt);
+        if (root == NONE) continue;
+        const Place place = longest_end(&segment(s, age)->automaton, root, tail, s->max_match_len);
         if (place.match_len > best.match_len) best = place;
     }
     return best;
@@ -137,7 +178,7 @@ static void follow(const Suffix *s, Place at, int64_t num_tokens, double least_s
 void suffix_free(void *drafter) {
     Suffix *s = drafter;
     for (int64_t slot = 0; slot < s->num_texts; slot++) forget(s->texts + slot);
-    for (int i = 0; i < NUM_SEGMENTS; i++) automaton_free(s->segments + i);
+    for (int i = 0; i < NUM_SEGMENTS; i++) automaton_free(&s->segments[i].automaton);
     free(s->texts);
     free(s->guessed);
     free(s->guessed_confidences);
@@ -157,7 +198,8 @@ void *suffix_new(int64_t max_match_len, int64_t max_shared_tokens, int64_t min_m
     return s;
 }
 
-int suffix_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
+int suffix_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature,
+                uint64_t salt) {
     (void)seed, (void)temperature; /* the most frequent continuation, whatever the sampling parameters */
     Suffix *s = drafter;
     const int64_t num_texts = s->num_texts;
@@ -171,6 +213,7 @@ int suffix_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t n
     }
     text->opened_len = num;
     text->followed = 1;
+    text->salt = salt;
     return 0;
 }
 
@@ -211,7 +254,7 @@ void suffix_release(void *drafter, int64_t slot) {
     Suffix *s = drafter;
     if (slot >= s->num_texts || !s->texts[slot].followed) return;
     Text *text = s->texts + slot;
-    share(s, text->token_ids + text->opened_len, text->num_tokens - text->opened_len);
+    share(s, text->token_ids + text->opened_len, text->num_tokens - text->opened_len, text->salt);
     forget(text);
 }
 
@@ -219,8 +262,8 @@ const char *suffix_check(void *drafter) {
     Suffix *s = drafter;
     const char *wrong = NULL;
     for (int64_t age = 0; !wrong && age < num_segments(s); age++) {
-        wrong = automaton_check(segment(s, age));
-        if (!wrong && segment(s, age)->num_tokens > s->segment_len) wrong = "a segment outgrew its bound";
+        wrong = automaton_check(&segment(s, age)->automaton);
+        if (!wrong && segment(s, age)->automaton.num_tokens > s->segment_len) wrong = "a segment outgrew its bound";
     }
     for (int64_t slot = 0; !wrong && slot < s->num_texts; slot++) {
         const Text *text = s->texts + slot;

@@ -18,10 +18,10 @@ typedef struct {
     uint32_t *starts;           /* [2^(64 - shift) + 1], the first row of each bucket: 4 to 8 bytes per context */
 } Counted;
 
-/* Decayed counts of what followed a context; 144 bytes. */
+/* Decayed counts of what followed a context; 152 bytes. */
 typedef struct {
     double shares[NUM_SHARES], total;
-    uint64_t key;
+    uint64_t salt, key;
     int32_t token_ids[NUM_SHARES]; /* oldest first */
     int32_t context[LONGEST];
     int32_t older, newer; /* in the order of use */
@@ -39,7 +39,7 @@ typedef struct {
     int is_open;
     Recent recent;
     int64_t len;
-    uint64_t seed;
+    uint64_t seed, salt;
     double temperature;
 } Followed;
 
@@ -116,19 +116,19 @@ static inline int32_t *head_of(const Table *table, uint64_t key) {
 }
 
 /* The entry of a context. Tokens are compared, since two contexts may share a key. */
-static inline int32_t find_learned(const Table *table, uint64_t key, const int32_t *context, int len) {
+static inline int32_t find_learned(const Table *table, uint64_t salt, uint64_t key, const int32_t *context, int len) {
     if (!table->num_learned) return NONE;
-    int32_t i = *head_of(table, key);
+    int32_t i = *head_of(table, salt ^ key);
     for (; i != NONE; i = table->learned[i].next) {
         const Learned *learned = table->learned + i;
-        if (learned->key != key || learned->context_len != len) continue;
+        if (learned->key != key || learned->salt != salt || learned->context_len != len) continue;
         if (!memcmp(learned->context, context, (size_t)len * sizeof(int32_t))) break;
     }
     return i;
 }
 
 static void insert(Table *table, int32_t i) {
-    int32_t *head = head_of(table, table->learned[i].key);
+    int32_t *head = head_of(table, table->learned[i].salt ^ table->learned[i].key);
     table->learned[i].next = *head;
     *head = i;
 }
@@ -153,7 +153,7 @@ static int grow(Table *table) {
 }
 
 /* A new, empty entry of a context, not yet in the order of use; NONE: out of memory. */
-static int32_t add(Table *table, uint64_t key, const int32_t *context, int len) {
+static int32_t add(Table *table, uint64_t salt, uint64_t key, const int32_t *context, int len) {
     int32_t i = table->free;
     if (i != NONE) {
         table->free = table->learned[i].next;
@@ -165,6 +165,7 @@ static int32_t add(Table *table, uint64_t key, const int32_t *context, int len) 
     learned->total = 0;
     learned->num_shares = 0;
     learned->key = key;
+    learned->salt = salt;
     learned->context_len = (uint8_t)len;
     memcpy(learned->context, context, (size_t)len * sizeof(int32_t));
     insert(table, i);
@@ -188,7 +189,7 @@ static void link_newest(Table *table, int32_t i) {
 static void forget_oldest(Table *table) {
     const int32_t i = table->oldest;
     unlink_entry(table, i);
-    int32_t *at = head_of(table, table->learned[i].key);
+    int32_t *at = head_of(table, table->learned[i].salt ^ table->learned[i].key);
     while (*at != i) at = &table->learned[*at].next;
     *at = table->learned[i].next;
     table->learned[i].next = table->free;
@@ -221,15 +222,16 @@ static void count(Learned *learned, int32_t token_id) {
 }
 
 /* Learns that ``token_id`` followed ``recent``. Single tokens have too many continuations to be contexts. */
-static int learn(Table *table, const Recent *recent, int32_t token_id) {
+static int learn(Table *table, const Followed *followed, int32_t token_id) {
+    const Recent *recent = &followed->recent;
     int result = 0;
     for (int len = recent->num; len >= 2; len--) {
         const int32_t *context = context_of(recent, len);
         const uint64_t key = context_key(context, len);
-        int32_t i = find_learned(table, key, context, len);
+        int32_t i = find_learned(table, followed->salt, key, context, len);
         if (i != NONE) {
             unlink_entry(table, i);
-        } else if ((i = add(table, key, context, len)) == NONE) {
+        } else if ((i = add(table, followed->salt, key, context, len)) == NONE) {
             result = -1;
             continue;
         }
@@ -270,11 +272,11 @@ static Candidates mixed(const Candidates *counted, const Learned *learned) {
 }
 
 /* Candidates after the longest known context; none if none is known. */
-static Candidates candidates_after(const Table *table, const Recent *recent) {
+static Candidates candidates_after(const Table *table, const Recent *recent, uint64_t salt) {
     for (int len = recent->num; len >= 1; len--) {
         const int32_t *context = context_of(recent, len);
         const uint64_t key = context_key(context, len);
-        const int32_t learned = len > 1 ? find_learned(table, key, context, len) : NONE;
+        const int32_t learned = len > 1 ? find_learned(table, salt, key, context, len) : NONE;
         const Candidates counted = counted_after(&table->counted, key);
         if (learned != NONE) return mixed(&counted, table->learned + learned);
         if (counted.num) return counted;
@@ -313,7 +315,7 @@ static void draft(const Table *table, const Demands *demands, int64_t i) {
     push_all(&recent, ahead, num_ahead);
     double survival = 1.0;
     for (; num < demands->num_tokens[i]; num++) {
-        const Candidates candidates = candidates_after(table, &recent);
+        const Candidates candidates = candidates_after(table, &recent, followed->salt);
         if (!candidates.num) break;
         const int place = choose(&candidates, followed, followed->len + num_ahead + num);
         const double confidence = candidates.shares[place];
@@ -349,14 +351,15 @@ void *table_new(int64_t num_contexts, const uint64_t *keys, const int32_t *token
     return NULL;
 }
 
-int table_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
+int table_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature,
+               uint64_t salt) {
     Table *table = drafter;
     const int64_t num_before = table->num_slots;
     void *followed = table->followed;
     if (reserve(&followed, &table->num_slots, slot + 1, sizeof(Followed))) return -1;
     table->followed = followed;
     for (int64_t i = num_before; i < table->num_slots; i++) table->followed[i].is_open = 0;
-    table->followed[slot] = (Followed){.is_open = 1, .len = num, .seed = seed, .temperature = temperature};
+    table->followed[slot] = (Followed){.is_open = 1, .len = num, .seed = seed, .salt = salt, .temperature = temperature};
     push_all(&table->followed[slot].recent, token_ids, num);
     return 0;
 }
@@ -366,7 +369,7 @@ int table_extend(void *drafter, int64_t slot, const int32_t *token_ids, int64_t 
     Followed *followed = table->followed + slot;
     int result = 0;
     for (int64_t i = 0; i < num; i++) {
-        if (table->max_learned && learn(table, &followed->recent, token_ids[i])) result = -1;
+        if (table->max_learned && learn(table, followed, token_ids[i])) result = -1;
         push(&followed->recent, token_ids[i]);
     }
     followed->len += num;
@@ -393,7 +396,7 @@ const char *table_check(void *drafter) {
     for (int32_t i = table->oldest; i != NONE; older = i, i = table->learned[i].newer) {
         const Learned *learned = table->learned + i;
         if (++num > table->num_learned || learned->older != older) return "the order of use is broken";
-        if (find_learned(table, learned->key, learned->context, learned->context_len) != i) return "a context is lost";
+        if (find_learned(table, learned->salt, learned->key, learned->context, learned->context_len) != i) return "a context is lost";
         if (!learned->num_shares || learned->num_shares > NUM_SHARES) return "a context of no or too many shares";
     }
     if (num != table->num_learned || table->newest != older) return "the order of use is broken";

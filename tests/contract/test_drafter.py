@@ -23,6 +23,7 @@ from drafters.registry import Site, make, make_drafter
 from drafters.table import count_frequencies
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.kv_blocks import BlockLedger
 from engine.models.tokenizer import fingerprint
 from tests.support.dspark import make_dspark, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
@@ -284,6 +285,57 @@ def test_any_tokens_may_stand_ahead(make_one: Make) -> None:
     assert ids(propose(fresh, Demand("a", 4, ahead))) == ids(drafted)
     drafter.extend("a", [5, 200])
     propose(drafter, Demand("a", 5))
+
+
+ANSWER = random.Random(1).sample(range(4, VOCAB_SIZE - 1), 60)  # no token twice
+
+
+def _taught(make_one: Make, salt: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, ...]], int]:
+    """What a request with salt "own" gets after one with ``salt`` whose answer it quotes: its drafts, and how many cached
+    tokens of the other it is given."""
+    num_cached: list[int] = []
+    open_cache = BlockLedger.open
+
+    def open_and_record(ledger: BlockLedger, request_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        num_cached.append(open_cache(ledger, request_id, token_ids, salt))
+        return num_cached[-1]
+
+    drafter = make_one()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockLedger, "open", open_and_record)
+        if salt:
+            drafter.open("other", [1, 2, 3], 3, GREEDY, salt)
+            for start in range(0, 60, 20):
+                drafter.extend("other", ANSWER[start : start + 20])
+                propose(drafter, Demand("other", 1))  # computes, and caches what the one before computed
+            drafter.release("other")
+        num_cached.clear()
+        drafter.open("mine", [1, 2, 3, *ANSWER[:40]], 3, GREEDY, "own")
+        drafts = propose(drafter, Demand("mine", 8))
+    drafter.release("mine")
+    return ids(drafts), max(num_cached, default=0)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.node.callspec.params["make_one"])
+
+
+def test_nothing_that_a_salt_taught_or_cached_serves_another(
+    make_one: Make, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cascade, which member drafts depends on the gains of all requests, but what it drafts does not."""
+    (drafts, num_cached), (alone, _) = (_taught(make_one, salt, monkeypatch) for salt in ("another", ""))
+    assert num_cached == 0
+    assert drafts == alone if kind not in LEARNING else drafts[0][:1] != (ANSWER[40],)
+
+
+def test_control_it_serves_the_same_salt(make_one: Make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the lookups without a memory, so the test above can fail."""
+    drafts, num_cached = _taught(make_one, "own", monkeypatch)
+    if kind == "suffix" or kind in LEARNING:
+        assert drafts[0][:1] == (ANSWER[40],)
+    assert (num_cached > 0) == (kind not in ("ngram", "suffix", "table", "lookup-cascade", "cascade"))
 
 
 def test_texts_as_long_as_the_model_are_answered(drafter: Drafter) -> None:

@@ -54,12 +54,16 @@ class Counting:
 
     limit: int = 1000
     texts: dict[str, list[int]] = field(default_factory=dict)
+    salts: dict[str, str] = field(default_factory=dict)
     batches: list[list[Demand]] = field(default_factory=list)
     meanwhile: Callable[[], None] = lambda: None  # happens during the next batch
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.texts[request_id] = list(token_ids)
+        self.salts[request_id] = salt
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.texts[request_id].extend(token_ids)
@@ -102,9 +106,11 @@ class Bench:
     def mail(self, link: FakeLink | None = None, **content: object) -> None:
         self.mailbox.put(Received(link or self.link, DraftRound(**{"table_version": 1, **content})))
 
-    def open(self, request_id: str, length: int, max_tokens: int = 1000, link: FakeLink | None = None) -> None:
+    def open(
+        self, request_id: str, length: int, max_tokens: int = 1000, link: FakeLink | None = None, salt: str = ""
+    ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens)
-        self.mail(link, opens=(Open(request_id, tuple(range(length)), length, sampling),))
+        self.mail(link, opens=(Open(request_id, tuple(range(length)), length, sampling, cache_salt=salt),))
 
     def extend(self, request_id: str, base_len: int, *token_ids: int) -> None:
         self.mail(extends=(Extend(request_id, base_len, token_ids),))

@@ -82,9 +82,11 @@ class WithFeatures:
     def __init__(self, drafter: Drafter, features: PrefixFeatures) -> None:
         self.drafter, self.features = drafter, features
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.features.token_ids[request_id] = list(token_ids)
-        self.drafter.open(request_id, token_ids, prompt_len, sampling)
+        self.drafter.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.features.token_ids[request_id].extend(token_ids)

@@ -7,6 +7,7 @@ from drafters.protocol import Demand, Drafter
 
 _REQUESTS = "abcd"
 _TEMPERATURES = (0.0, 0.0, 0.3, 1.0, 2.0)
+_SALTS = ("", "", "x", "y")
 _ROW_PRICES = (0.0, 0.0, 0.05, 0.3, 1.0, 2.0)
 
 
@@ -44,8 +45,9 @@ class IdenticalDrafters:
     def _open(self) -> None:
         request_id, token_ids = self._rng.choice(_REQUESTS), self._tokens(1, 40)
         sampling = SamplingParams(9, temperature=self._rng.choice(_TEMPERATURES), seed=self._rng.getrandbits(64))
+        salt = self._rng.choice(_SALTS)
         for drafter in self._both:
-            drafter.open(request_id, token_ids, len(token_ids), sampling)
+            drafter.open(request_id, token_ids, len(token_ids), sampling, salt)
         self._drafted[request_id] = []
 
     def _release(self) -> None:

@@ -144,7 +144,9 @@ class ToyDrafter:
     _followed: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self._followed[request_id] = (list(token_ids), sampling)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

@@ -15,8 +15,10 @@ class WithProposers:
         self._drafter = drafter
         self._proposers = tuple(proposers)
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._drafter.open(request_id, token_ids, prompt_len, sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self._drafter.open(request_id, token_ids, prompt_len, sampling, salt)
         chain = self._drafter.capabilities.chain
         assert chain is not None
         assert chain.set_proposers(request_id, self._proposers)

@@ -45,9 +45,11 @@ async def test_other_keys_are_refused_before_anything_is_read(keys_file: Path, h
 
 def test_keys_are_named_and_not_kept(keys_file: Path) -> None:
     keys = ApiKeys.from_file(keys_file)
-    assert keys.knows("sk-hashed")
-    assert keys.knows("sk-plain")
-    assert not keys.knows("sk-other")
+    hashed, plain = keys.find("sk-hashed"), keys.find("sk-plain")
+    assert hashed is not None
+    assert plain is not None
+    assert (hashed.name, plain.name) == ("alice", "line-4")
+    assert keys.find("sk-other") is None
     assert b"sk-plain" not in repr(vars(keys)).encode()
 
 

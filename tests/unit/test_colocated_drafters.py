@@ -161,7 +161,9 @@ class _Wrong:
         self.num_asked = 0
         self.lengths: dict[str, int] = {}
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.lengths[request_id] = len(token_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

@@ -29,7 +29,9 @@ class Scripted:
     lengths: dict[str, int] = field(default_factory=dict)
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.lengths[request_id] = len(token_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -63,8 +65,10 @@ class Counted:
     num_asked: int = 0
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self.drafter.open(request_id, token_ids, prompt_len, sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self.drafter.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.drafter.extend(request_id, token_ids)
@@ -87,8 +91,10 @@ class Split:
     drafters: dict[str, Drafter]
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self.drafters[request_id].open(request_id, token_ids, prompt_len, sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self.drafters[request_id].open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.drafters[request_id].extend(request_id, token_ids)
@@ -193,7 +199,9 @@ class Recorded:
     position: int = 3
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.position = len(token_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -281,8 +289,10 @@ class Slow:
     num_asked: int = 0
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self.drafter.open(request_id, token_ids, prompt_len, sampling)
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
+        self.drafter.open(request_id, token_ids, prompt_len, sampling, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.drafter.extend(request_id, token_ids)

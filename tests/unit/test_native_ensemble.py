@@ -50,7 +50,9 @@ class Dear:
         self._texts = texts
         self._lens: dict[str, int] = {}
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self._lens[request_id] = len(token_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

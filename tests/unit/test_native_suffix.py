@@ -70,9 +70,9 @@ class Both:
         self._native = NativeLookup(library, "suffix", *arguments)
         self.followed: set[str] = set()
 
-    def open(self, name: str, token_ids: Sequence[int]) -> None:
+    def open(self, name: str, token_ids: Sequence[int], salt: str = "") -> None:
         for drafter in (self._python, self._native):
-            drafter.open(name, token_ids, 0, SAMPLING)
+            drafter.open(name, token_ids, 0, SAMPLING, salt)
         self.followed.add(name)
 
     def extend(self, name: str, token_ids: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ def test_whatever_happens_drafts_are_the_same(
     for event in history:
         match event:
             case ("open", str(name), list(token_ids)):
-                both.open(name, token_ids)
+                both.open(name, token_ids, "x" if name == "c" else "")
             case ("extend", str(name), list(token_ids)) if name in both.followed:
                 both.extend(name, token_ids)
             case ("release", str(name), _):

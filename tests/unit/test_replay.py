@@ -93,7 +93,9 @@ class Copying:
     asked: list[tuple[str, int]] = field(default_factory=list)
     capabilities = Capabilities()
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
+    ) -> None:
         self.lengths[request_id] = len(token_ids) - prompt_len
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

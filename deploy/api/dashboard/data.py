@@ -15,13 +15,14 @@ from cluster.errors import LinkClosed
 from deploy.api.dashboard.history import INTERVAL_S, History
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import bad_request, shorten
+from deploy.api.tenants import NOBODY, Tenant
 
 PATH = "/v1/outrider/dashboard"
 _MAX_DIGITS = 18
 
 
 class DashboardData:
-    """One per process. It shows the requests of this process, and the status of the whole cluster."""
+    """One per process. It shows the caller's requests of this process, and the status of the whole cluster."""
 
     def __init__(self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int]) -> None:
         self.timelines = Timelines()
@@ -53,6 +54,8 @@ class DashboardData:
         except LinkClosed as error:
             fault = str(error)
         timelines = self.timelines
+        caller: Tenant = getattr(request.state, "tenant", NOBODY)
+        tenant = None if caller.sees_all else caller.name
         answer = {
             "epoch": self._epoch,
             "version": timelines.version,
@@ -61,8 +64,8 @@ class DashboardData:
             "status": None if status is None else asdict(status),
             "fault": fault,
             "num_queued": self._num_queued(),
-            "requests": [asdict(one) for one in timelines.requests(after)],
-            "rounds": [astuple(one) for one in timelines.rounds(after)],  # fields as in `Round`
+            "requests": [asdict(one) for one in timelines.requests(after, tenant)],
+            "rounds": [astuple(one) for one in timelines.rounds(after, tenant)],  # fields as in `Round`
             "drafts": timelines.drafts(),
             "samples": [asdict(one) for one in self._history.samples(sample)],
         }

@@ -35,6 +35,7 @@ class Timeline:
     version: int
     number: int
     label: str
+    tenant: str
     slo: str | None
     prompt_len: int
     arrived_s: float
@@ -59,16 +60,17 @@ class Timelines:
         self._num_begun = 0
         self._live: dict[str, Timeline] = {}
         self._ended: deque[Timeline] = deque(maxlen=MAX_REQUESTS)
-        self._rounds: deque[Round] = deque(maxlen=MAX_ROUNDS)
+        self._rounds: deque[tuple[str, Round]] = deque(maxlen=MAX_ROUNDS)  # each with its tenant
         self._drafts: dict[str, Counter[tuple[int, int]]] = {}  # by drafter: draft length and accepted tokens
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, tenant: str = "") -> None:
         """A request waits for admission or for its first token."""
         self._num_begun += 1
         self.version += 1
         prompt_len, arrived_s = len(request.prompt_token_ids), request.arrival_s
         label = label_of(request.id)
-        self._live[request.id] = Timeline(self.version, self._num_begun, label, request.slo.name, prompt_len, arrived_s)
+        begun = self.version, self._num_begun, label, tenant, request.slo.name, prompt_len, arrived_s
+        self._live[request.id] = Timeline(*begun)
 
     def note(self, commit: Commit, num_needed: int) -> None:
         """A commit whose first ``num_needed`` tokens are in the answer."""
@@ -79,7 +81,7 @@ class Timelines:
         proposed, accepted = commit.num_proposed, min(commit.num_accepted, num_needed)
         now_s, drafter = self._clock(), commit.drafter if proposed else None
         counts = self.version, timeline.number, now_s, timeline.num_tokens, num_needed, proposed, accepted
-        self._rounds.append(Round(*counts, drafter))
+        self._rounds.append((timeline.tenant, Round(*counts, drafter)))
         timeline.version, timeline.state = self.version, "running"
         timeline.num_tokens += num_needed
         timeline.num_rounds += 1
@@ -103,18 +105,20 @@ class Timelines:
         timeline.state = "failed" if choice.failed else "cut off" if choice.finish is None else "complete"
         self._ended.append(timeline)
 
-    def requests(self, after: int) -> list[Timeline]:
-        """Those that changed after version ``after``, the newest MAX_REQUESTS at most."""
+    def requests(self, after: int, tenant: str | None = None) -> list[Timeline]:
+        """Those of a tenant (None: of all) that changed after version ``after``, the newest MAX_REQUESTS at most."""
         changed = [one for one in (*self._ended, *self._live.values()) if one.version > after]
-        return sorted(changed, key=lambda one: one.number)[-MAX_REQUESTS:]
+        shown = [one for one in changed if tenant in (None, one.tenant)]
+        return sorted(shown, key=lambda one: one.number)[-MAX_REQUESTS:]
 
-    def rounds(self, after: int) -> list[Round]:
+    def rounds(self, after: int, tenant: str | None = None) -> list[Round]:
         """Those after version ``after``, in order, the newest MAX_SENT_ROUNDS at most."""
         found: list[Round] = []
-        for one in reversed(self._rounds):
+        for owner, one in reversed(self._rounds):
             if one.version <= after or len(found) >= MAX_SENT_ROUNDS:
                 break
-            found.append(one)
+            if tenant in (None, owner):
+                found.append(one)
         return found[::-1]
 
     def drafts(self) -> dict[str, list[tuple[int, int, int]]]:

@@ -1,0 +1,55 @@
+"""Budgets of a tenant: requests and tokens per minute, each a token bucket. Times are in seconds of one clock."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: unlimited."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt and output
+    burst_minutes: float = 1.0  # size of a bucket: what an idle tenant may use at once
+
+
+UNLIMITED = Limits()
+
+
+class TokenBucket:
+    """Holds up to ``size``, and is full at first; ``per_s`` flows in."""
+
+    def __init__(self, size: float, per_s: float) -> None:
+        self.size = size
+        self._per_s = per_s
+        self._level = size
+        self._at_s = float("-inf")
+
+    def level(self, now_s: float) -> float:
+        if now_s > self._at_s:
+            self._level = min(self.size, self._level + (now_s - self._at_s) * self._per_s)
+            self._at_s = now_s
+        return self._level
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Until ``amount``, of at most ``size``, is there; 0: it is."""
+        return max(0.0, amount - self.level(now_s)) / self._per_s
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Of what is there."""
+        self._level = self.level(now_s) - amount
+
+    def give_back(self, amount: float) -> None:
+        self._level = min(self.size, self._level + amount)
+
+
+class Budget:
+    """The buckets of ``limits``; None: unlimited."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.requests = _bucket(limits.requests_per_minute, limits.burst_minutes)
+        self.tokens = _bucket(limits.tokens_per_minute, limits.burst_minutes)
+
+
+def _bucket(per_minute: int | None, burst_minutes: float) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(max(1.0, per_minute * burst_minutes), per_minute / 60.0)
