@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cluster.config import TlsConfig
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import Hello
 from cluster.transport.base import Link, LinkDown, Mailbox
@@ -37,9 +38,10 @@ class Dialer:
     Dialling waits for the peer's Hello, so it runs on other threads; the new link arrives in the mailbox as a LinkUp.
     """
 
-    def __init__(self, mailbox: Mailbox, hello: Hello) -> None:
+    def __init__(self, mailbox: Mailbox, hello: Hello, tls: TlsConfig | None = None) -> None:
         self._mailbox = mailbox
         self._hello = hello
+        self._tls = tls
         self._peers: dict[str, _Peer] = {}
         self._lost_early: set[Link] = set()  # lost before their dial was collected
         self._threads = _new_executor()
@@ -84,7 +86,8 @@ class Dialer:
 
     def _dial(self, address: str, peer: _Peer, now_s: float) -> None:
         try:
-            peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
+            link = (address, self._mailbox, self._hello, DIAL_DEADLINE_S, None, self._tls)
+            peer.dialling = self._threads.submit(connect, *link)
         except RuntimeError as error:
             # The executor has queued the dial before it failed to start a thread: a new one drops it.
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -109,7 +112,9 @@ class Dialer:
     def _dial_failed(address: str, peer: _Peer, error: BaseException, now_s: float) -> None:
         """Handles every kind of error: it must not end the calling thread, which serves."""
         if isinstance(error, OutriderError):
-            logger.info("no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
+            becomes_rare = peer.pause_s < MAX_PAUSE_S <= 2 * peer.pause_s  # once, after some seconds
+            level = logging.WARNING if becomes_rare else logging.INFO
+            logger.log(level, "no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
         else:
             logger.warning("no link to %s: next try in %.2f s", address, peer.pause_s, exc_info=error)
         peer.back_off(now_s)

@@ -6,7 +6,7 @@ from functools import partial
 
 from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
-from cluster.config import DrafterConfig
+from cluster.config import DrafterConfig, TlsConfig
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
 from drafters.loop import DrafterLoop
@@ -31,6 +31,7 @@ class DrafterActor(LoopActor):
         addresses: Sequence[str],
         token: str,
         proposers: Sequence[DrafterConfig] = (),
+        tls: TlsConfig | None = None,
     ) -> None:
         super().__init__()
         self._config = config
@@ -38,7 +39,7 @@ class DrafterActor(LoopActor):
         self._name = name
         self._target = target
         hello = Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token)
-        self._mailbox = DialingMailbox(hello, addresses)
+        self._mailbox = DialingMailbox(hello, addresses, tls)
 
     def _start_loop(self) -> LoopThread:
         config = self._config

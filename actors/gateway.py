@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from actors.mailbox import DialingMailbox
 from actors.resumption import Resumption
 from cluster.client import ClusterStatus
+from cluster.config import TlsConfig
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded, Unattainable
 from cluster.message_checks import Inspection, commit_fault
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
@@ -68,13 +69,14 @@ class LinkClient:
         status: Callable[[], Awaitable[ClusterStatus]],
         token: str = "",
         resume_wait_s: float = 0.0,
+        tls: TlsConfig | None = None,
     ) -> None:
         self._model = model
         self._status = status
         self._resume_wait_s = resume_wait_s
         self._num_resumed = 0
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
-        self._mailbox = DialingMailbox(hello, addresses)
+        self._mailbox = DialingMailbox(hello, addresses, tls)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
         self._streams: dict[str, _Stream] = {}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from actors.dialer import Dialer
+from cluster.config import TlsConfig
 from cluster.messages import Hello
 from cluster.transport.base import Event, Link, LinkDown, Mailbox
 from engine.liveness import PASSES
@@ -28,9 +29,9 @@ class MonitoredMailbox(Mailbox):
 class DialingMailbox(MonitoredMailbox):
     """A mailbox that also keeps links: each drain notes lost links and dials those due, on the loop's own thread."""
 
-    def __init__(self, hello: Hello, addresses: Sequence[str] = ()) -> None:
+    def __init__(self, hello: Hello, addresses: Sequence[str] = (), tls: TlsConfig | None = None) -> None:
         super().__init__()
-        self._dialer = Dialer(self, hello)
+        self._dialer = Dialer(self, hello, tls)
         self._addresses = tuple(addresses)
         self._dial_at_s: float | None = None
 

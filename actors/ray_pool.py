@@ -143,7 +143,7 @@ class RaySpawner:
         else:
             replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(group, replica)
-        args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name))
+        args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name), d.config.cluster.tls)
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end(self, group: str, give_back: bool = False) -> None:

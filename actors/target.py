@@ -125,7 +125,7 @@ class TargetActor(LoopActor):
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._loop, hello)
-        self._listener = listen(self._address, self._mailbox, hello)
+        self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
         # Links end with the loop, so that no peer waits for this target.
         return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
 

@@ -18,9 +18,10 @@ from actors.memory_budget import memory_budget
 from actors.processes import Directory
 from actors.ray_pool import Deployment, start_supervisor
 from cluster.config import Config
-from cluster.placement import place
+from cluster.placement import PlacementPlan, place, target_name
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
+from cluster.transport import tls
 from cluster.types import ModelInfo
 from deploy import local_ray
 from deploy.local_ray import LaunchError
@@ -59,6 +60,9 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         inventory = with_cores(read_inventory(ray.nodes()))
         config = resolve_dtypes(resolve(self._config, inventory, useful_threads(load_config(model_folder))))
         plan = place(config, inventory)
+        if config.transport.kind == "grpc" and config.cluster.tls is not None:
+            tls.check(config.cluster.tls)  # refused here rather than in each process
+            _warn_of_ranks(plan)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_colocated for d in config.drafters):
             inventory = with_gpu_memory(inventory)
         self._groups = make_groups(plan, detached=self._detached)
@@ -148,6 +152,13 @@ def _warn_of_state(config: Config) -> None:
     store.close()
     if fault is not None:
         logger.warning("serving continues without the state store, and what is learned is lost at a restart: %s", fault)
+
+
+def _warn_of_ranks(plan: PlacementPlan) -> None:
+    """Warns of what ``cluster.tls`` does not cover."""
+    for group in plan.groups:
+        if group.name.startswith(target_name(0).removesuffix("0")) and len({bundle.node for bundle in group.bundles}) > 1:
+            logger.warning("the ranks of %s are on several machines, and what they exchange is not encrypted", group.name)
 
 
 def read_token(config: Config) -> str:

@@ -69,8 +69,8 @@ class ApiReplica:
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
-        wait_s = self._config.api.resume_wait_s
-        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token, wait_s)
+        wait_s, tls = self._config.api.resume_wait_s, self._config.cluster.tls
+        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token, wait_s, tls)
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:

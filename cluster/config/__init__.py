@@ -44,6 +44,7 @@ from cluster.config.file import (
     StateConfig,
     SupervisionConfig,
     TargetConfig,
+    TlsConfig,
     TransportConfig,
     load,
     show,

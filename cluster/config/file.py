@@ -172,12 +172,21 @@ class RedisStateConfig(Section):
 StateConfig = Annotated[FileStateConfig | RedisStateConfig, Field(discriminator="kind")]
 
 
+class TlsConfig(Section):
+    """Mutual TLS on links between machines. PEM files, which each process reads on its own machine."""
+
+    cert_file: Path  # for the DNS name outrider-node; with intermediate certificates, if any
+    key_file: Path  # its private key, not accessible to others
+    ca_file: Path  # authorities whose certificates are accepted
+
+
 class ClusterConfig(Section):
-    """The Ray cluster."""
+    """The Ray cluster, and what its processes know each other by."""
 
     namespace: Name = "outrider"  # separates deployments on one Ray cluster
     ray_address: str | None = None  # of a running cluster; None: starts one on this machine
     token_file: Path | None = None  # shared secret of all links; None: random at each launch
+    tls: TlsConfig | None = None  # None: links are authenticated by the secret, and not encrypted
     state: StateConfig = FileStateConfig()
 
 

@@ -7,6 +7,7 @@ grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener
 
 from typing import Any
 
+from cluster.config import TlsConfig
 from cluster.errors import InvalidField
 from cluster.messages import Hello
 from cluster.transport.base import Limits, Link, Listener, Mailbox
@@ -15,25 +16,37 @@ from cluster.transport.memory import LocalNetwork
 LOCAL = LocalNetwork()
 
 
-def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None) -> Listener:
+def listen(
+    address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None, tls: TlsConfig | None = None
+) -> Listener:
     """Accepts links, each of which is announced to the mailbox by LinkUp when both ends have verified each other.
 
+    Args:
+        tls: of links between nodes; those within a node have none. None: not encrypted.
+
     Raises:
-        InvalidField: the address is malformed, cannot be used here, or is in use.
+        InvalidField: the address is malformed, cannot be used here, or is in use; or a file of ``tls`` is unusable.
     """
-    listener: Listener = _transport(address).listen(address, mailbox, hello, limits or Limits())
+    listener: Listener = _transport(address, tls).listen(address, mailbox, hello, limits or Limits())
     return listener
 
 
-def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.0, limits: Limits | None = None) -> Link:
+def connect(
+    address: str,
+    mailbox: Mailbox,
+    hello: Hello,
+    deadline_s: float = 5.0,
+    limits: Limits | None = None,
+    tls: TlsConfig | None = None,
+) -> Link:
     """Connects to a present listener. Waits at most ``deadline_s`` for the handshake; LinkUp is then in the mailbox.
 
     Raises:
-        InvalidField: the address is malformed.
+        InvalidField: the address is malformed, or a file of ``tls`` is unusable.
         IncompatibleTokenizer: vocabularies or tokenizers differ.
         LinkClosed: nobody listens, the peer refused for another reason, or the deadline passed.
     """
-    link: Link = _transport(address).connect(address, mailbox, hello, deadline_s, limits or Limits())
+    link: Link = _transport(address, tls).connect(address, mailbox, hello, deadline_s, limits or Limits())
     return link
 
 
@@ -46,7 +59,7 @@ def as_seen_from_elsewhere(address: str, host: str) -> str:
     return address
 
 
-def _transport(address: str) -> Any:
+def _transport(address: str, tls: TlsConfig | None) -> Any:
     """What has ``listen`` and ``connect``: a network or a module."""
     match address.partition("://")[0]:
         case "memory":
@@ -56,7 +69,7 @@ def _transport(address: str) -> Any:
 
             return unix
         case "grpc":
-            from cluster.transport import rpc  # imports gRPC
+            from cluster.transport.rpc import RpcNetwork  # imports gRPC
 
-            return rpc
+            return RpcNetwork(tls)
     raise InvalidField("address", address, "must be memory://NAME, unix:///PATH or grpc://HOST:PORT")

@@ -13,15 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
+from cluster.config import TlsConfig
 from cluster.errors import InvalidField, LinkClosed, LinkFull, OutriderError, WireError
 from cluster.messages import Hello
 from cluster.transport.base import Limits, Mailbox
 from cluster.transport.stream import MAX_HANDSHAKE_BYTES, StreamLink
+from cluster.transport.tls import NODE_NAME, channel_credentials, server_credentials
 
 SCHEME = "grpc://"
 PIECE_BYTES = 64 * 2**10
@@ -49,6 +52,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),  # a connection per link, without back-off after failed ones
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_connection_idle_ms", int(limits.handshake_s * 1000)),  # a connection without a stream
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_s * 1000)),  # of TLS and HTTP/2
     ]
 
 
@@ -163,11 +167,12 @@ def _reason(error: grpc.RpcError) -> str:
 class RpcListener:
     """As ``cluster.transport.factory.listen``."""
 
-    def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
+    def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits, tls: TlsConfig | None) -> None:
         host, port = _host_and_port(address)
         self._mailbox = mailbox
         self._hello = hello
         self._limits = limits
+        self._has_tls = tls is not None
         self._lock = threading.Lock()
         self._links: dict[StreamLink, None] = {}
         self._is_closed = False
@@ -177,7 +182,12 @@ class RpcListener:
         serve = grpc.stream_stream_rpc_method_handler(self._serve)  # no serializers: bytes
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: serve}),))
         try:
-            port = self._server.add_insecure_port(f"{host}:{port}")
+            at = f"{host}:{port}"
+            port = (
+                self._server.add_insecure_port(at)
+                if tls is None
+                else self._server.add_secure_port(at, server_credentials(tls))
+            )
         except RuntimeError as error:
             raise InvalidField("address", address, "cannot be bound: the port is taken, or the host is another") from error
         self.address = f"{SCHEME}{host}:{port}"
@@ -196,6 +206,10 @@ class RpcListener:
 
     def _serve(self, incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serves one stream, on a thread of its own that writes what this yields."""
+        if self._has_tls and NODE_NAME.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
+            reason = f"the certificate does not name {NODE_NAME}"  # which gRPC checks of listeners only
+            _log.warning("refused a link from %s at %s: %s", context.peer(), self.address, reason)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         pipe = _Pipe(self._limits)
         pipe.stop = context.cancel
         link = pipe.link = StreamLink(pipe, self._hello, self._mailbox, self._limits, self.address, accepts=True)
@@ -236,14 +250,25 @@ class _ThreadPerStream(Executor):
         return future
 
 
-listen = RpcListener
+@dataclass(frozen=True, slots=True)
+class RpcNetwork:
+    """``listen`` and ``connect`` as in ``cluster.transport.factory``."""
+
+    tls: TlsConfig | None = None
+
+    def listen(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> RpcListener:
+        return RpcListener(address, mailbox, hello, limits, self.tls)
+
+    def connect(self, address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
+        return _connect(address, mailbox, hello, deadline_s, limits, self.tls)
 
 
-def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
-    """As ``cluster.transport.factory.connect``."""
+def _connect(
+    address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits, tls: TlsConfig | None
+) -> StreamLink:
     host, port = _host_and_port(address)
     try:
-        channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
+        channel = _channel(f"{host}:{port}", limits, tls)
     except (OSError, RuntimeError) as error:  # probably no descriptor or thread is left
         raise LinkClosed(f"no link to {address}: {error}") from error
     pipe = _Pipe(limits)
@@ -262,6 +287,13 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
         pipe.close()
         raise LinkClosed(f"no link to {address}: {error}") from error
     return link
+
+
+def _channel(peer: str, limits: Limits, tls: TlsConfig | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(peer, options=_options(limits))
+    options = [*_options(limits), ("grpc.ssl_target_name_override", NODE_NAME)]
+    return grpc.secure_channel(peer, channel_credentials(tls), options=options)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -20,7 +20,8 @@ def render(
     ] = None,
     cpus: Annotated[float, typer.Option(min=0.5, help="CPUs of a target's rank without GPU, if the file has none.")] = 4,
     secret: Annotated[
-        str, typer.Option(metavar="NAME", help="Secret with the keys and passwords of the file.")
+        str,
+        typer.Option(metavar="NAME", help="Secret with the keys and passwords of the file; NAME-tls: with its certificate."),
     ] = "outrider",
     models_claim: Annotated[str, typer.Option(metavar="NAME", help="Volume claim with models, for /models.")] = "",
     manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifests of the chart, not its values.")] = False,

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.config import Config, DrafterConfig, FileStateConfig, RedisStateConfig, Resources, Section, SuffixOptions
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    FileStateConfig,
+    RedisStateConfig,
+    Resources,
+    Section,
+    SuffixOptions,
+    TlsConfig,
+)
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
@@ -19,6 +28,7 @@ from engine.models.prepare import CATALOGUE
 CHART = Path(__file__).resolve().parents[2] / "k8s" / "chart"
 POOL = "outrider/pool"  # the label of worker groups, of Kubernetes and of Ray
 SECRETS = "/etc/outrider-secrets"
+_TLS = TlsConfig(cert_file=Path(SECRETS, "tls.crt"), key_file=Path(SECRETS, "tls.key"), ca_file=Path(SECRETS, "ca.crt"))
 GPU = "nvidia.com/gpu"
 SYSTEM_CPUS, SYSTEM_GB = 0.5, 2.0  # of a pod, for Ray's own processes
 PROCESS_GB, LOOKUP_GB = 2.0, 0.5  # of a process with torch, of one without
@@ -33,7 +43,7 @@ class Options:
 
     Args:
         cpus: of each rank of a target on CPUs, where the file says "auto".
-        secret: name of the Secret with API keys, passwords and tokens.
+        secret: name of the Secret with API keys, passwords and tokens; with ``-tls`` that of the one with the certificate.
         models_claim: name of the volume claim that is mounted at /models.
     """
 
@@ -77,6 +87,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     elif isinstance(state, FileStateConfig):  # of the pod, as its file system is read-only elsewhere
         state = state.model_copy(update={"folder": Path("/home/outrider/state")})
     token = config.cluster.token_file and Path(SECRETS, "link-token")
+    tls = config.cluster.tls and _TLS
     keys = config.api.api_keys_file and Path(SECRETS, "api-keys")
     return config.model_copy(
         update={
@@ -84,7 +95,9 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
             "drafters": tuple(map(_placed, config.drafters)),
             "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
             "api": config.api.model_copy(update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys}),
-            "cluster": config.cluster.model_copy(update={"ray_address": None, "token_file": token, "state": state}),
+            "cluster": config.cluster.model_copy(
+                update={"ray_address": None, "token_file": token, "tls": tls, "state": state}
+            ),
         }
     )
 
@@ -251,7 +264,8 @@ def _secrets(config: Config, name: str) -> dict[str, Any]:
         "redisPassword": (isinstance(state, RedisStateConfig) and state.password_file, "redis-password"),
         "linkToken": (config.cluster.token_file, "link-token"),
     }
-    return {key: {"name": name, "key": file} for key, (path, file) in used.items() if path}
+    found: dict[str, Any] = {key: {"name": name, "key": file} for key, (path, file) in used.items() if path}
+    return found | ({"tls": {"name": f"{name}-tls"}} if config.cluster.tls else {})
 
 
 def _on_redis(state: RedisStateConfig, secrets: dict[str, Any]) -> dict[str, Any]:

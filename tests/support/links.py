@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from cluster.config import TlsConfig
 from cluster.errors import LinkFull
 from cluster.messages import Hello, ProposalRound, Role
 from cluster.transport.base import Event, Limits, Link, LinkUp, Listener, Mailbox, Received
@@ -43,12 +44,26 @@ class Ends:
     children: list["subprocess.Popen[str]"] = field(default_factory=list)
     wires: list["Wire"] = field(default_factory=list)
 
-    def listen(self, address: str, mailbox: Mailbox, hello: Hello = TARGET, limits: Limits | None = None) -> str:
-        self.listeners.append(listen(address, mailbox, hello, limits))
+    def listen(
+        self,
+        address: str,
+        mailbox: Mailbox,
+        hello: Hello = TARGET,
+        limits: Limits | None = None,
+        tls: TlsConfig | None = None,
+    ) -> str:
+        self.listeners.append(listen(address, mailbox, hello, limits, tls))
         return self.listeners[-1].address
 
-    def connect(self, address: str, mailbox: Mailbox, hello: Hello = DRAFTER, limits: Limits | None = None) -> Link:
-        self.links.append(connect(address, mailbox, hello, DEADLINE_S, limits))
+    def connect(
+        self,
+        address: str,
+        mailbox: Mailbox,
+        hello: Hello = DRAFTER,
+        limits: Limits | None = None,
+        tls: TlsConfig | None = None,
+    ) -> Link:
+        self.links.append(connect(address, mailbox, hello, DEADLINE_S, limits, tls))
         return self.links[-1]
 
     def pair(

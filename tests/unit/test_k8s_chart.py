@@ -11,15 +11,19 @@ import promql_parser
 import pytest
 import yaml
 
+from cluster.config import load
+from cluster.transport.tls import NODE_NAME
 from deploy.api.metric_table import METRICS
 from deploy.grafana import dashboard
+from deploy.k8s.render import values_for
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_templates, problems, render, typos
 
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
     "imagePullSecrets": [{"name": "registry"}],
-    "secrets": {name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "redisPassword", "linkToken")},
+    "secrets": {name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "redisPassword", "linkToken")}
+    | {"tls": {"name": "outrider-tls"}},
     "authOptions": {"secretName": "ray-token"},
     "gcsFaultTolerance": {
         "enabled": True,
@@ -145,6 +149,7 @@ def test_a_typo_in_the_served_file_is_found() -> None:
         {"upgradeStrategy": {"type": "Recreate"}},
         {"networkPolicy": {"dsn": []}},
         {"grafanaDashboards": {"enable": True}},
+        {"secrets": {"tls": {"name": "outrider-tls", "key": "tls.crt"}}},
         {"upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"}},
         {"gcsFaultTolerance": {"enabled": True}},
     ],
@@ -187,6 +192,14 @@ def test_secrets_are_references(everything: list[Manifest]) -> None:
     text = yaml.safe_dump(only(everything, "RayService"))
     assert "secretKeyRef" in text
     assert not re.search(r"(?i)password:\s*\w+$", text, re.MULTILINE)
+
+
+def test_the_certificate_of_the_docs_is_that_of_the_pods() -> None:
+    (example,) = re.findall(r"```yaml\n(extraObjects:.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    values = values_for(load(ROOT / "deploy" / "examples" / "multi-node.yaml"))
+    certificate = only(render(values | yaml.safe_load(example)), "Certificate")
+    assert certificate["spec"]["secretName"] == values["secrets"]["tls"]["name"]
+    assert certificate["spec"]["dnsNames"] == [NODE_NAME]
 
 
 def test_only_the_gateway_is_served() -> None:

@@ -1,5 +1,6 @@
 """`outrider k8s render`: every example becomes pods that hold what its file asks for, and a valid chart."""
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.config import Config, DrafterConfig, NgramOptions, Resources, TargetConfig, load
+from cluster.config import Config, DrafterConfig, NgramOptions, RedisStateConfig, Resources, TargetConfig, load
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
@@ -106,10 +107,17 @@ def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
         for volume in service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["volumes"]
         if volume["name"] == "secrets"
     ]
-    mounted = {source["secret"]["items"][0]["path"]: source["secret"]["name"] for source in volume["projected"]["sources"]}
-    assert mounted == dict.fromkeys(("api-keys", "redis-password", "link-token"), "mine")
-    state: Any = config.cluster.state
+    sources = [source["secret"] for source in volume["projected"]["sources"]]
+    mounted = {item["path"]: source["name"] for source in sources for item in source["items"]}
+    assert mounted == dict.fromkeys(("api-keys", "redis-password", "link-token"), "mine") | dict.fromkeys(
+        ("tls.crt", "tls.key", "ca.crt"), "mine-tls"
+    )
+    assert volume["projected"]["defaultMode"] & stat.S_IRWXO == 0, "processes refuse a key that everybody may read"
+    state, tls = config.cluster.state, config.cluster.tls
+    assert isinstance(state, RedisStateConfig)
+    assert tls is not None
     named = [config.api.api_keys_file, state.password_file, config.cluster.token_file]
+    named += [tls.cert_file, tls.key_file, tls.ca_file]
     assert {str(path) for path in named} == {f"/etc/outrider-secrets/{file}" for file in mounted}
 
 

@@ -219,6 +219,11 @@ spec:
               items: [{key: {{ $secret.key }}, path: {{ $file }}}]
           {{- end }}
           {{- end }}
+          {{- with $v.secrets.tls.name }}
+          - secret:
+              name: {{ . }}
+              items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
+          {{- end }}
     {{- end }}
     {{- with $v.modelSpec.volume.claimName }}
     - name: models
@@ -230,7 +235,7 @@ spec:
 {{- end }}
 
 {{- define "outrider.hasSecrets" -}}
-{{- range $secret := list .Values.secrets.apiKeys .Values.secrets.redisPassword .Values.secrets.linkToken }}{{ if $secret.name }}yes{{ end }}{{ end }}
+{{- range $secret := list .Values.secrets.apiKeys .Values.secrets.redisPassword .Values.secrets.linkToken .Values.secrets.tls }}{{ if $secret.name }}yes{{ end }}{{ end }}
 {{- end }}
 
 {{/* The worker groups as one mapping under `groups`: that of the targets, and all others that are not disabled. */}}
