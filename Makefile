@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | check | proto        README.md says what each needs.
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | check | proto | sbom | audit        README.md says what each needs.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
 PYTHON ?= python3
@@ -11,8 +11,9 @@ CONFIG ?=
 # The target's engine picks the environment.
 ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo vllm))
 VLLM_VENV := .venv-vllm
+AUDIT_VENV := .venv-audit
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser check proto
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser check proto sbom audit
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -98,6 +99,19 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A bill of materials of what `make setup` has installed, as CycloneDX JSON, validated. For vLLM's: make sbom VENV=.venv-vllm
+sbom: $(VENV)/.installed $(AUDIT_VENV)/.installed
+	$(AUDIT_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file sbom.json $(BIN)/python
+
+# Known vulnerabilities of the pinned versions. It asks PyPI, so it is no part of .ci/run.
+audit: $(AUDIT_VENV)/.installed
+	$(AUDIT_VENV)/bin/pip-audit --disable-pip --no-deps --requirement constraints.txt
+
+$(AUDIT_VENV)/.installed:
+	$(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/pip install --quiet cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	touch $@
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. cluster/transport/wire.proto
