@@ -93,7 +93,10 @@ def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model,
         known = [detail for detail in details if detail["type"] != "extra_forbidden"]
         if strict or known:
             raise field_error((details if strict else known)[0], model) from error
+    try:
         return model.model_validate(document, extra="ignore"), tuple(_path(detail) for detail in details)
+    except ValidationError as error:  # of a check of a whole list, which did not run while a part had an unknown field
+        raise field_error(error.errors(include_url=False, include_context=True)[0], model) from error
 
 
 def _path(detail: ErrorDetails) -> str:

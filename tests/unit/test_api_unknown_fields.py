@@ -41,6 +41,17 @@ async def test_a_wrong_field_is_named_rather_than_an_unknown_one() -> None:
         assert await complaint(http, CHAT, json.dumps(chat_body(**body)).encode(), "temperature") is None
 
 
+@pytest.mark.parametrize("place", ["body", "tool", "function"])
+async def test_a_wrong_list_is_named_beside_an_unknown_field_anywhere(place: str) -> None:
+    """Pydantic checks a whole list after its parts."""
+    unknown = {place: {"mood": "b"}}
+    function = {"name": "same", **unknown.get("function", {})}
+    tools = [{"type": "function", "function": function, **unknown.get("tool", {})}] * 2
+    async with serving() as (http, _):
+        body = json.dumps(chat_body(tools=tools, **unknown.get("body", {}))).encode()
+        assert await complaint(http, CHAT, body, "tools") is None
+
+
 async def test_the_names_of_unknown_fields_cannot_write_headers() -> None:
     async with serving() as (http, _):
         names = ["a\r\nset-cookie: b", "\u2028", "x" * 5000, *(f"field{i}" for i in range(50))]
