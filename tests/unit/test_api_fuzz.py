@@ -1,0 +1,48 @@
+"""schemathesis over the API, from the environment of tests/clients."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.api.app import create_app
+from deploy.api.settings import ApiSettings
+from tests.support.api import MODEL, listening, model_info, saying, tokenizer
+from tests.support.scripted import ScriptedClient
+
+VARIABLE = "OUTRIDER_CLIENTS"  # as in tests/cluster/test_clients.py
+CLIENTS = Path(__file__).parents[1] / "clients"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_case_of_schemathesis_breaks_the_server() -> None:
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        pytest.skip(f"{VARIABLE} names no virtual environment with the packages of tests/clients/requirements.txt")
+    cluster = ScriptedClient(model_info(), saying("the answer"), drafters=("ngram",))
+    with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
+        outcome = subprocess.run(
+            [
+                Path(folder) / "bin" / "python",
+                "-m",
+                "pytest",
+                "-q",
+                "-c",
+                CLIENTS / "pytest.ini",
+                CLIENTS / "test_schemathesis.py",
+            ],
+            env={
+                **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
+                "OUTRIDER_FUZZED_URL": url,
+                "OUTRIDER_MODEL": MODEL,
+            },
+            cwd=CLIENTS.parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert outcome.returncode == 0, outcome.stdout[-8000:] + outcome.stderr[-2000:]
+    assert " passed" in outcome.stdout
+    assert cluster.num_open == 0
