@@ -60,11 +60,11 @@ def test_chains_are_foreseen_and_chosen() -> None:
     assert isinstance(scenario, SpecRouterScenario)
     small = {"batches": (8,), "case_batches": (1,), "least_requests": 16, "horizon_s": 6.0}
     study = specrouter.run(scenario.model_copy(update=small))
-    assert study.figures["prediction_error.mean"] < 0.12
-    assert study.figures["prediction_error"] < 0.3 < study.figures["prediction_error.equation_7"]
+    assert study.figures["prediction_error.mean"] < 0.06
+    assert study.figures["prediction_error"] < 0.15 < study.figures["prediction_error.equation_7"]
     assert study.figures["three_level_wins.gain"] > 1.0 > study.figures["three_level_loses.gain"]
     assert study.figures["speedup.chosen.batch_8"] > 1.2
-    assert study.figures["chosen_over_best_static"] > 0.9
+    assert study.figures["chosen_over_best_static"] > 0.95
 
 
 def test_serving_is_compared_with_the_target_alone() -> None:
