@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, zip_longest
 
 from cluster.histograms import Histogram, HistogramCounts, summed
+from cluster.messages import NO_OUTCOMES, OutcomeReport
 from cluster.types import MAX_DRAFT_LEN
 
 # Upper bounds in seconds.
@@ -27,6 +29,7 @@ class DraftingCounts:
     hold_s: HistogramCounts = _NO_TIMES  # waits of requests for a proposal
     reply_s: HistogramCounts = _NO_TIMES  # from the commit to the arrival of the proposal
     batch_s: HistogramCounts = _NO_TIMES  # of drafting a batch, as the drafter measures it
+    outcomes: OutcomeReport = NO_OUTCOMES  # that the drafter prepared
 
     @property
     def verified_at(self) -> list[int]:
@@ -45,7 +48,7 @@ NO_DRAFTS = DraftingCounts()
 class DraftingTally:
     """Owned by the round; other threads may call ``counts``. The lists are indexed by length, as in DraftingCounts."""
 
-    __slots__ = ("accepted", "batch_s", "drafted", "hold_s", "reply_s", "verified")
+    __slots__ = ("accepted", "batch_s", "drafted", "hold_s", "outcomes", "reply_s", "verified")
 
     def __init__(self) -> None:
         self.drafted = [0] * (MAX_DRAFT_LEN + 1)
@@ -54,6 +57,7 @@ class DraftingTally:
         self.hold_s = Histogram(SHORT_S)
         self.reply_s = Histogram(SHORT_S)
         self.batch_s = Histogram(SHORT_S)
+        self.outcomes = NO_OUTCOMES
 
     def counts(self, num_stale: int, num_late: int, num_resyncs: int, acceptance: float | None) -> DraftingCounts:
         return DraftingCounts(
@@ -67,6 +71,7 @@ class DraftingTally:
             self.hold_s.snapshot(),
             self.reply_s.snapshot(),
             self.batch_s.snapshot(),
+            self.outcomes,
         )
 
 
@@ -84,6 +89,7 @@ def merged(counts: Sequence[DraftingCounts]) -> DraftingCounts:
         summed([one.hold_s for one in counts]) or _NO_TIMES,
         summed([one.reply_s for one in counts]) or _NO_TIMES,
         summed([one.batch_s for one in counts]) or _NO_TIMES,
+        reduce(OutcomeReport.plus, [one.outcomes for one in counts], NO_OUTCOMES),
     )
 
 

@@ -19,6 +19,7 @@ from cluster.messages import (
     LevelReport,
     Message,
     Open,
+    OutcomeReport,
     ProposalRound,
     SubmitRound,
 )
@@ -144,6 +145,12 @@ def timing_fault(timing: DraftTiming) -> str | None:
     return f"a batch of drafts for {timing.num_requests} requests in {timing.seconds} s"
 
 
+def outcome_fault(report: OutcomeReport) -> str | None:
+    if 0 <= report.num_own + report.num_hits <= report.num_commits <= MAX_COUNT and report.num_prepared <= MAX_COUNT:
+        return None
+    return f"a report of {report.num_own} and {report.num_hits} outcomes prepared of {report.num_commits} commits"
+
+
 def extend_fault(extension: Extend, vocab_size: int) -> str | None:
     if extension.base_len < 1 or not _known(extension.token_ids, vocab_size):
         return f"an extension at {extension.base_len} by tokens of which some are outside the vocabulary of {vocab_size}"
@@ -224,6 +231,7 @@ _CHECKS: Mapping[type, Sequence[tuple[str, Callable[[Any, int], str | None]]]] =
         ("resyncs", lambda request_id, vocab_size: id_fault(request_id)),
         ("levels", lambda level, vocab_size: level_fault(level)),
         ("timings", lambda timing, vocab_size: timing_fault(timing)),
+        ("outcomes", lambda report, vocab_size: outcome_fault(report)),
     ),
     DraftRound: (
         ("opens", open_fault),

@@ -113,6 +113,32 @@ class DraftTiming:
 
 
 @record
+class OutcomeReport:
+    """Of a drafter that prepares outcomes of a verification: commits to requests of any target that followed its proposals,
+    since its last report."""
+
+    num_commits: int = 0
+    num_own: int = 0  # the drafter's own guess came true, bonus token included
+    num_hits: int = 0  # another outcome that was prepared came true
+    num_prepared: int = 0  # such outcomes
+
+    def plus(self, other: "OutcomeReport") -> "OutcomeReport":
+        commits, own = self.num_commits + other.num_commits, self.num_own + other.num_own
+        return OutcomeReport(commits, own, self.num_hits + other.num_hits, self.num_prepared + other.num_prepared)
+
+    @property
+    def num_missed(self) -> int:
+        return self.num_commits - self.num_own - self.num_hits
+
+    @property
+    def hit_rate(self) -> float:
+        return (self.num_own + self.num_hits) / max(1, self.num_commits)
+
+
+NO_OUTCOMES = OutcomeReport()
+
+
+@record
 class ProposalRound:
     """Drafter to target, once per round."""
 
@@ -122,6 +148,7 @@ class ProposalRound:
     resyncs: tuple[str, ...] = ()
     levels: tuple[LevelReport, ...] = ()
     timings: tuple[DraftTiming, ...] = ()
+    outcomes: tuple[OutcomeReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         blank,
         *_objectives(status.targets),
         _drafters(status.drafters, before.drafters if before else ()),
+        *(Text(_outcomes(d)) for d in status.drafters if d.counts.outcomes.num_commits),
         blank,
         _processes(status.drafters),
         *(Text(_change(event), style="dim") for event in status.scale_events[-NUM_CHANGES:]),
@@ -159,6 +160,13 @@ def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, 
             UNKNOWN if drafter.reply_ms is None else f"{drafter.reply_ms:.1f}",
         )
     return table
+
+
+def _outcomes(drafter: DrafterStatus) -> str:
+    """Of a drafter that prepares outcomes of verifications."""
+    counts = drafter.counts.outcomes
+    own, hits = (_share(num, counts.num_commits) for num in (counts.num_own, counts.num_hits))
+    return f"{drafter.name}: of {counts.num_commits:,} verifications {own} as guessed, {hits} another prepared outcome"
 
 
 def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from cluster.errors import LinkClosed, LinkFull
-from cluster.messages import DraftTiming, LevelReport, ProposalRound
+from cluster.messages import DraftTiming, LevelReport, OutcomeReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import score_shadows
@@ -217,13 +217,14 @@ class DrafterLoop:
             peer.refusals.clear()
             self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s, timings)
 
-    def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
-        """Level reports of this drafter's chains, every REPORT_PERIOD_S and to one target: the router reads all targets."""
-        chain = self._drafter.capabilities.chain
-        if chain is None or now_s < self._next_report_s:
-            return ()
+    def _take_reports(self, now_s: float) -> tuple[tuple[LevelReport, ...], tuple[OutcomeReport, ...]]:
+        """Of its chains and its outcomes, every REPORT_PERIOD_S and to one target: who reads them reads all targets."""
+        chain, outcomes = self._drafter.capabilities.chain, self.sessions.outcomes
+        if now_s < self._next_report_s:
+            return (), ()
         self._next_report_s = now_s + REPORT_PERIOD_S
-        return tuple(chain.take_levels(drafter_of(self.name)))
+        levels = () if chain is None else tuple(chain.take_levels(drafter_of(self.name)))
+        return levels, () if outcomes is None else outcomes.take_report()
 
     def _proposal(self, session: Session, now_s: float) -> Proposal:
         self.sessions.mark_answered(session, now_s)
@@ -249,7 +250,8 @@ class DrafterLoop:
         scores, peer.scores = tuple(peer.scores), []
         if not (proposals or resyncs or scores):
             return
-        message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s), timings)
+        levels, outcomes = self._take_reports(now_s)
+        message = ProposalRound(peer.table_version, proposals, scores, resyncs, levels, timings, outcomes)
         try:
             peer.link.send(message)
         except LinkFull:

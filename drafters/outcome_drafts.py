@@ -1,9 +1,10 @@
 """Drafts for the likeliest outcomes of the verification under way, in a drafter's spare time (`router.outcomes`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
+from cluster.messages import NO_OUTCOMES, OutcomeReport
 from drafters.protocol import Drafter, Forks
 from drafters.session import Prepared, Session
 from engine.acceptance import common_prefix_len
@@ -18,19 +19,6 @@ MIN_PAUSE, MAX_PAUSE = 32, 1024  # spells without preparing, where it was measur
 _LONGEST_ROUNDS = 8.0  # of the mean time of a round: a spell with a longer gap is not measured
 
 
-@dataclass(slots=True)
-class OutcomeCounts:
-    """Of commits that followed a proposal of at least one token."""
-
-    num_commits: int = 0
-    num_own: int = 0  # the drafter's own guess came true, bonus token included
-    num_hits: int = 0  # another outcome that was prepared came true
-
-    @property
-    def hit_rate(self) -> float:
-        return (self.num_own + self.num_hits) / max(1, self.num_commits)
-
-
 class OutcomeDrafts:
     """Of one drafter. Learns how likely outcomes are, how long verification takes, and how long draft steps take. Cores that
     draft ahead may slow those that verify, so spells with it take turns with others, and it stays where these are slower.
@@ -40,7 +28,8 @@ class OutcomeDrafts:
     """
 
     def __init__(self, drafter: Drafter, forks: Forks, max_outcomes: int) -> None:
-        self.counts = OutcomeCounts()
+        self.counts = NO_OUTCOMES  # since the start
+        self._unreported = NO_OUTCOMES
         self._drafter = drafter
         self._forks = forks
         self._max_outcomes = max_outcomes
@@ -73,14 +62,20 @@ class OutcomeDrafts:
             session.num_runners_up = self.num_runners_up
         if was_judged:
             self._note_commit(len(token_ids), now_s)
-            self.counts.num_commits += 1
-            self.counts.num_own += had_own
-            self.counts.num_hits += hit is not None and bool(session.ahead)
+            self._count(OutcomeReport(1, int(had_own), int(hit is not None and bool(session.ahead))))
 
     @property
     def num_runners_up(self) -> int:
         """Wanted of each draft token that begins a draft now."""
         return NUM_RUNNERS_UP if self._is_used else 0
+
+    def take_report(self) -> tuple[OutcomeReport, ...]:
+        """What was counted since the last report, if anything."""
+        taken, self._unreported = self._unreported, NO_OUTCOMES
+        return (taken,) if taken.num_commits or taken.num_prepared else ()
+
+    def _count(self, more: OutcomeReport) -> None:
+        self.counts, self._unreported = self.counts.plus(more), self._unreported.plus(more)
 
     def drop(self, session: Session) -> None:
         """Ends its branches, before it is closed or another drafts for it."""
@@ -142,6 +137,7 @@ class OutcomeDrafts:
         stop = replace(session.stop, second_price=0.0)  # nobody waits for it
         prepared = Prepared(key, assumed, session.row_price, stop, NUM_RUNNERS_UP, num_more)
         session.prepared.append(prepared)
+        self._count(OutcomeReport(num_prepared=1))
         return prepared
 
     def _note_commit(self, num_tokens: int, now_s: float) -> None:

@@ -111,6 +111,8 @@ class DrafterSessions:
                 sequence.draft.set_survival(survival)
         if message.levels:
             self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
+        for report in message.outcomes:
+            stats.tally.outcomes = stats.tally.outcomes.plus(report)
         if message.scores:
             self._telemetry.note_scores(name, [score for score in message.scores if self._is_possible(score, faults)])
         for request_id in message.resyncs:

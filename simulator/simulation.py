@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.config import CollapseConfig, DraftLengthConfig, OutriderLength
-from cluster.messages import Hello, Role
+from cluster.messages import Hello, OutcomeReport, Role
 from cluster.slo import Attainment, SloCounts
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
@@ -32,9 +31,6 @@ from simulator.router import SimulatedRouter
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
-
-if TYPE_CHECKING:
-    from drafters.outcome_drafts import OutcomeCounts
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)  # of drafts that policies are told the time of
@@ -232,7 +228,7 @@ class Simulation:
             events.run(self._until_s if self._until_s is not None else float("inf"))
         return self._summary()
 
-    def outcome_counts(self, member: str) -> "OutcomeCounts | None":
+    def outcome_counts(self, member: str) -> OutcomeReport | None:
         """Of a drafter outside the targets' processes; None: it prepares no outcomes."""
         outcomes = self._drafters[member].loop.sessions.outcomes
         return None if outcomes is None else outcomes.counts

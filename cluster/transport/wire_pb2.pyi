@@ -258,21 +258,35 @@ class DraftTiming(_message.Message):
     seconds: float
     def __init__(self, num_requests: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class OutcomeReport(_message.Message):
+    __slots__ = ("num_commits", "num_own", "num_hits", "num_prepared")
+    NUM_COMMITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREPARED_FIELD_NUMBER: _ClassVar[int]
+    num_commits: int
+    num_own: int
+    num_hits: int
+    num_prepared: int
+    def __init__(self, num_commits: _Optional[int] = ..., num_own: _Optional[int] = ..., num_hits: _Optional[int] = ..., num_prepared: _Optional[int] = ...) -> None: ...
+
 class ProposalRound(_message.Message):
-    __slots__ = ("table_version", "proposals", "scores", "resyncs", "levels", "timings")
+    __slots__ = ("table_version", "proposals", "scores", "resyncs", "levels", "timings", "outcomes")
     TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     table_version: int
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
     scores: _containers.RepeatedCompositeFieldContainer[DraftScore]
     resyncs: _containers.RepeatedScalarFieldContainer[str]
     levels: _containers.RepeatedCompositeFieldContainer[LevelReport]
     timings: _containers.RepeatedCompositeFieldContainer[DraftTiming]
-    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[DraftScore, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[DraftTiming, _Mapping]]] = ...) -> None: ...
+    outcomes: _containers.RepeatedCompositeFieldContainer[OutcomeReport]
+    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[DraftScore, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[DraftTiming, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[OutcomeReport, _Mapping]]] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("drafters",)

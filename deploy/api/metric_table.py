@@ -99,6 +99,15 @@ def _at_positions(name: str, text: str, value: Callable[[DraftingCounts], Sequen
     return Metric(f"drafter_{name}", "counter", text, ("drafter", "position"), read=read)
 
 
+def _outcomes(status: ClusterStatus) -> Reading:
+    for drafter in status.drafters:
+        outcomes = drafter.counts.outcomes
+        if outcomes.num_commits:
+            yield (drafter.name, "own"), float(outcomes.num_own)
+            yield (drafter.name, "hit"), float(outcomes.num_hits)
+            yield (drafter.name, "missed"), float(outcomes.num_missed)
+
+
 def _of_lens(counts: tuple[int, ...]) -> HistogramCounts:
     """Of draft lengths from 0 on: bounds up to MAX_DRAFT_LEN, so that nothing lies above them."""
     buckets, total = [0] * (len(_LENS) + 1), 0
@@ -388,6 +397,19 @@ METRICS = (
     _drafter("holds_expired", "counter", "Waits that ended before the proposal came.", lambda d: d.counts.num_late),
     _drafts("reply_time_seconds", "Time from a commit to the arrival of its proposal.", lambda one: one.reply_s),
     _drafts("batch_seconds", "Time to draft a batch, as the drafter measures it.", lambda one: one.batch_s),
+    Metric(
+        "drafter_outcomes",
+        "counter",
+        "Commits after its drafts: as it had guessed (own), another outcome that was prepared (hit), or neither (missed).",
+        ("drafter", "outcome"),
+        read=_outcomes,
+    ),
+    _drafter(
+        "outcomes_prepared",
+        "counter",
+        "Outcomes that the drafter prepared beside its own guess.",
+        lambda d: d.counts.outcomes.num_prepared if d.counts.outcomes.num_commits else None,
+    ),
     _drafter("stale", "counter", "Proposals that came too late to be verified.", lambda d: d.counts.num_stale),
     _drafter("resyncs", "counter", "Sessions that the drafter asked for anew.", lambda d: d.counts.num_resyncs),
     _drafter("unsound", "counter", "Messages of the drafter with invalid parts.", lambda d: d.num_unsound),

@@ -12,6 +12,7 @@ from cluster.client import ClusterStatus, DrafterStatus, ScaleCounts, TargetStat
 from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
 from cluster.histograms import Histogram
+from cluster.messages import OutcomeReport
 from cluster.types import Commit, FinishReason, Prefill, Request
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS
@@ -192,6 +193,7 @@ def test_what_targets_count_of_drafters_is_exported_by_drafter_and_position() ->
     tally.drafted[5] += 1
     for hold_s in (0.0002, 0.004, 30.0):
         tally.hold_s.note(hold_s)
+    tally.outcomes = OutcomeReport(10, 4, 3, 20)
     here, there = tally.counts(4, 1, 2, 0.75), tally.counts(0, 0, 0, None)
     drafter = DrafterStatus("small", "model", "ready", 0, 7, 4, None, counts=merged([here, there]), num_cpus=2.0)
     rounds = Histogram((0.01, 0.1))
@@ -215,6 +217,9 @@ def test_what_targets_count_of_drafters_is_exported_by_drafter_and_position() ->
     assert value(series, "outrider_drafter_hold_seconds_sum", **small) == pytest.approx(60.0084)
     assert value(series, "outrider_drafter_acceptance_ratio", **small) == 0.75
     assert value(series, "outrider_drafter_stale_total", **small) == 4
+    for outcome, num in (("own", 8), ("hit", 6), ("missed", 6)):
+        assert value(series, "outrider_drafter_outcomes_total", outcome=outcome, **small) == num
+    assert value(series, "outrider_drafter_outcomes_prepared_total", **small) == 40
     assert value(series, "outrider_target_round_seconds_bucket", le="0.01", target="target-0") == 1
     assert value(series, "outrider_target_round_seconds_count", target="target-0") == 2
     assert value(series, "outrider_reserved_resources", role="target", process="target-0", resource="gpu") == 4

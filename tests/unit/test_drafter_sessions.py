@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, ProposalRound, Role
+from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, OutcomeReport, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
@@ -198,3 +198,13 @@ def test_a_drafter_reports_on_the_models_of_its_own_process_alone() -> None:
     faults = drafters.receive(link, ProposalRound(0, levels=levels), 1.0)
     assert faults == ("a report of the passes of 'other', which does not run there",)
     assert [level.drafter for level in telemetry.take_levels()] == ["d", "few"]
+
+
+def test_reports_of_outcomes_are_summed_for_metrics() -> None:
+    telemetry = Telemetry()
+    drafters = sessions(Sequences(MODEL), telemetry, RoutingTable(0, defaults=(("d",),)))
+    link = Link()
+    drafters.link_up(link)
+    for report in (OutcomeReport(10, 4, 3, 20), OutcomeReport(2, 1, 0, 5)):
+        drafters.receive(link, ProposalRound(0, outcomes=(report,)), 1.0)
+    assert telemetry.drafter("d").counts().outcomes == OutcomeReport(12, 5, 3, 25)

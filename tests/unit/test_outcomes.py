@@ -1,6 +1,7 @@
 """Drafting ahead of several outcomes of a verification."""
 
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 
 from cluster.config import FixedPolicy
 from cluster.config.draft_length import FixedLength
+from cluster.messages import OutcomeReport
 from cluster.sampling_params import SamplingParams
+from drafters.loop import REPORT_PERIOD_S
 from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
@@ -141,6 +144,24 @@ def test_an_outcome_that_was_prepared_is_answered_without_drafting_and_from_its_
     counts = bench.loop.sessions.outcomes.counts
     assert 0 < counts.num_hits <= counts.num_commits
     assert counts.hit_rate == (counts.num_own + counts.num_hits) / counts.num_commits > 0.0
+
+
+def test_what_came_of_outcomes_is_reported_to_a_target_once() -> None:
+    bench = Timed()
+    length = bench.taught()
+    outcomes = bench.loop.sessions.outcomes
+    assert outcomes is not None
+    outcomes.take_report()
+    before = outcomes.counts
+    for _ in range(4):
+        bench.extend("a", length, length, length + 1 + 50)
+        length += 2
+        bench.work(bench.now_s + 1.1 * REPORT_PERIOD_S)
+    reports = [report for message in bench.link.sent for report in message.outcomes]
+    assert len(reports) >= 2
+    assert reduce(OutcomeReport.plus, (*reports, *outcomes.take_report()), before) == outcomes.counts
+    assert outcomes.counts.num_commits == before.num_commits + 4
+    assert outcomes.take_report() == ()
 
 
 def test_an_outcome_that_was_not_prepared_is_drafted_for_as_without_any() -> None:

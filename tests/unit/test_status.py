@@ -14,7 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
+from cluster.drafting_counts import NO_DRAFTS
 from cluster.errors import LinkClosed
+from cluster.messages import OutcomeReport
 from deploy import status as status_module
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
@@ -112,6 +114,13 @@ def test_the_newest_changes_of_replicas_are_shown_with_their_reasons() -> None:
     text = shown(render(dataclasses.replace(STATUS, scale_events=events)))
     assert ":00 target: 6 to 7 replicas: need 6.5" in text
     assert "need 2.5" not in text  # an older one
+
+
+def test_what_a_drafter_had_prepared_is_shown_where_it_prepares() -> None:
+    counts = dataclasses.replace(NO_DRAFTS, outcomes=OutcomeReport(1200, 600, 240, 5000))
+    text = shown(render(dataclasses.replace(STATUS, drafters=(dataclasses.replace(STATUS.drafters[0], counts=counts),))))
+    assert "ngram: of 1,200 verifications 50% as guessed, 20% another prepared outcome" in text
+    assert "verifications" not in shown(render(STATUS))
 
 
 def test_recent_acceptance_is_of_the_time_between() -> None:

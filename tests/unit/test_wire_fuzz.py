@@ -28,6 +28,7 @@ from cluster.messages import (
     Hello,
     LevelReport,
     Open,
+    OutcomeReport,
     ProposalRound,
     Role,
     SubmitRound,
@@ -85,6 +86,7 @@ SEEDS: tuple[Frame, ...] = (
         ("request-2",),
         (LevelReport("small", 3, 9, 0.1, 1, (Verified("ngram", (4, 3), (3, 1), 8, 6),)),),
         (DraftTiming(2, 0.01),),
+        (OutcomeReport(5, 2, 1, 8),),
     ),
     SubmitRound(
         (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True),),
