@@ -30,6 +30,7 @@ from router.estimates.drafter_stats import Judgement
 from router.overlap.chunks import Chunks
 from router.plan import DraftBudget, StepPlan
 from router.planner import Planner, StepPlanner
+from router.slo import NO_LIMITS, round_limits
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar, Grammars
@@ -294,9 +295,12 @@ class TargetLoop:
         views = self._sequences.views()
         drafters, costs = self._drafters.views(), self._pass_costs
         plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
-        lens = [view.committed_len for view in views if view.running and view.committed_len - view.computed_len == 1]
-        costs.plan(len(lens), sum(lens))
-        batch = BatchState(self._cost, drafters, costs.row_price, costs.tokens_per_s, plan.num_micro_batches, self.partition)
+        ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
+        costs.plan(len(ready), sum([view.committed_len for view in ready]))
+        has_slo = any(view.slo is not None for view in ready)
+        limits = round_limits(ready, (), 0, self._cost, now_s) if has_slo else NO_LIMITS
+        rates = costs.row_price, costs.tokens_per_s
+        batch = BatchState(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)

@@ -11,7 +11,12 @@ a = tau (n - 1) - e seconds:
   (section 5.3): it may commit a single token. Prompts give way before drafts: of tau + a / 2 they get what plain decoding
   leaves.
 - An objective that even passes without drafts and prompts would miss limits none: only drafts can meet it.
-- A request that falls behind weighs more where drafts compete for rows.
+- Its first tokens may be late: what plain decoding of the rest of them regains counts as ahead. Else no prompt could join a
+  pass with a request that has just begun.
+- Where drafts compete for rows, in verification and in the row price that its drafter is told, a request weighs as much as
+  it must be faster than plain decoding to be on time in 16 tokens.
+- A round that awaits drafts may take tau for each token that it is expected to commit, and half of what the request is ahead
+  (`router/draft_length/objectives.py`).
 - An objective that can no longer be met does not count, so that it costs others nothing.
 """
 
@@ -25,6 +30,8 @@ from router.plan import SequenceView
 AHEAD_SHARE = 0.5  # of the time that a request is ahead or behind, which one pass may use or must make up for
 MAX_AHEAD_TOKENS = 16.0  # tokens' worth of time ahead that counts: streams must not stall
 MAX_WEIGHT = 4.0
+CATCH_UP_TOKENS = 16.0  # in which a request that is behind should be on time again
+LATE_TOKENS = 32  # first tokens of an answer, which may be late as far as plain decoding of the rest of them regains it
 BEST_EFFORT_TTFT_S = 10.0  # orders prompts without a deadline, or with a missed one, among the others: none starves
 TTFT_SHARE = 0.8  # of the time until a first token is due, within which it is planned: the rest is for what costs ignore
 MAX_DEADLINES = 32  # prompts whose deadlines a round looks at, the earliest first
@@ -39,10 +46,24 @@ class RoundLimits:
     num_due_tokens: int = 0  # prompt tokens that the pass must compute, or a deadline is missed
     weights: Mapping[str, float] = field(default_factory=dict)  # request -> above 1: it falls behind
     tpot_s: float | None = None  # the tightest objective of decoding requests
+    streams: tuple["Stream", ...] = ()  # decoding requests whose objective limits rounds
 
     def of_pass(self) -> tuple[float | None, Mapping[str, float], int, float | None]:
         """The last fields of a `VerifyContext`."""
         return self.limit_s, self.weights, self.num_due_tokens, self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A decoding request with a TPOT objective that plain decoding would meet."""
+
+    request_id: str
+    tpot_s: float
+    usable_s: float  # that one round may take beside the objective; negative: it is behind
+
+    def round_s(self, num_tokens: float) -> float:
+        """The longest round that commits so many tokens of it."""
+        return self.tpot_s * num_tokens + max(0.0, self.usable_s)
 
 
 NO_LIMITS = RoundLimits()
@@ -73,6 +94,7 @@ def round_limits(
         full_s = cost.step_s(len(decoding) + num_draft_tokens, num_attended)
     limit_s = with_chunk_s = least_tpot_s = inf
     weights: dict[str, float] = {}
+    streams: list[Stream] = []
     for sequence in decoding:
         slo = sequence.slo
         if slo is None or slo.tpot_s is None or slo.first_token_s is None:
@@ -83,19 +105,23 @@ def round_limits(
         if ahead_s + tpot_s * sequence.max_new_tokens < 0.0:
             continue  # missed, whatever comes
         if tpot_s >= plain_s:
-            usable_s = AHEAD_SHARE * min(ahead_s, MAX_AHEAD_TOKENS * tpot_s)
-            limit_s = min(limit_s, tpot_s + max(0.0, usable_s))
+            num_regaining = max(0, min(LATE_TOKENS - slo.num_tokens, sequence.max_new_tokens - 1))
+            usable_s = ahead_s + num_regaining * (tpot_s - plain_s)
+            usable_s = AHEAD_SHARE * min(usable_s, MAX_AHEAD_TOKENS * tpot_s)
+            stream = Stream(sequence.request_id, tpot_s, usable_s)
+            streams.append(stream)
+            limit_s = min(limit_s, stream.round_s(1.0))
             with_chunk_s = min(with_chunk_s, tpot_s + usable_s)
-        projected = (elapsed_s + plain_s) / (tpot_s * slo.num_tokens)
-        if projected > 1.0:
-            weights[sequence.request_id] = min(MAX_WEIGHT, projected)
+        needed_s = tpot_s + ahead_s / CATCH_UP_TOKENS
+        if needed_s < plain_s:
+            weights[sequence.request_id] = min(MAX_WEIGHT, plain_s / needed_s) if needed_s > 0.0 else MAX_WEIGHT
     chunk_s, num_due = max(0.0, with_chunk_s - plain_s), 0
     for num_tokens, spare_s, prompts_s in _deadlines(prompts, plain_s, num_context, cost, now_s):
         if spare_s < full_s:  # one pass is left, with few drafts
             num_due, limit_s = max(num_due, num_tokens), min(limit_s, spare_s + prompts_s)
         elif full_s > 0.0:
             num_due = max(num_due, ceil(num_tokens / (spare_s // full_s)))
-    return RoundLimits(_known(limit_s), chunk_s, num_due, weights, _known(least_tpot_s))
+    return RoundLimits(_known(limit_s), chunk_s, num_due, weights, _known(least_tpot_s), tuple(streams))
 
 
 def _known(seconds: float) -> float | None:

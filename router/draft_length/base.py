@@ -11,6 +11,7 @@ from router.cost_model import CostModel
 from router.draft_length.prices import PRICE_STEPS, QuotedPrice
 from router.estimates.drafter_stats import Judgement
 from router.plan import DraftBudget, DrafterView, SequenceView
+from router.slo import NO_LIMITS, RoundLimits
 
 _PRICE_SHARE = 0.1  # a quoted row price stays while the true one is so near
 
@@ -24,6 +25,7 @@ class BatchState:
     row_price: float = 0.0  # tokens that could be decoded in the time of one row more
     tokens_per_s: float | None = None  # that the present batch decodes; None: not known yet
     num_micro_batches: int = 1  # of the present plan; with more than one, drafts are made while others are verified
+    limits: RoundLimits = NO_LIMITS  # what the objectives of decoding requests leave a round
     partition: str = ""  # compute partition of the drafters in the target's process; "": they have none of their own
 
 

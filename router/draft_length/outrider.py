@@ -7,11 +7,12 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 - A request that joins a batch which is drafted anyway costs its rows, and what it adds to the time of the batch. One whose
   acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none
   does: rows that are not worth their price are neither proposed nor verified.
+- Objectives weigh row prices, and bound the drafts that a pass waits for (`router/draft_length/objectives.py`).
 - The time of drafters on the target's device is charged by their gate (`router/break_even.py`) and, in a cascade, for each
   expensive member, not here.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -19,10 +20,13 @@ from cluster.types import StopRule
 from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback, decoding
+from router.draft_length.objectives import longest_draft, weighted
 from router.draft_length.prices import QuotedPrice
 from router.estimates.decayed import DecayedMean
 from router.estimates.exploration import Pause
+from router.overlap.gains import expected_tokens
 from router.plan import NO_DRAFTS, UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
+from router.slo import NO_LIMITS
 
 _SHARE = 0.1  # quoted prices of time stay while the true ones are so near
 _LEAST_PER_S = 0.5  # tokens per second
@@ -169,7 +173,35 @@ class Outrider(DraftLengths):
             if sequence.drafter in self._tried and sequence.running and sequence.max_new_tokens > 1:
                 self._tried.discard(sequence.drafter)
                 budgets[sequence.request_id] = self._terms[sequence.drafter].drafting
-        return budgets
+        return budgets if batch.limits is NO_LIMITS else self._by_objectives(decoding(sequences), batch, budgets)
+
+    def _by_objectives(
+        self, ready: Sequence[SequenceView], batch: BatchState, budgets: dict[str, DraftBudget]
+    ) -> dict[str, DraftBudget]:
+        names = {sequence.request_id: sequence.drafter for sequence in ready if sequence.drafter is not None}
+        num_context = sum([sequence.committed_len for sequence in ready])
+
+        def acceptance_of(request_id: str) -> float:
+            return self._acceptance(request_id, names[request_id]) if request_id in names else 0.0
+
+        longest = {}
+        for drafter in set(names.values()) if batch.limits.streams and batch.num_micro_batches == 1 else ():
+            view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
+            times = _DraftTimes(drafter, view, len(ready), self.max_len(drafter), batch.cost)
+
+            def round_s(length: int, times: _DraftTimes = times) -> float:
+                num_accepted = len(names) * (expected_tokens(times.view.acceptance, length) - 1.0)
+                pass_s = batch.cost.step_s(len(ready) + round(num_accepted), num_context)
+                return pass_s + times.batch_s(length) if length else pass_s
+
+            longest[drafter] = longest_draft(batch.limits.streams, acceptance_of, round_s, times.max_len)
+        drafted = [sequence for sequence in ready if sequence.request_id in names]
+        return weighted(budgets, drafted, batch.limits.weights, longest)
+
+    def _acceptance(self, request_id: str, drafter: str) -> float:
+        """Of its draft tokens, as far as it is known."""
+        usual, known = self._terms[drafter].usual, self._requests.get(request_id)
+        return usual if known is None or known.drafter != drafter else known.acceptance.shrunk(usual, _PRIOR_TOKENS)
 
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         terms = self._terms.setdefault(drafter, _Terms())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.cost_model import TableCost
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
 from router.planner import PlannerSettings, StepPlanner
-from router.slo import BEST_EFFORT_TTFT_S, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
+from router.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row
@@ -24,8 +24,10 @@ NOW_S = 100.0
 def decoding(
     name: str = "d", tpot_s: float | None = None, num_tokens: int = 1, since_s: float = 0.0, **changes: Any
 ) -> SequenceView:
-    """With ``num_tokens`` of output, the first of them ``since_s`` ago."""
-    slo = None if tpot_s is None else SloProgress(None, tpot_s, NOW_S - since_s, num_tokens)
+    """With ``num_tokens`` of output, the first of them ``since_s`` ago, beside LATE_TOKENS before them that were on time."""
+    slo = None
+    if tpot_s is not None:
+        slo = SloProgress(None, tpot_s, NOW_S - since_s - LATE_TOKENS * tpot_s, num_tokens + LATE_TOKENS)
     view = SequenceView(name, 20 + num_tokens, 19 + num_tokens, 0, True, None, None, 100, arrived_s=NOW_S - since_s, slo=slo)
     return replace(view, **changes)
 
@@ -64,13 +66,35 @@ def test_a_pass_takes_at_most_the_tightest_objective_and_half_of_what_is_ahead_o
     assert not ahead.weights
 
 
-def test_a_request_behind_weighs_more_and_leaves_prompts_less() -> None:
+def test_a_request_behind_leaves_prompts_less() -> None:
     found = limits([decoding(tpot_s=0.05, num_tokens=11, since_s=0.55)])  # 50 ms behind
     assert found.limit_s == pytest.approx(0.05)
     assert found.chunk_s == pytest.approx(0.05 - 0.025 - 0.01)
-    assert found.weights == {"d": pytest.approx((0.55 + 0.01) / (0.05 * 11))}
     far_behind = limits([decoding(tpot_s=0.05, num_tokens=11, since_s=5.0)])
-    assert (far_behind.weights, far_behind.chunk_s) == ({"d": MAX_WEIGHT}, 0.0)
+    assert far_behind.chunk_s == 0.0
+
+
+def test_a_request_weighs_as_much_as_it_must_be_faster_than_plain_decoding_to_be_on_time_in_16_tokens() -> None:
+    def weight(tpot_s: float, behind_s: float) -> float:
+        return limits([decoding(tpot_s=tpot_s, since_s=behind_s)]).weights.get("d", 1.0)
+
+    assert weight(0.05, 0.5) == 1.0, "plain decoding makes up for it"
+    assert weight(0.012, 0.0) == 1.0
+    assert weight(0.012, 0.096) == pytest.approx(0.01 / 0.006)
+    assert weight(0.008, 0.0) == pytest.approx(0.01 / 0.008), "plain decoding would miss it"
+    assert weight(0.008, -0.064) == 1.0, "it is ahead"
+    assert weight(0.012, 0.19) == weight(0.012, 0.3) == MAX_WEIGHT
+
+
+def test_the_first_tokens_may_be_late_as_far_as_the_rest_of_them_regain_it() -> None:
+    def new(**changes: Any) -> RoundLimits:
+        return limits([decoding(slo=SloProgress(None, 0.02, NOW_S, 1), **changes)])
+
+    assert new().chunk_s == pytest.approx(0.01 + 0.5 * 0.31)
+    short = new(max_new_tokens=11)  # ten tokens come after the next one, and regain 10 ms each
+    assert short.chunk_s == pytest.approx(0.01 + 0.5 * 0.1)
+    late = limits([decoding(slo=SloProgress(None, 0.02, NOW_S - 0.02 * 21 - 0.1, 22))])
+    assert late.chunk_s == pytest.approx(0.01), "what it can regain is used up"
 
 
 def test_what_cannot_be_met_costs_others_nothing() -> None:

@@ -10,6 +10,7 @@ from cluster.types import Slo
 from router.admission import Departures, Load, exceeds_objective, predicted_ttft
 from router.cost_model import TableCost
 from router.plan import Capacity, SequenceView, SloProgress
+from router.slo import LATE_TOKENS
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row
 CAPACITY = Capacity(
@@ -49,7 +50,7 @@ def test_prompts_that_are_due_before_and_the_decode_load_come_on_top() -> None:
 
 
 def test_a_stream_with_an_objective_leaves_prompts_less_of_each_pass() -> None:
-    stream = replace(decoding(1)[0], slo=SloProgress(None, 0.03, NOW_S, 1))
+    stream = replace(decoding(1)[0], slo=SloProgress(None, 0.03, NOW_S - 0.03 * LATE_TOKENS, 1 + LATE_TOKENS))
     assert ttft_s(prompt(95), [stream]) == pytest.approx(0.095 + 5 * 0.01)  # 20 ms of each pass
 
 

@@ -88,6 +88,15 @@ def test_the_pass_stays_within_its_limit() -> None:
     assert decide("outrider", batch, replace(unlimited, limit_s=0.001)).verify_lens == {"a": 0}, "decoding goes on"
 
 
+def test_within_a_limit_requests_that_are_ahead_give_up_their_rows() -> None:
+    batch = [decoding("ahead", (0.8,) * 4), decoding("behind", (0.5,) * 4)]
+    unlimited = a_pass(TableCost((1, 2, 30), (0.02, 0.021, 0.049)))
+    assert decide("outrider", batch, unlimited).verify_lens == {"ahead": 4, "behind": 4}
+    limited = replace(unlimited, limit_s=0.025)
+    assert decide("outrider", batch, limited).verify_lens == {"ahead": 4, "behind": 0}
+    assert decide("outrider", batch, replace(limited, weights={"behind": 2.0})).verify_lens == {"ahead": 0, "behind": 4}
+
+
 def test_prompts_take_the_cheap_rows_from_unlikely_drafts() -> None:
     """32 rows take as long as one. Alone, even unlikely drafts are worth them; prompts that wait are worth more."""
     batch = [decoding("a", (0.9, 0.05, 0.045, 0.04, 0.035, 0.03, 0.025))]
