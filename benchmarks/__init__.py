@@ -29,6 +29,7 @@ BENCHES = {
     "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),
     "drafters": Bench("benchmarks.drafters", "acceptance, cost and speed-up of each drafter"),
     "early-exit": Bench("benchmarks.early_exit", "time of passes that rows of rejected drafts leave, over whole passes"),
+    "figures": Bench("benchmarks.paper_figures", "figures and bounds of DSpark, MineDraft and Saguaro, simulated"),
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
     "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on disjoint cores"),
     "packing": Bench("benchmarks.packing", "attention of verify spans: padded, decomposed and ragged"),

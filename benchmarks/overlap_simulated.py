@@ -24,11 +24,11 @@ ARMS = (("barrier", 0), ("frontier", 0), ("gain", 0), ("barrier", MAX_OUTCOMES),
 def simulated() -> tuple[dict[str, float], Table]:
     """Figures that begin with ``simulated``, and tokens per second over those of a barrier."""
     machine = gpu_machine(SCENARIO, DRAFTER)
-    machine = replace(machine, texts=tuple(_with_runners_up(text) for text in machine.texts))
+    machine = replace(machine, texts=tuple(with_runners_up(text) for text in machine.texts))
     figures: dict[str, float] = {}
     rows: list[tuple[Cell, ...]] = []
     for batch in BATCHES:
-        found = [_run(machine, Workload(f"batch {batch}", batch, NUM_TOKENS), *arm) for arm in ARMS]
+        found = [play(machine, Workload(f"batch {batch}", batch, NUM_TOKENS), *arm) for arm in ARMS]
         barrier = found[0][0].goodput
         ratios = [result.goodput / barrier for result, _ in found]
         figures[f"simulated.outcomes_over_barrier.batch_{batch}"] = ratios[-1]
@@ -39,7 +39,7 @@ def simulated() -> tuple[dict[str, float], Table]:
     return figures, Table(f"simulated, {SCENARIO} with {DRAFTER}: over a barrier", columns, tuple(rows))
 
 
-def _run(machine: Machine, workload: Workload, overlap: str, max_outcomes: int) -> tuple[SimulationResult, float]:
+def play(machine: Machine, workload: Workload, overlap: str, max_outcomes: int) -> tuple[SimulationResult, float]:
     spec = machine.spec()
     settings = PlannerSettings("all", 1.0, overlap=overlap)
     spec = replace(
@@ -56,7 +56,7 @@ def _run(machine: Machine, workload: Workload, overlap: str, max_outcomes: int) 
     return result, 0.0 if counts is None else counts.hit_rate
 
 
-def _with_runners_up(text: Text) -> Text:
+def with_runners_up(text: Text) -> Text:
     assert text.family is not None
     one = text.family.drafters[DRAFTER].model_copy(update={"runner_up": RUNNER_UP})
     return replace(text, family=text.family.model_copy(update={"drafters": {DRAFTER: one}}))

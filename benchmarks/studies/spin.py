@@ -1,4 +1,5 @@
-"""SPIN's evaluation (section VI, figures 10 and 11) rebuilt: its parts switched on in turn, its policies against each other.
+"""SPIN's evaluation (section VI, figures 10, 11 and 13) rebuilt: its parts switched on in turn, its policies against each
+other, and numbers of micro-batches.
 
     vanilla                 one drafter for all; sequences padded to the longest; draft, then verify
     spin w/o bat. & pipe.   LBSS chooses the drafter of each request
@@ -7,11 +8,12 @@
     outrider                hedge instead of LBSS, from full information, lengths by goodput, passes when it pays to leave
 
 All but the last verify every draft whole, and in all but vanilla drafters keep in step (fast switching). Figure 11 compares
-LBSS with SPIN's two baselines, without packing and pipeline.
+LBSS with SPIN's two baselines, without packing and pipeline. Figure 13 compares fixed numbers of micro-batches with those
+that our rules choose: `micro-batch` at least two, `gain` (the default) as many as pay.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -56,10 +58,14 @@ class _Variant:
     num_micro_batches: int | None = 1  # None: the live rule
     verification: str = "all"
     keeps_in_step: bool = True
+    overlap: str = "gain"  # of the live rule
 
 
 PADDED_S, PACKED_S = 0.52921, 0.33546  # figure 12: a pass over 16 requests of Alpaca by llama-7b
 _NUM_BATCHES = 200
+NUMBERS = range(1, 10)  # of micro-batches, figure 13
+RULES = ("micro-batch", "gain")
+_PIPELINED = 2  # times the requests of the other figures: enough for nine micro-batches
 
 Goodputs = Mapping[tuple[str, str], Mapping[str, float]]  # by text and target, by variant
 
@@ -71,7 +77,10 @@ def run(scenario: SpinScenario, said: Said = lambda what: None) -> Study:
         for text in texts:
             said(f"{target}, {text}")
             goodputs[text, target] = goodputs_of(scenario, target, text)
-    return _study(scenario, goodputs, _verification_s(scenario))
+    target = next(iter(scenario.targets))
+    numbers = {text: micro_batches_of(scenario, target, text) for text in list(scenario.texts)[:2]}
+    study = _study(scenario, goodputs, _verification_s(scenario))
+    return _with_micro_batches(study, target, numbers)
 
 
 def goodputs_of(scenario: SpinScenario, target: str, text: str) -> dict[str, float]:
@@ -82,6 +91,18 @@ def goodputs_of(scenario: SpinScenario, target: str, text: str) -> dict[str, flo
         for name, variant in _variants(scenario).items()
     }
     return {**found, SELECTION[2]: found[PARTS[0]]}  # which is the same
+
+
+def micro_batches_of(scenario: SpinScenario, target: str, text: str) -> dict[str, float]:
+    """Tokens per second by number of micro-batches and by rule (figure 13), of one set of requests."""
+    batch = _PIPELINED * scenario.batch
+    roomy = {name: one.model_copy(update={"capacity": max(batch, one.capacity)}) for name, one in scenario.drafters.items()}
+    scenario = scenario.model_copy(update={"batch": batch, "drafters": roomy})
+    requests = _requests(scenario, text, 0)
+    lbss = _Variant(scenario.lbss, packed=True)
+    variants = {str(number): replace(lbss, num_micro_batches=number) for number in NUMBERS}
+    variants |= {rule: replace(lbss, num_micro_batches=None, overlap=rule) for rule in RULES}
+    return {name: _goodput(scenario, target, variant, requests) for name, variant in variants.items()}
 
 
 def best_vanilla(found: Mapping[str, float]) -> float:
@@ -139,7 +160,7 @@ def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedR
 
 def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: list[SimulatedRequest]) -> float:
     cost = scenario.cost(scenario.targets[target])
-    settings = PlannerSettings(variant.verification, scenario.max_hold_s, max_chunk_len=4096)
+    settings = PlannerSettings(variant.verification, scenario.max_hold_s, 4096, variant.overlap)
 
     def planner() -> Planner:
         planner = StepPlanner(settings)
@@ -240,6 +261,24 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
             "in order: each part above the one before it, the first above every vanilla; then greedy, epsilon-greedy, lbss.",
         ),
     )
+
+
+def _with_micro_batches(study: Study, target: str, found: Mapping[str, Mapping[str, float]]) -> Study:
+    figures = dict(study.figures)
+    rows: list[tuple[Cell, ...]] = []
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    numbers = [float(number) for number in NUMBERS]
+    for text, goodputs in found.items():
+        fixed = [goodputs[str(number)] for number in NUMBERS]
+        figures[f"micro_batches_over_best.{text}"] = goodputs[RULES[1]] / max(fixed)
+        rows.append((text, *(goodput / fixed[0] for goodput in (*fixed, *(goodputs[rule] for rule in RULES)))))
+        series[text] = (numbers, [goodput / fixed[0] for goodput in fixed])
+        series[f"{text}, gain"] = (numbers, [goodputs[RULES[1]] / fixed[0]] * len(fixed))
+    title = f"figure 13: goodput by micro-batches over one, {target}, simulated"
+    table = StudyTable(title, ("text", *map(str, NUMBERS), *RULES), tuple(rows))
+    dashed = frozenset(name for name in series if name.endswith("gain"))
+    panel = Panel(f"figure 13, {target}: over one micro-batch", series, "micro-batches", dashed=dashed)
+    return replace(study, figures=figures, tables=(*study.tables, table), panels=(*study.panels, panel))
 
 
 def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> StudyTable:

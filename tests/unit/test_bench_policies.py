@@ -22,6 +22,7 @@ from benchmarks.policy_scenarios import (
     scaled,
     trace_lens,
 )
+from router import slo
 from router.cost_model import TableCost
 from router.planner import StepPlanner
 from simulator.scenario import Lens
@@ -115,8 +116,9 @@ def test_machines_of_scenarios_cost_what_their_roofline_says() -> None:
     assert 0.005 < machine.cost.step_s(1, 512) < 0.1
 
 
-def test_adaspec_reads_objectives_in_verification_alone() -> None:
+def test_adaspec_reads_objectives_in_verification_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompts are computed as without objectives; the default's wait for streams that are due."""
+    monkeypatch.setattr(slo, "LATE_TOKENS", 0)  # the answers are short
     prompts = Text(Lens(median=400, spread=0.0), Lens(median=40, spread=0.0), family=FAMILY)
     machine = replace(MACHINE, texts=(prompts,))
     load = Workload("synthetic", num_requests=20)

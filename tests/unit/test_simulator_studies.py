@@ -53,6 +53,7 @@ def test_the_order_of_spins_figures_holds() -> None:
     assert study.figures["order_holds.figure_10"] == 1.0
     assert study.figures["order_holds.figure_11"] == 1.0
     assert study.figures["outrider_over_spin.alpaca.llama-7b"] > 1.0
+    assert study.figures["micro_batches_over_best.alpaca"] > 0.9
 
 
 def test_chains_are_foreseen_and_chosen() -> None:
