@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     if isinstance(value, Mapping):
-        return dict(value)
+        return {name: _plain(part) for name, part in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 

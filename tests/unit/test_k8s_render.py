@@ -8,7 +8,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.config import Config, DrafterConfig, NgramOptions, RedisStateConfig, Resources, TargetConfig, load
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    NgramOptions,
+    RedisStateConfig,
+    Resources,
+    ScalingConfig,
+    SloClass,
+    SloConfig,
+    TargetConfig,
+    load,
+)
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
@@ -96,6 +107,16 @@ def test_groups_grow_and_shrink_as_the_file_lets_replicas(tmp_path: Path) -> Non
 
 def _bounds(group: dict[str, Any]) -> tuple[int, int, int]:
     return group["minReplicas"], group["replicas"], group["maxReplicas"]
+
+
+def test_a_file_that_scales_by_its_objectives_reaches_the_pods(tmp_path: Path) -> None:
+    config = Config(
+        target=TargetConfig(max_replicas=2),
+        slo=SloConfig(classes={"chat": SloClass(ttft_ms=2000, tpot_ms=40)}, default="chat"),
+        scaling=ScalingConfig(policy="outrider", hardware="elastic"),
+    )
+    found = config_of(values_for(config), tmp_path)
+    assert (found.slo, found.scaling) == (config.slo, config.scaling)
 
 
 def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
