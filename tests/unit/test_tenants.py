@@ -113,6 +113,12 @@ def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path
         ("tenants:\n- {name: a, keys: [sk-secret], weight: 0}", "weight"),
         ("tenants:\n- {name: a, keys: [sk-secret], tokens_per_minute: 0.5}", "tokens_per_minute"),
         ("tenants:\n- {name: a, keys: [sk-secret}", "is not YAML"),
+        ("tenants:\n- {name: a, keys: *sk-secret}", "line 2: is not YAML"),
+        ("tenants:\n- {name: a, keys: !sk-secret x}", "line 2: is not YAML"),
+        ("tenants:\n- sk-secret: a", "line 2: unknown key; known here: name, keys"),
+        ("tenants:\n- {sk-secret: a, sk-secret: b}", "line 2: is a duplicate key"),
+        ("tenants:\n- {name: a, keys: [x]}\nsk-secret: a", "line 3: unknown key"),
+        ("tenants:\n- {name: a, keys: ['sha256:beef']}", "line 2: tenants[0].keys: must have 64 hexadecimal digits"),
     ],
 )
 def test_a_faulty_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, reason: str) -> None:
