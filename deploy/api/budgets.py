@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 
-from deploy.api.errors import ApiError, bad_request, overloaded
+from deploy.api.errors import ApiError, overloaded
 from deploy.api.tenants import Tenant
 from router.budgets import UNLIMITED, Budget, TokenBucket
 
@@ -39,9 +40,9 @@ class Budgets:
         if budget is None or budget.tokens is None:
             return
         if num_tokens > budget.tokens.size:
-            asked = f"{num_tokens} tokens of prompts and max_tokens exceed"
-            most = f"the {budget.tokens.size:g} that {tenant.name} may use at once"
-            raise bad_request("max_tokens", f"{asked} {most}", "tokens_per_minute_exceeded")
+            asked = f"{num_tokens} tokens of prompts and of the longest possible answers exceed"
+            message = f"{asked} the {budget.tokens.size:g} that {tenant.name} may use at once"
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, code="tokens_per_minute_exceeded")
         self._take(tenant, budget.tokens, num_tokens, f"{budget.limits.tokens_per_minute} tokens", now_s)
 
     def give_back(self, tenant: Tenant, num_tokens: int) -> None:

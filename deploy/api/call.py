@@ -64,6 +64,10 @@ class Call:
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices if choice.counts_prompt)
 
     @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
     def arrival_s(self) -> float:
         return self.choices[0].request.arrival_s
 
@@ -122,8 +126,7 @@ class CallResponse(Response):
             await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
             num_prompt = self._call.num_prompt_tokens if self._has_begun else 0
-            num_output = sum(choice.num_tokens for choice in self._call.choices)
-            self._admission.charge(tenant.name, num_output)
+            num_output = self._call.num_output_tokens
             self._budgets.give_back(tenant, num_reserved - num_prompt - num_output)
             self._metrics.record_tenant(tenant.name, num_prompt, num_output)
             for choice in self._call.choices:
@@ -156,7 +159,12 @@ class CallResponse(Response):
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
             self._has_begun = True
-            async with Generation(self._client, self._call.choices, release) as generation:
+
+            def end() -> None:
+                self._admission.charge(tenant, self._call.num_output_tokens)  # before the next call is chosen
+                release()
+
+            async with Generation(self._client, self._call.choices, end) as generation:
                 yield generation
 
     async def _document(self, generation: Generation) -> Response:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.errors import InvalidField
 from cluster.strict_yaml import ConfigError
 from deploy.api.errors import ApiError
-from deploy.api.tenants import Tenant, digest_of, is_key, read_tenants, salt_of
+from deploy.api.tenants import Tenant, digest_of, is_key, read_tenants, salt_of, without_text
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error
         except ConfigError as error:
-            faults = "; ".join(str(problem).split(", got ")[0] for problem in error.problems)  # values may be keys
+            faults = "; ".join(str(without_text(problem)) for problem in error.problems)
             raise InvalidField("api_keys_file", str(path), faults) from None
         return cls(tenants)
 

@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def num_output_tokens(self) -> int:
-        return 0 if self.call is None else sum(choice.num_tokens for choice in self.call.choices)
+        return 0 if self.call is None else self.call.num_output_tokens
 
     @property
     def finish_reasons(self) -> list[str]:

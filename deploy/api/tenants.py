@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -44,6 +44,8 @@ def _digests(keys: object) -> tuple[str, ...]:
     if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and is_key(key) for key in keys):
         raise ValueError("must list keys: strings without spaces, plain or as sha256:HEX")
     hashed = [_HASHED.fullmatch(key) for key in keys]
+    if any(found is None and key.startswith("sha256:") for key, found in zip(keys, hashed, strict=True)):
+        raise ValueError("must have 64 hexadecimal digits after each sha256:")
     return tuple(found[1].lower() if found else digest_of(key).hex() for key, found in zip(keys, hashed, strict=True))
 
 
@@ -72,6 +74,16 @@ class _TenantsFile(Section):
         if len(set(keys)) < len(keys):
             raise ValueError("tenants: a key is listed twice")
         return self
+
+
+_PATH = re.compile(rf"(tenants(\[\d+\](\.({'|'.join(_TenantSection.model_fields)})(\[\d+\])?)?)?)?")
+
+
+def without_text(problem: strict_yaml.Problem) -> strict_yaml.Problem:
+    """A problem without names and values that the file has and this program does not know: they may be keys."""
+    path = problem.path if _PATH.fullmatch(problem.path) else ""
+    message = "is not YAML" if problem.message.startswith("is not YAML") else problem.message.split(", got ")[0]
+    return replace(problem, path=path, message=message)
 
 
 def read_tenants(text: str, path: Path) -> Mapping[bytes, Tenant]:

@@ -4,6 +4,7 @@ A call's spans are made when it ends, from times and counts that the API keeps a
 them. Names are those of OpenTelemetry's conventions for HTTP and generative AI; ``outrider.*`` are our own.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from importlib.metadata import version as version_of
@@ -31,6 +32,7 @@ EXPORT_EVERY_S = 1.0
 EXPORT_DEADLINE_S = 2.0  # of one batch, retries included
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = (b"traceparent", b"tracestate")
+_QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 
 
 class Tracing:
@@ -40,6 +42,8 @@ class Tracing:
     """
 
     def __init__(self, endpoint: str, sampled_share: float) -> None:
+        for name in _QUOTING_LOGGERS:  # their warnings quote the caller's headers
+            logging.getLogger(name).setLevel(logging.ERROR)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sampled_share)),
             resource=Resource.create({"service.name": "outrider", "service.version": version_of("outrider")}),

@@ -211,3 +211,11 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pyte
 def test_an_endpoint_is_a_plain_url(url: str) -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint"):
         parse(f"observability: {{otlp_endpoint: '{url}'}}", Config, "test")
+
+
+def test_no_header_of_a_caller_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with collecting() as collector:
+        with traced(collector.url) as http:
+            assert http.post(CHAT, json=chat_body(), headers=SAMPLED | {"tracestate": "my words"}).status_code == 200
+        assert collector.named(f"chat {MODEL}").trace_id.hex() == TRACE
+    assert "my words" not in caplog.text

@@ -11,7 +11,7 @@ from deploy.api.errors import ApiError
 from deploy.api.keys import ApiKeys
 from deploy.api.settings import ApiSettings
 from router.fair_share import TokenCounters
-from tests.support.api import chat_body, finishing, serving, token_ids
+from tests.support.api import chat_body, completion_body, finishing, serving, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import Step
 
@@ -129,3 +129,32 @@ async def test_keys_are_tenants_of_the_served_api(tmp_path: Path) -> None:
         release.set()
         await asyncio.gather(*calls)
     assert lengths.index(12) <= 2
+
+
+async def test_the_tokens_of_an_answer_count_before_the_next_call_is_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-long\nsk-short\n")
+    release = asyncio.Event()
+    order: list[int] = []
+
+    def script(request: Request) -> list[Step]:
+        order.append(request.sampling.max_tokens)
+        answer = finishing(request, token_ids("the answer") * (request.sampling.max_tokens // 10))
+        return [release, *answer] if len(order) == 2 else answer
+
+    async with serving(script, api_keys_file=file, max_concurrent=1, max_sequences=1, max_n=1) as (http, cluster):
+
+        async def call(key: str, max_tokens: int) -> int:
+            body = completion_body(max_tokens=max_tokens)
+            return (await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})).status_code
+
+        assert await call("sk-short", 11) == 200
+        calls = [asyncio.create_task(call("sk-long", 200))]
+        await cluster.asked(2)
+        for num_queued, (key, max_tokens) in enumerate([("sk-long", 12), ("sk-short", 13)], start=1):
+            calls.append(asyncio.create_task(call(key, max_tokens)))
+            while f"outrider_requests_queued {num_queued}.0" not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        release.set()
+        assert await asyncio.gather(*calls) == [200, 200, 200]
+    assert order == [11, 200, 13, 12]

@@ -21,7 +21,7 @@ from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
 from router.budgets import Limits
-from tests.support.api import chat_body, completion_body, finishing, saying, serving, token_ids
+from tests.support.api import MODEL, chat_body, completion_body, finishing, saying, serving, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import ScriptedClient, Step
 
@@ -113,6 +113,12 @@ def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path
         ("tenants:\n- {name: a, keys: [sk-secret], weight: 0}", "weight"),
         ("tenants:\n- {name: a, keys: [sk-secret], tokens_per_minute: 0.5}", "tokens_per_minute"),
         ("tenants:\n- {name: a, keys: [sk-secret}", "is not YAML"),
+        ("tenants:\n- {name: a, keys: *sk-secret}", "line 2: is not YAML"),
+        ("tenants:\n- {name: a, keys: !sk-secret x}", "line 2: is not YAML"),
+        ("tenants:\n- sk-secret: a", "line 2: unknown key; known here: name, keys"),
+        ("tenants:\n- {sk-secret: a, sk-secret: b}", "line 2: is a duplicate key"),
+        ("tenants:\n- {name: a, keys: [x]}\nsk-secret: a", "line 3: unknown key"),
+        ("tenants:\n- {name: a, keys: ['sha256:beef']}", "line 2: tenants[0].keys: must have 64 hexadecimal digits"),
     ],
 )
 def test_a_faulty_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, reason: str) -> None:
@@ -221,6 +227,24 @@ async def test_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
         assert (await running).status_code == 200
         never = await http.post(COMPLETIONS, json=completion_body(max_tokens=220), headers=auth("sk-two"))
         assert (never.status_code, never.json()["error"]["code"]) == (400, "tokens_per_minute_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat_body(max_completion_tokens=150)),
+        ("/v1/responses", {"model": MODEL, "input": "what is it?", "max_output_tokens": 150}),
+        (CHAT, chat_body()),
+    ],
+)
+async def test_the_refusal_of_a_call_that_never_fits_names_no_field_that_the_call_lacks(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with limited(tmp_path, tokens_per_minute=100) as (http, _):
+        refused = await http.post(path, json=body, headers=auth("sk-one"))
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "tokens_per_minute_exceeded", None)
+        assert "max_tokens" not in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
