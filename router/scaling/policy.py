@@ -30,12 +30,14 @@ DRAFTER_HEADROOM = 1.1
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """``num_reserved_gpus``: paid whether they are used or not. ``max_drafters``: replicas, of those that have a bound."""
+    """``num_reserved_gpus``: paid whether they are used or not. ``min_drafters``, ``max_drafters``: replicas, of those that
+    have a bound."""
 
     max_gpus: float
     min_targets: int = 1
     num_reserved_gpus: float = 0.0
     max_targets: int | None = None
+    min_drafters: Mapping[str, int] = field(default_factory=dict)
     max_drafters: Mapping[str, int] = field(default_factory=dict)
 
     def within(self, num_targets: int) -> int:
@@ -139,7 +141,7 @@ class FleetScaler:
         sizes = self._rates.drafters
         num_running = DRAFTER_HEADROOM * max(self._running)
         useful = {name: ceil(num_running * sizes[name].share / sizes[name].capacity) for name in drafting}
-        drafters = {name: self._bounded(name, max(1, num)) for name, num in useful.items()}
+        drafters = {**self._limits.min_drafters, **{name: self._bounded(name, max(1, num)) for name, num in useful.items()}}
         num_targets = max(self._limits.min_targets, self._targets(report, capacity, drafters))
         num_gpus = num_targets * self._rates.target.num_gpus
         extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
@@ -165,16 +167,18 @@ class FleetScaler:
         return max(1, self._limits.within(int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
 
     def _bounded(self, name: str, num: int) -> int:
-        return min(num, self._limits.max_drafters.get(name, num))
+        return max(self._limits.min_drafters.get(name, 0), min(num, self._limits.max_drafters.get(name, num)))
 
     def _fitting(self, drafters: Mapping[str, int], num_targets: int) -> dict[str, int]:
         """As many as GPUs are left for; and on reserved GPUs that are idle, drafters that are not in the plan."""
         sizes, used = self._rates.drafters, num_targets * self._rates.target.num_gpus
-        fitting = {}
-        for name in sizes:
-            left = self._limits.max_gpus - used
-            fitting[name] = max(0, min(drafters.get(name, 0), int(left / sizes[name].num_gpus + 1e-9)))
-            used += fitting[name] * sizes[name].num_gpus
+        fitting = {name: self._limits.min_drafters.get(name, 0) for name in sizes}  # these never end
+        used += sum(num * sizes[name].num_gpus for name, num in fitting.items())
+        for name, size in sizes.items():
+            left = int((self._limits.max_gpus - used) / size.num_gpus + 1e-9)
+            more = max(0, min(drafters.get(name, 0) - fitting[name], left))
+            fitting[name] += more
+            used += more * size.num_gpus
         num_running = max(self._running)
         for name, size in sizes.items():
             idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)

@@ -229,6 +229,16 @@ def test_idle_machines_draft_only_where_they_are_paid_anyway(hardware: str, num_
     assert (size.num_targets, size.num_drafters) == (1, {"ngram": num_drafters})
 
 
+def test_drafters_that_never_end_leave_no_room_for_a_target() -> None:
+    drafter = NGRAM.model_copy(update={"replicas": 1, "min_replicas": 1})
+    config = CONFIG.model_copy(update={"drafters": (drafter,)})
+    scaler = fleet_scaler(config, COST, 32_000, {"CPU": 3.5})  # of which half a core is left to the control plane
+    fleet: Fleet = (Replicas(1), {"ngram": Replicas(1)})
+    flood = FleetReport(0.0, *fleet, num_running=12, num_waiting=40, num_arrived=20, acceptance={"ngram": 0.05})
+    size = scaler.decide(flood)
+    assert (size.num_targets, size.num_drafters) == (2, {"ngram": 1})
+
+
 # ---- events
 
 
