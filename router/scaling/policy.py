@@ -108,12 +108,17 @@ class FleetScaler:
         self._wanted.append(plan.num_drafters)
         # A drafter stays for a while: what starting it costs is not paid for gains of seconds.
         wanted = {name: max(one.get(name, 0) for one in self._wanted) for name in self._rates.drafters}
+        running = {name: drafters.num_wanted for name, drafters in report.drafters.items()}
+        if len(self._wanted) < round(RUNNING_S / PLAN_S):  # an earlier scaler may have seen more of the load
+            wanted = {name: max(num, running.get(name, 0)) for name, num in wanted.items()}
         ready = {name: drafters.num_ready for name, drafters in report.drafters.items()}
         if report.targets.num_ready < self._targets(report, capacity, wanted):
             wanted = {name: max(num, ready.get(name, 0)) for name, num in wanted.items()}  # they end when targets are ready
         drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
         num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
         num_targets = min(num_targets, self._most_targets(plan))
+        if not self._forecast.is_ready:  # the capacity is in targets without drafts, those that run may have drafters
+            num_targets = max(num_targets, report.targets.num_wanted)
         return FleetSize(num_targets, self._fitting(wanted, num_targets), self._reason(need, capacity))
 
     def _best(self, report: FleetReport, capacity: float) -> _Plan:
