@@ -79,6 +79,7 @@ def fleet_scaler(config: Config, cost: CostModel, kv_tokens: int, resources: Map
         min_targets=target.least,
         num_reserved_gpus=reserved,
         max_targets=target.most,
+        min_drafters={drafter.name: drafter.least for drafter in scaling},
         max_drafters={drafter.name: drafter.most for drafter in scaling},
     )
     objectives = Objectives(ttft_ms / 1e3, tpot_ms / 1e3)

@@ -30,12 +30,14 @@ DRAFTER_HEADROOM = 1.1
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """``num_reserved_gpus``: paid whether they are used or not. ``max_drafters``: replicas, of those that have a bound."""
+    """``num_reserved_gpus``: paid whether they are used or not. ``min_drafters``, ``max_drafters``: replicas, of those that
+    have a bound."""
 
     max_gpus: float
     min_targets: int = 1
     num_reserved_gpus: float = 0.0
     max_targets: int | None = None
+    min_drafters: Mapping[str, int] = field(default_factory=dict)
     max_drafters: Mapping[str, int] = field(default_factory=dict)
 
     def within(self, num_targets: int) -> int:
@@ -106,12 +108,17 @@ class FleetScaler:
         self._wanted.append(plan.num_drafters)
         # A drafter stays for a while: what starting it costs is not paid for gains of seconds.
         wanted = {name: max(one.get(name, 0) for one in self._wanted) for name in self._rates.drafters}
+        running = {name: drafters.num_wanted for name, drafters in report.drafters.items()}
+        if len(self._wanted) < round(RUNNING_S / PLAN_S):  # an earlier scaler may have seen more of the load
+            wanted = {name: max(num, running.get(name, 0)) for name, num in wanted.items()}
         ready = {name: drafters.num_ready for name, drafters in report.drafters.items()}
         if report.targets.num_ready < self._targets(report, capacity, wanted):
             wanted = {name: max(num, ready.get(name, 0)) for name, num in wanted.items()}  # they end when targets are ready
         drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
         num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
         num_targets = min(num_targets, self._most_targets(plan))
+        if not self._forecast.is_ready:  # the capacity is in targets without drafts, those that run may have drafters
+            num_targets = max(num_targets, report.targets.num_wanted)
         return FleetSize(num_targets, self._fitting(wanted, num_targets), self._reason(need, capacity))
 
     def _best(self, report: FleetReport, capacity: float) -> _Plan:
@@ -139,7 +146,7 @@ class FleetScaler:
         sizes = self._rates.drafters
         num_running = DRAFTER_HEADROOM * max(self._running)
         useful = {name: ceil(num_running * sizes[name].share / sizes[name].capacity) for name in drafting}
-        drafters = {name: self._bounded(name, max(1, num)) for name, num in useful.items()}
+        drafters = {**self._limits.min_drafters, **{name: self._bounded(name, max(1, num)) for name, num in useful.items()}}
         num_targets = max(self._limits.min_targets, self._targets(report, capacity, drafters))
         num_gpus = num_targets * self._rates.target.num_gpus
         extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
@@ -165,16 +172,18 @@ class FleetScaler:
         return max(1, self._limits.within(int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
 
     def _bounded(self, name: str, num: int) -> int:
-        return min(num, self._limits.max_drafters.get(name, num))
+        return max(self._limits.min_drafters.get(name, 0), min(num, self._limits.max_drafters.get(name, num)))
 
     def _fitting(self, drafters: Mapping[str, int], num_targets: int) -> dict[str, int]:
         """As many as GPUs are left for; and on reserved GPUs that are idle, drafters that are not in the plan."""
         sizes, used = self._rates.drafters, num_targets * self._rates.target.num_gpus
-        fitting = {}
-        for name in sizes:
-            left = self._limits.max_gpus - used
-            fitting[name] = max(0, min(drafters.get(name, 0), int(left / sizes[name].num_gpus + 1e-9)))
-            used += fitting[name] * sizes[name].num_gpus
+        fitting = {name: self._limits.min_drafters.get(name, 0) for name in sizes}  # these never end
+        used += sum(num * sizes[name].num_gpus for name, num in fitting.items())
+        for name, size in sizes.items():
+            left = int((self._limits.max_gpus - used) / size.num_gpus + 1e-9)
+            more = max(0, min(drafters.get(name, 0) - fitting[name], left))
+            fitting[name] += more
+            used += more * size.num_gpus
         num_running = max(self._running)
         for name, size in sizes.items():
             idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)

@@ -125,12 +125,20 @@ async def test_drafters_use_idle_cores_and_are_shed_before_requests() -> None:
 
 async def test_a_new_scaler_ends_nothing_before_it_has_watched_the_load() -> None:
     """As after a restart of the supervisor."""
-    cluster = Cluster()
-    cluster.targets = 3
-    await cluster.play(60, running=0)
-    assert cluster.targets == 3
-    await cluster.play(600, running=0)
-    assert cluster.targets == 1
+    cluster = Cluster(CONFIG.model_copy(update={"scaling": CONFIG.scaling.model_copy(update={"hardware": "elastic"})}))
+    cluster.targets, cluster.drafters = 3, {"ngram": 2}
+    await cluster.play(30, running=0)
+    assert (cluster.targets, cluster.drafters) == (3, {"ngram": 2})
+    await cluster.play(630, running=0)
+    assert (cluster.targets, cluster.drafters) == (1, {"ngram": 0})
+
+
+def test_a_new_scaler_keeps_targets_beside_good_drafters() -> None:
+    scaling = CONFIG.scaling.model_copy(update={"hardware": "elastic"})
+    scaler = fleet_scaler(CONFIG.model_copy(update={"scaling": scaling}), COST, 32_000, {})
+    fleet: Fleet = (Replicas(3), {"ngram": Replicas(3)})
+    size = scaler.decide(FleetReport(0.0, *fleet, num_running=1, acceptance={"ngram": 0.95}))
+    assert (size.num_targets, size.num_drafters) == (3, {"ngram": 3})
 
 
 async def test_a_resize_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +235,16 @@ def test_idle_machines_draft_only_where_they_are_paid_anyway(hardware: str, num_
         report = FleetReport(float(second), Replicas(1), {"ngram": Replicas()}, num_running=1)
         size = scaler.decide(report)
     assert (size.num_targets, size.num_drafters) == (1, {"ngram": num_drafters})
+
+
+def test_drafters_that_never_end_leave_no_room_for_a_target() -> None:
+    drafter = NGRAM.model_copy(update={"replicas": 1, "min_replicas": 1})
+    config = CONFIG.model_copy(update={"drafters": (drafter,)})
+    scaler = fleet_scaler(config, COST, 32_000, {"CPU": 3.5})  # of which half a core is left to the control plane
+    fleet: Fleet = (Replicas(1), {"ngram": Replicas(1)})
+    flood = FleetReport(0.0, *fleet, num_running=12, num_waiting=40, num_arrived=20, acceptance={"ngram": 0.05})
+    size = scaler.decide(flood)
+    assert (size.num_targets, size.num_drafters) == (2, {"ngram": 1})
 
 
 # ---- events
