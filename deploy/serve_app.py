@@ -129,14 +129,22 @@ class SupervisorWatch:
                 logger.error("the supervisor has not answered for %g s: it is killed, and Ray starts another", 2 * timeout_s)
                 self._num_killed += 1
                 timeout_s, num_missed = 2 * timeout_s, 0  # so that one that starts slowly is ready in time at last
-                with suppress(RayError):  # it has ended meanwhile
-                    ray.kill(self._supervisor, no_restart=False)
+                self._kill()
             except RayError:
                 pass  # it has ended, which `follow_targets` reports, and Ray starts another
             except Exception:
                 # No caller awaits this task, and without it nothing would see a hang.
                 logger.exception("could not ask the supervisor")
             await asyncio.sleep(self._period_s)
+
+
+    def _kill(self) -> None:
+        try:
+            ray.kill(self._supervisor, no_restart=False)
+        except RayError:
+            pass  # it has ended meanwhile
+        except Exception:
+            logger.exception("could not kill the supervisor")  # asked again, and killed then
 
 
 async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) -> None:
