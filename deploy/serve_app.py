@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,6 @@ class SupervisorWatch:
                 # No caller awaits this task, and without it nothing would see a hang.
                 logger.exception("could not ask the supervisor")
             await asyncio.sleep(self._period_s)
-
 
     def _kill(self) -> None:
         try:
