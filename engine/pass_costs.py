@@ -11,8 +11,11 @@ from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.draft_length.prices import DecodeRate, row_price
+from router.estimates.decayed import DecayedMean
 
 logger = logging.getLogger(__name__)
+
+PRICE_PASSES = 8.0  # that the price of a row is a mean of
 
 
 @record
@@ -67,7 +70,7 @@ class PassCosts:
         self._decode_rate = DecodeRate()
         self._plain_per_s = 0.0  # tokens per second of plain decoding of the present batch; 0: none decodes
         self.tokens_per_s: float | None = None  # that the present batch decodes; None: it has been none yet
-        self.row_price = 0.0  # in tokens
+        self._row_price = DecayedMean()
         self.drafting = DraftingMonitor(cost)
 
     def plan(self, num_decoding: int, num_context: int) -> None:
@@ -98,4 +101,10 @@ class PassCosts:
             self.drafting.interrupt(began_s)
         else:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
-        self.row_price = row_price(self.tokens_per_s, num_rows, num_context, self._cost)
+        self._row_price.add(row_price(self.tokens_per_s, num_rows, num_context, self._cost), PRICE_PASSES)
+
+    @property
+    def row_price(self) -> float:
+        """In tokens, a mean of the last passes. By the last one alone it would swing where the time of a pass has a knee:
+        drafts beyond it make rows expensive, nobody drafts in the next pass, and in the one after it everybody does."""
+        return self._row_price.value

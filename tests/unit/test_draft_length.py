@@ -87,3 +87,18 @@ def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     for batch in (1, 16, 2):
         costs.plan(batch, 0)
         assert costs.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
+
+
+def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
+    """By the last pass alone everybody would draft in every other round."""
+    costs, prices = PassCosts(COST), []
+    for number in range(64):
+        num_rows = (4, 12)[number % 2]  # below and beyond the knee at 8 rows
+        costs.plan(4, 0)
+        counts = PassCounts(num_rows, 0, 4, num_rows, 0, frozenset(), 0)
+        commits = [Commit(str(i), 10, (1,), num_proposed=num_rows // 4 - 1) for i in range(4)]
+        costs.note(number * 0.01, COST.step_s(num_rows, 0), counts, commits)
+        prices.append(costs.row_price)
+    beyond = row_price(costs.tokens_per_s, 12, 0, COST)
+    assert beyond > 0.1
+    assert all(0.3 * beyond < price < 0.7 * beyond for price in prices[32:])
