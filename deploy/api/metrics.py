@@ -15,7 +15,8 @@ from cluster.slo import OTHER, SloCounts
 from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
-from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
+from deploy.api.metric_kinds import Metric, Readings
+from deploy.api.metric_table import METRICS, objective_counts
 
 MAX_DOMAINS = 32
 MAX_TENANTS = 256  # with series of their own
