@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util import placement_group_table, remove_placement_group
+from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
 from actors.gateway import LinkClient
+from actors.ray_groups import named_groups
 from actors.ray_pool import Deployment, RaySpawner, start_supervisor
 from actors.supervisor import Supervisor
 from cluster.client import ClusterStatus
@@ -188,6 +189,7 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
                 task.cancel()
             await asyncio.gather(*burst, return_exceptions=True)
             await until({"target-0"})
+            await asyncio.to_thread(eventually, lambda: _groups() == {"target-0"}, DEADLINE_S)
             events = [one for one in (await supervisor.status()).scale_events if one.name == "target"]
             assert [(one.num_before, one.num_after) for one in events] == [(1, 2), (2, 1)]
             await stream(client)
@@ -199,8 +201,8 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
         if client is not None:
             await client.close()
         await supervisor.stop()
-        for group in deployment.groups.values():
-            remove_placement_group(group)
+        for name in named_groups():  # the last stream may have let another target join
+            remove_placement_group(get_placement_group(name))
     eventually(lambda: not _groups(), DEADLINE_S)
 
 
