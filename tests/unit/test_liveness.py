@@ -143,7 +143,7 @@ async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypa
     async def never(name: str) -> Any:
         await asyncio.get_running_loop().create_future()
 
-    supervisor = Supervisor(Config(), SimpleNamespace(target=never, running=list))  # type: ignore[arg-type]
+    supervisor = Supervisor(Config(), SimpleNamespace(target=never, running=dict))  # type: ignore[arg-type]
     known = Directory("none")
     assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known
     await supervisor.stop()
