@@ -101,7 +101,8 @@ class PassCosts:
             self.drafting.interrupt(began_s)
         else:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
-        self._row_price.add(row_price(self.tokens_per_s, num_rows, num_context, self._cost), PRICE_PASSES)
+        if self.tokens_per_s is not None:
+            self._row_price.add(row_price(self.tokens_per_s, num_rows, num_context, self._cost), PRICE_PASSES)
 
     @property
     def row_price(self) -> float:
