@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -83,6 +84,13 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(number)
 
+    def suspend(self) -> None:
+        """It and all processes below it take no processor time until ``resume``."""
+        signal_tree(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        signal_tree(self.pid, signal.SIGCONT)
+
     def wait_end(self, timeout_s: float = STOP_S) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
         assert self._process is not None
@@ -139,6 +147,13 @@ class ServerProcess:
             for reader in self._readers:
                 reader.join(STOP_S)
             self._folder.cleanup()
+
+
+def signal_tree(pid: int, number: signal.Signals) -> None:
+    """To a process and all below it."""
+    for process in (psutil.Process(pid), *descendants(pid)):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _cmdline(process: psutil.Process) -> str:

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare.arms import PeerMissing
@@ -78,9 +79,7 @@ def aiperf_turn(
     folder.mkdir(parents=True)
     target = arm.target
     trace = folder / "trace.jsonl"
-    with trace.open("w", encoding="utf-8") as file:
-        for ask, at_s in zip(asks, arrivals_s, strict=True):
-            file.write(json.dumps({"timestamp": round(1e3 * at_s, 3), "payload": target.body(ask)}) + "\n")
+    trace.write_text(aiperf_trace(arm, asks, arrivals_s), encoding="utf-8")
     command = [
         *(str(program), "profile", "--model", target.model, "--url", f"http://{target.host}:{target.port}"),
         *("--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer), "--ui", "none"),
@@ -99,6 +98,15 @@ def aiperf_turn(
     if done.returncode != 0 or not records.exists():
         raise PeerFailed(f"aiperf on {arm.arm.name}: {(done.stdout + done.stderr)[-1500:]}")
     return read_records(arm.arm.name, records.read_text(encoding="utf-8"), len(asks))
+
+
+def aiperf_trace(arm: RunningArm, asks: Sequence[LoadRequest], arrivals_s: Sequence[float]) -> str:
+    """The requests with their times, as aiperf reads them."""
+    lines = []
+    for ask, at_s in zip(asks, arrivals_s, strict=True):
+        payload = arm.target.body(replace(ask, drafting=arm.arm.request_drafting))
+        lines.append(json.dumps({"timestamp": round(1e3 * at_s, 3), "payload": payload}) + "\n")
+    return "".join(lines)
 
 
 def read_records(arm: str, text: str, num_asked: int) -> Turn:

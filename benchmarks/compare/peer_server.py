@@ -13,6 +13,7 @@ from typing import IO, Self
 import httpx
 import psutil
 
+from benchmarks.server import signal_tree
 from cluster.errors import OutriderError
 from deploy.local_ray import free_port
 from deploy.process_tree import descendants, end_all
@@ -69,15 +70,12 @@ class PeerServer:
                 time.sleep(POLL_S)
 
     def suspend(self) -> None:
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        signal_tree(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        for process in (psutil.Process(self._process.pid), *descendants(self._process.pid)):
-            process.send_signal(number)
+        signal_tree(self._process.pid, signal.SIGCONT)
 
     def _last_lines(self) -> str:
         self._output.seek(0)
@@ -95,9 +93,8 @@ class PeerServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._process is not None and self._process.poll() is None:
+            self.resume()
             processes = [psutil.Process(self._process.pid), *descendants(self._process.pid)]
-            for process in processes:
-                process.send_signal(signal.SIGCONT)
             end_all(processes, STOP_S)
             self._process.wait(STOP_S)
         self._output.close()

@@ -47,7 +47,7 @@ class PeerCommand:
 class RunningArm:
     arm: Arm
     target: HttpTarget
-    process: PeerServer | None  # None: never suspended
+    process: PeerServer | ServerProcess
     last_words: Callable[[], str] = lambda: ""  # of an Outrider server
 
 
@@ -108,7 +108,7 @@ def missing_families() -> dict[str, str]:
 
 @contextmanager
 def running(arms: Sequence[Arm], files: ModelFiles) -> Iterator[list[RunningArm]]:
-    """All servers, started one after the other. Peers are suspended until their turn; Outrider's own idle."""
+    """All servers, started one after the other. They are suspended until their turn."""
     with ExitStack() as stack:
         servers: dict[str, RunningArm] = {}
         found = []
@@ -123,7 +123,9 @@ def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
     if arm.family in (OUTRIDER, OUTRIDER_VLLM):
         config = outrider_config(arm, files.name)
         own = stack.enter_context(ServerProcess(config, python=python_of(arm.family)))
-        return RunningArm(arm, HttpTarget(config.api.host, config.api.port, config.model.name), None, own.last_words)
+        stack.callback(own.resume)  # it can end only then
+        own.suspend()
+        return RunningArm(arm, HttpTarget(config.api.host, config.api.port, config.model.name), own, own.last_words)
     started = peer_command(arm, files)
     server = stack.enter_context(PeerServer(arm.server, started.command, started.environment))
     server.suspend()

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from benchmarks.compare.arms import POOL
 from benchmarks.compare.systems import RunningArm
 from benchmarks.load import LoadRequest, TimedAnswer, run_streams, tokens_per_s
 from cluster.errors import OutriderError
+
+AWAKE_S = 60.0
+AWAKE_POLL_S = 0.2
+AWAKE_PROMPT = (253, 260, 1002, 28) * 8
+AWAKE_TOKENS = 16
 
 
 class TurnFailed(OutriderError):
@@ -44,13 +50,28 @@ class Turn:
 
 @contextmanager
 def awake(arm: RunningArm) -> Iterator[None]:
-    if arm.process is not None:
-        arm.process.resume()
+    """Inside, its server runs and has answered. Raises TurnFailed if it does not within AWAKE_S."""
+    arm.process.resume()
     try:
+        asyncio.run(_wait_answers(arm))
         yield
     finally:
-        if arm.process is not None:
-            arm.process.suspend()
+        arm.process.suspend()
+
+
+async def _wait_answers(arm: RunningArm) -> None:
+    """Links between Outrider's processes have counted as down since nothing was heard on them, and are made anew. A prompt
+    that repeats itself makes every kind of drafter draft."""
+    ask = LoadRequest("awake", AWAKE_PROMPT, AWAKE_TOKENS, drafting=arm.arm.request_drafting)
+    is_pool = arm.arm.drafting == POOL
+    end_s = time.monotonic() + AWAKE_S
+    while True:
+        answer = await arm.target.ask(ask)
+        if answer.error is None and (answer.num_proposed or not is_pool):
+            return
+        if time.monotonic() > end_s:
+            raise TurnFailed(f"{arm.arm.name} does not answer {AWAKE_S:g} s after it went on: {answer.error or 'no drafts'}")
+        await asyncio.sleep(AWAKE_POLL_S)
 
 
 def closed_loop(arm: RunningArm, asks: Sequence[LoadRequest], num_streams: int) -> Turn:

@@ -10,26 +10,45 @@ import pytest
 
 from benchmarks.compare import last_words_of
 from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, VLLM, Arm, chosen_arms
-from benchmarks.compare.bursts import TRACE, bursty_arrivals, read_records, trace_arrivals
+from benchmarks.compare.bursts import TRACE, aiperf_trace, bursty_arrivals, read_records, trace_arrivals
 from benchmarks.compare.comparison import Comparison
 from benchmarks.compare.peer_server import PeerFailed
 from benchmarks.compare.systems import RunningArm, outrider_config
 from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
-from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
 from benchmarks.report import describe_environment
 
 
 @dataclass
 class Server:
-    """Answers at once, and notes what it was asked."""
+    """Answers at once if it is not suspended, and notes what it was asked."""
 
     asked: list[LoadRequest] = field(default_factory=list)
     error: str | None = None
+    num_failing: int = 0  # answers after it went on, while its links are down
+    num_proposed: int = 0
+    is_suspended: bool = True
 
     async def ask(self, ask: LoadRequest) -> TimedAnswer:
         await asyncio.sleep(0)
+        assert not self.is_suspended
+        if ask.id == "awake":
+            self.num_failing -= 1
+            error = "503" if self.num_failing >= 0 else None
+            return TimedAnswer(1.0, [0.5, 1.0], "text", 3, num_proposed=self.num_proposed, error=error)
+        assert self.num_failing < 0
         self.asked.append(ask)
         return TimedAnswer(1.0, [0.5, 1.0], "text", 3, error=self.error)
+
+    def suspend(self) -> None:
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        self.is_suspended = False
+
+
+def running(server: Server, arm: Arm | None = None) -> RunningArm:
+    return RunningArm(ARM if arm is None else arm, server, server)  # type: ignore[arg-type]
 
 
 ARM = Arm(OUTRIDER, "bf16", PLAIN)
@@ -39,18 +58,41 @@ ASKS = [LoadRequest(f"r{i}", (1, 2), 3) for i in range(4)]
 def test_the_plain_arm_asks_for_no_drafts() -> None:
     """A control of the comparison: with drafts, it would be the other arm."""
     server = Server()
-    closed_loop(RunningArm(ARM, server, None), ASKS, 2)  # type: ignore[arg-type]
-    open_loop(RunningArm(ARM, server, None), ASKS, [0.0] * 4)  # type: ignore[arg-type]
+    closed_loop(running(server), ASKS, 2)
+    open_loop(running(server), ASKS, [0.0] * 4)
     assert [ask.drafting for ask in server.asked] == ["off"] * 8
 
 
 def test_a_request_without_an_answer_ends_the_comparison() -> None:
     with pytest.raises(TurnFailed, match="outrider bf16, no drafting: 500"):
-        closed_loop(RunningArm(ARM, Server(error="500"), None), ASKS, 2)  # type: ignore[arg-type]
+        closed_loop(running(Server(error="500")), ASKS, 2)
 
 
-def test_an_outrider_serverslast_words_of_say_why_a_request_was_not_answered() -> None:
-    silent, told = RunningArm(ARM, Server(), None), RunningArm(ARM, Server(), None, lambda: "killed: no memory")  # type: ignore[arg-type]
+def test_the_plain_arm_asks_for_no_drafts_through_aiperf() -> None:
+    plain = RunningArm(ARM, HttpTarget("127.0.0.1", 1, "model"), Server())  # type: ignore[arg-type]
+    sent = [json.loads(line) for line in aiperf_trace(plain, ASKS, [0.0, 0.5, 1.0, 1.5]).splitlines()]
+    assert [(one["timestamp"], one["payload"]["drafting"]) for one in sent] == [(i * 500.0, "off") for i in range(4)]
+
+
+def test_a_server_runs_in_its_turn_alone_and_is_asked_when_it_answers_again() -> None:
+    server = Server(num_failing=2)
+    closed_loop(running(server), ASKS, 2)
+    assert len(server.asked) == 4
+    assert server.is_suspended
+
+
+@pytest.mark.parametrize(("server", "arm"), [(Server(num_failing=99), ARM), (Server(), Arm(OUTRIDER, "bf16", POOL))])
+def test_a_server_that_does_not_go_on_or_goes_on_without_its_drafters_ends_the_comparison(
+    server: Server, arm: Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.compare.turns.AWAKE_S", 0.0)
+    with pytest.raises(TurnFailed, match="after it went on"):
+        closed_loop(running(server, arm), ASKS, 2)
+    assert server.is_suspended
+
+
+def test_the_last_words_of_a_server_say_why_a_request_was_not_answered() -> None:
+    silent, told = running(Server()), replace(running(Server()), last_words=lambda: "killed: no memory")
     assert last_words_of([silent]) == {}
     assert last_words_of([silent, told]) == {ARM.server: "killed: no memory"}
 
