@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.compare.arms import LLAMA_CPP, NUM_SETS, OUTRIDER, OUTRIDER_VLLM, TRANSFORMERS, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, aiperf_program, aiperf_turn, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
-from benchmarks.compare.peer_server import PeerFailed
+from benchmarks.compare.peer_server import PeerFailed, PeerServer
 from benchmarks.compare.systems import ModelFiles, RunningArm, missing_families, running
 from benchmarks.compare.turns import closed_loop, open_loop
 from benchmarks.load import LoadRequest
@@ -101,6 +101,9 @@ class _Bench:
         data, program = self._options.data, aiperf_program()
         recorded = data is not None and (data / TRACE).exists()
         servers = [arm for arm in self._servers if arm.arm.family in (OUTRIDER, OUTRIDER_VLLM, VLLM)]
+        for arm in self._servers:  # beside all of them and aiperf, 24 GB are too few: Ray's memory monitor killed a target
+            if arm not in servers and isinstance(arm.process, PeerServer):
+                arm.process.end()
         for number in range(self._num_rounds):
             asked = self._asks(f"trace-{number}", self._num_trace, TRACE_TOKENS)
             if recorded and data is not None:
@@ -136,12 +139,8 @@ class _Bench:
 
 
 def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:
-    """Every other round backwards by server: who comes later in a round has no advantage."""
-    by_server: dict[str, list[RunningArm]] = {}
-    for one in servers:
-        by_server.setdefault(one.arm.server, []).append(one)
-    groups = list(by_server.values())
-    return [one for group in (groups if number % 2 == 0 else reversed(groups)) for one in group]
+    """Every other round backwards: who comes later in a round has no advantage, nor has the later arm of a server."""
+    return list(servers if number % 2 == 0 else reversed(servers))
 
 
 def last_words_of(servers: Sequence[RunningArm]) -> dict[str, str]:

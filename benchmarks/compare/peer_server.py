@@ -77,6 +77,14 @@ class PeerServer:
         assert self._process is not None
         signal_tree(self._process.pid, signal.SIGCONT)
 
+    def end(self) -> None:
+        """All of its processes, if they have not ended."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.resume()
+        end_all([psutil.Process(self._process.pid), *descendants(self._process.pid)], STOP_S)
+        self._process.wait(STOP_S)
+
     def _last_lines(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
@@ -92,9 +100,5 @@ class PeerServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.resume()
-            processes = [psutil.Process(self._process.pid), *descendants(self._process.pid)]
-            end_all(processes, STOP_S)
-            self._process.wait(STOP_S)
+        self.end()
         self._output.close()
