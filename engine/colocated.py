@@ -85,10 +85,14 @@ class ColocatedDrafters:
         """Whether it computes on the target's device."""
         return drafter in self._gates
 
-    def choose(self, batch: int) -> None:
-        """Decides who is queried for the next proposals of ``batch`` requests."""
-        for gate in self._gates.values():
-            gate.decide(batch)
+    def choose(self, batch: int, wanted: Collection[str | None]) -> None:
+        """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests.
+        A gate counts no round of others: else its trials would pass while nobody could try the drafter."""
+        for name, gate in self._gates.items():
+            if name in wanted:
+                gate.decide(batch)
+            else:
+                gate.skip()
         self._batch = batch
 
     def note_pass(self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel) -> None:

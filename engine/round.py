@@ -233,7 +233,9 @@ class TargetLoop:
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
         if self._colocated and counts.num_sampled:
-            self._colocated.choose(counts.num_sampled)
+            drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
+            wanted = {draft.drafter for draft in drafts if not draft.is_plain}
+            self._colocated.choose(counts.num_sampled, wanted)
         commits = self._commit(begun.spans, outcomes, end_s)
         if self._colocated and counts.num_sampled:
             self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)

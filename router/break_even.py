@@ -58,6 +58,10 @@ class BreakEvenGate:
         self._was_queried, self.is_queried = self.is_queried, self._of(batch).decide(batch)
         return self.is_queried
 
+    def skip(self) -> None:
+        """Instead of ``decide``: none of the requests has this drafter. No round of a pause or trial passes."""
+        self._was_queried, self.is_queried = self.is_queried, False
+
     def note_draft(self, batch: int, seconds: float) -> None:
         """Adds the time that the target waited for its drafts; not after a pause, when the drafter catches up."""
         if self._was_queried:

@@ -51,6 +51,16 @@ def test_one_that_becomes_worse_is_found_out() -> None:
     assert sum(found[600:]) < 60
 
 
+def test_rounds_of_other_drafters_take_none_of_its_trials() -> None:
+    gate = BreakEvenGate()
+    for _ in range(1000):
+        gate.skip()
+        assert not gate.is_queried
+        gate.note_draft(4, 0.0)
+        gate.note_rest(4, 0.001)
+    assert all(asked(gate, 4, 500, lambda _: 0.005, 0.004))
+
+
 def test_what_the_round_has_to_do_with_drafts_counts_too() -> None:
     """Known from pauses; one that saves enough from the first is not put to the test."""
 

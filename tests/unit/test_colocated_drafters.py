@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,20 @@ def test_one_whose_gain_is_below_its_time_is_hardly_queried_and_catches_up_later
         num_rounds = cluster.loop.telemetry.num_passes
         eventually(lambda: not drafter.lengths)  # what has ended is forgotten
     assert 0 < drafter.num_asked < num_rounds / 2
+
+
+def test_one_that_nobody_was_with_is_queried_at_once_for_its_first_request(target: Path, plain: list[list[int]]) -> None:
+    """Rounds of requests without it do not count as its trials."""
+    engine, model = engine_of(target, (0, 2))
+    drafter = _Wrong()
+    with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(drafter, companion=True)}) as cluster:
+        for _ in range(2):
+            cluster.complete([replace(request, chain=()) for request in requests(6)])
+        assert not drafter.num_asked
+        num_rounds = cluster.loop.telemetry.num_passes
+        assert outputs(cluster.complete(requests(6, 12))) == [tokens[:12] for tokens in plain]
+        num_rounds = cluster.loop.telemetry.num_passes - num_rounds
+    assert drafter.num_asked >= num_rounds / 2
 
 
 def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
