@@ -22,7 +22,9 @@ from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
     "imagePullSecrets": [{"name": "registry"}],
-    "secrets": {name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "redisPassword", "linkToken")}
+    "secrets": {
+        name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "operatorKeys", "redisPassword", "linkToken")
+    }
     | {"tls": {"name": "outrider-tls"}},
     "authOptions": {"secretName": "ray-token"},
     "gcsFaultTolerance": {
