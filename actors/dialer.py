@@ -77,6 +77,8 @@ class Dialer:
                 self._collect(address, peer, now_s)
             if peer.link is None and peer.dialling is None and now_s >= peer.retry_at_s:
                 self._dial(address, peer, now_s)
+        if all(peer.dialling is None for peer in self._peers.values()):
+            self._lost_early.clear()  # those left are of addresses that were removed
         idle = [peer.retry_at_s for peer in self._peers.values() if peer.link is None and peer.dialling is None]
         return min(idle, default=None)
 

@@ -67,6 +67,8 @@ def _configuration(file: Path | None, model: str | None = None) -> "Config":
     from cluster.config import Config, load
     from engine.vllm.version import require_vllm
 
+    if file is not None and (file.is_dir() or not file.exists()):
+        raise InvalidField("FILE", str(file), "must be a configuration file; `outrider serve --model` names a model")
     config = load(file) if file is not None else Config()
     if config.target.engine == "vllm":
         require_vllm()

@@ -68,17 +68,18 @@ class PassCosts:
         self._cost = cost
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
-        self._plain_per_s = 0.0  # tokens per second of plain decoding of the present batch; 0: none decodes
+        self._num_decoding, self._plain_s = 0, 0.0  # requests of the present batch that decode, and a plain pass of them
         self.tokens_per_s: float | None = None  # that the present batch decodes; None: it has been none yet
         self._row_price = DecayedMean()
         self.drafting = DraftingMonitor(cost)
 
     def plan(self, num_decoding: int, num_context: int) -> None:
         """So many requests decode from now on: as fast, over plain decoding, as the last rounds did."""
-        self._plain_per_s = num_decoding / self._cost.step_s(num_decoding, num_context) if num_decoding else 0.0
+        self._num_decoding = num_decoding
         if num_decoding:
+            self._plain_s = self._cost.step_s(num_decoding, num_context)
             over_plain = self._decode_rate.over_plain
-            self.tokens_per_s = self._plain_per_s * (1.0 if over_plain is None else over_plain)
+            self.tokens_per_s = num_decoding / self._plain_s * (1.0 if over_plain is None else over_plain)
 
     def interrupt(self) -> None:
         """Nothing was wanted: the time until the next pass says nothing of decoding."""
@@ -95,7 +96,8 @@ class PassCosts:
         if not counts.num_sampled:
             self.interrupt()
             return
-        self._decode_rate.note(began_s, counts.num_decoded(commits), counts.prompts_s(self._cost), self._plain_per_s)
+        num_tokens, prompts_s = counts.num_decoded(commits), counts.prompts_s(self._cost)
+        self._decode_rate.note(began_s, num_tokens, prompts_s, self._num_decoding, self._plain_s)
         num_rows, num_context = counts.num_sampled_rows, counts.num_sampled_context
         if counts.prompts:
             self.drafting.interrupt(began_s)

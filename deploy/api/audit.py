@@ -42,5 +42,11 @@ class AuditLog:
 
 
 class _OwnersFile(WatchedFileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it anew; those of writing it are handled there
+            self.handleError(record)
+
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -89,12 +89,15 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     token = config.cluster.token_file and Path(SECRETS, "link-token")
     tls = config.cluster.tls and _TLS
     keys = config.api.api_keys_file and Path(SECRETS, "api-keys")
+    operators = config.api.operator_keys_file and Path(SECRETS, "operator-keys")
     return config.model_copy(
         update={
             "target": target.model_copy(update={"device": device, "resources": resources}),
             "drafters": tuple(map(_placed, config.drafters)),
             "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
-            "api": config.api.model_copy(update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys}),
+            "api": config.api.model_copy(
+                update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators}
+            ),
             "cluster": config.cluster.model_copy(
                 update={"ray_address": None, "token_file": token, "tls": tls, "state": state}
             ),
@@ -261,6 +264,7 @@ def _secrets(config: Config, name: str) -> dict[str, Any]:
     state = config.cluster.state
     used = {
         "apiKeys": (config.api.api_keys_file, "api-keys"),
+        "operatorKeys": (config.api.operator_keys_file, "operator-keys"),
         "redisPassword": (isinstance(state, RedisStateConfig) and state.password_file, "redis-password"),
         "linkToken": (config.cluster.token_file, "link-token"),
     }

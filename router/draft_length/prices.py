@@ -26,31 +26,38 @@ class QuotedPrice:
 
 
 class DecodeRate:
-    """How many times faster than plain decoding the last rounds decoded.
+    """How many times faster than plain decoding the last rounds decoded: tokens of a request and round, over the plain
+    passes of its batch that the round lasted.
 
-    Whole rounds count, but for the time that prompts took in a pass. A rate itself would lag behind a batch that grows or
-    shrinks: its share of each request would price drafts by a batch that is gone.
+    Whole rounds count, but for the time that prompts took in a pass, and each counts the same, whatever its batch. A rate
+    itself would lag behind a batch that grows or shrinks: its share of each request would price drafts by a batch that is
+    gone.
     """
 
     def __init__(self) -> None:
-        self._tokens, self._plain_tokens = DecayedMean(), DecayedMean()
-        self._last: tuple[float, int, float, float] | None = None  # of the last round, as for `note`, if it decoded
+        self._tokens, self._plain_passes = DecayedMean(), DecayedMean()
+        self._last: tuple[float, float, float, float] | None = None  # of the last round, if it decoded
 
     @property
     def over_plain(self) -> float | None:
         """None: not known yet."""
-        return self._tokens.value / self._plain_tokens.value if self._plain_tokens.is_known else None
+        return self._tokens.value / self._plain_passes.value if self._plain_passes.is_known else None
 
-    def note(self, began_s: float, num_tokens: int, prompts_s: float, plain_per_s: float) -> None:
-        """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass. ``plain_per_s``:
-        tokens per second of plain decoding of its batch; 0: its requests had only begun, and it does not count."""
+    def note(self, began_s: float, num_tokens: int, prompts_s: float, num_requests: int, plain_s: float) -> None:
+        """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass.
+
+        Args:
+            num_requests: that decode; 0: they had only begun, and the round does not count.
+            plain_s: of a plain pass of them.
+        """
         if self._last is not None:
-            last_began_s, num_last, last_prompts_s, last_plain_per_s = self._last
+            last_began_s, num_each, last_prompts_s, last_plain_s = self._last
             seconds = began_s - last_began_s - last_prompts_s
             if seconds > 0.0:  # else the prompts' time was overestimated
-                self._tokens.add(num_last, _MEMORY)
-                self._plain_tokens.add(self._plain_tokens.clipped(seconds * last_plain_per_s), _MEMORY)
-        self._last = (began_s, num_tokens, prompts_s, plain_per_s) if num_tokens and plain_per_s else None
+                self._tokens.add(num_each, _MEMORY)
+                self._plain_passes.add(self._plain_passes.clipped(seconds / last_plain_s), _MEMORY)
+        decodes = num_tokens and num_requests
+        self._last = (began_s, num_tokens / num_requests, prompts_s, plain_s) if decodes else None
 
     def interrupt(self) -> None:
         """A round decoded nothing: the time until the next one does not count."""

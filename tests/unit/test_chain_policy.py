@@ -251,11 +251,15 @@ def test_passes_that_turn_out_slow_are_given_up() -> None:
     assert settled(found)[-1:] != ("large",)
 
 
+def nobody(slot: int) -> list[RequestView]:
+    return []
+
+
 def served(
     found: ModelChains,
     num_slots: int,
     seconds: Callable[[set[Chain]], float],
-    others: Callable[[int], list[RequestView]] = lambda slot: [],
+    others: Callable[[int], list[RequestView]] = nobody,
 ) -> dict[str, Chain]:
     """Two requests for so many slots, of four tokens each; what a token took depends on the chains that they were with.
     ``others`` are there beside them."""
@@ -269,15 +273,6 @@ def served(
     return chains
 
 
-def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another() -> None:
-    """Models that share cores slow each other down: no profile says so."""
-    rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
-    as_foreseen = served(taught(policy(), **rates), 80, lambda chains: 0.016)
-    assert {chain[-1] for chain in as_foreseen.values()} == {"large"}
-    slow = served(taught(policy(), **rates), 80, lambda chains: 0.1)
-    assert not any("large" in chain for chain in slow.values())
-
-
 def short_prompts(slot: int) -> list[RequestView]:
     """In each slot a request comes, and one that came in the last has its first token, and ends."""
     return [RequestView(f"r{slot}", 20, 20, ()), RequestView(f"r{slot - 1}", 20, 21, ())]
@@ -287,10 +282,11 @@ def backlog(slot: int) -> list[RequestView]:
     return [RequestView(f"r{i}", 20, 20, ()) for i in range(6)]
 
 
-@pytest.mark.parametrize("others", [short_prompts, backlog])
-def test_what_chains_turn_out_to_take_is_learned_though_requests_come_or_wait(
+@pytest.mark.parametrize("others", [nobody, short_prompts, backlog])
+def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another(
     others: Callable[[int], list[RequestView]],
 ) -> None:
+    """Models that share cores slow each other down: no profile says so. Also where requests come or wait beside them."""
     rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
     as_foreseen = served(taught(policy(), **rates), 80, lambda chains: 0.016, others)
     assert {chain[-1] for chain in as_foreseen.values()} == {"large"}

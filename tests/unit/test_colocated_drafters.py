@@ -222,10 +222,12 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
         decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
         return outcomes
 
-    def noting(rate: DecodeRate, began_s: float, num_tokens: int, prompts_s: float, plain_per_s: float) -> None:
+    def noting(
+        rate: DecodeRate, began_s: float, num_tokens: int, prompts_s: float, num_requests: int, plain_s: float
+    ) -> None:
         if num_tokens:
             noted.append(num_tokens)
-        note(rate, began_s, num_tokens, prompts_s, plain_per_s)
+        note(rate, began_s, num_tokens, prompts_s, num_requests, plain_s)
 
     monkeypatch.setattr(engine, "execute", executed)
     monkeypatch.setattr(DecodeRate, "note", noting)

@@ -3,8 +3,10 @@
 import resource
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 
@@ -107,6 +109,23 @@ def test_unwanted_links_are_closed(caller: Caller) -> None:
     assert any(isinstance(event, LinkDown) for event in caller.mailbox.drain()), "its own owner must hear of it, too"
     assert caller.dialer.tick(caller.now_s) is None
     listener.close()
+
+
+class _Stranger:
+    """A link of an address that was removed."""
+
+
+def test_lost_links_of_removed_addresses_are_not_kept(caller: Caller) -> None:
+    caller.turn()
+    stranger = _Stranger()
+    kept = weakref.ref(stranger)
+    caller.dialer.link_lost(cast("Link", stranger), caller.now_s)  # while another address is dialled
+    del stranger
+    for _ in range(100):
+        if caller.dialer.tick(caller.now_s) is not None:
+            break  # the dial has failed
+        caller.mailbox.wait(1.0)
+    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,12 @@ def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
     began_s = 0.0
     assert rate.over_plain is None, "before anything is known"
     for _ in range(10):
-        rate.note(began_s, 8, 0.1, 250.0)
+        rate.note(began_s, 8, 0.1, 2, 0.008)
         began_s += 0.116
     assert decoded_over_plain(rate) == pytest.approx(2.0)
     rate.interrupt()
-    rate.note(began_s + 100.0, 8, 0.0, 250.0)
-    rate.note(began_s + 100.016, 8, 0.0, 250.0)
+    rate.note(began_s + 100.0, 8, 0.0, 2, 0.008)
+    rate.note(began_s + 100.016, 8, 0.0, 2, 0.008)
     assert decoded_over_plain(rate) == pytest.approx(2.0)
 
 
@@ -87,6 +87,26 @@ def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     for batch in (1, 16, 2):
         costs.plan(batch, 0)
         assert costs.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
+
+
+def test_a_burst_does_not_count_as_fast_decoding() -> None:
+    """Rounds of a large batch have more tokens than those before, and as many over plain decoding."""
+    rate, began_s = DecodeRate(), 0.0
+    for batch in (1, 64, 1):
+        plain_s = COST.step_s(batch, 0)
+        for _ in range(100):
+            rate.note(began_s, 2 * batch, 0.0, batch, plain_s)
+            began_s += 1.25 * plain_s
+            if rate.over_plain is not None:
+                assert rate.over_plain == pytest.approx(1.6)
+
+
+def test_a_long_pause_within_a_round_hardly_counts() -> None:
+    rate, began_s = DecodeRate(), 0.0
+    for pause_s in (*[0.0] * 64, 10.0, 0.0):
+        rate.note(began_s, 2, 0.0, 1, 0.01)
+        began_s += 0.01 + pause_s
+    assert decoded_over_plain(rate) == pytest.approx(2.0, rel=0.05)
 
 
 def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:

@@ -22,7 +22,9 @@ from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
     "imagePullSecrets": [{"name": "registry"}],
-    "secrets": {name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "redisPassword", "linkToken")}
+    "secrets": {
+        name: {"name": "outrider", "key": name.lower()} for name in ("apiKeys", "operatorKeys", "redisPassword", "linkToken")
+    }
     | {"tls": {"name": "outrider-tls"}},
     "authOptions": {"secretName": "ray-token"},
     "gcsFaultTolerance": {
@@ -332,3 +334,13 @@ def test_every_alert_has_a_run_book() -> None:
 def test_documents_with_a_key_twice_are_refused() -> None:
     with pytest.raises(yaml.YAMLError, match="twice"):
         documents("a: 1\na: 2\n")
+
+
+def test_the_image_has_what_pods_expect_of_it() -> None:
+    text = (ROOT / "k8s" / "Dockerfile").read_text()
+    paths = set(re.findall(r"/opt/outrider/\w+", (CHART / "templates" / "_helpers.tpl").read_text()))
+    assert paths
+    assert paths <= set(re.findall(r"/opt/outrider/\w+", text))
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert f"--uid {values['podSecurityContext']['runAsUser']} " in text
+    assert f"ray[serve]=={values['rayVersion']}" in (ROOT / "pyproject.toml").read_text()

@@ -120,7 +120,9 @@ def test_a_file_that_scales_by_its_objectives_reaches_the_pods(tmp_path: Path) -
 
 
 def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
-    values = values_of(ROOT / "deploy" / "examples" / "multi-node.yaml", secret="mine")
+    given = load(ROOT / "deploy" / "examples" / "multi-node.yaml")
+    api = given.api.model_copy(update={"operator_keys_file": Path("operators")})
+    values = values_for(given.model_copy(update={"api": api}), Options(secret="mine"))
     config = config_of(values, tmp_path)
     service = only(render(values), "RayService")
     (volume,) = [
@@ -130,14 +132,14 @@ def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
     ]
     sources = [source["secret"] for source in volume["projected"]["sources"]]
     mounted = {item["path"]: source["name"] for source in sources for item in source["items"]}
-    assert mounted == dict.fromkeys(("api-keys", "redis-password", "link-token"), "mine") | dict.fromkeys(
+    assert mounted == dict.fromkeys(("api-keys", "operator-keys", "redis-password", "link-token"), "mine") | dict.fromkeys(
         ("tls.crt", "tls.key", "ca.crt"), "mine-tls"
     )
     assert volume["projected"]["defaultMode"] & stat.S_IRWXO == 0, "processes refuse a key that everybody may read"
     state, tls = config.cluster.state, config.cluster.tls
     assert isinstance(state, RedisStateConfig)
     assert tls is not None
-    named = [config.api.api_keys_file, state.password_file, config.cluster.token_file]
+    named = [config.api.api_keys_file, config.api.operator_keys_file, state.password_file, config.cluster.token_file]
     named += [tls.cert_file, tls.key_file, tls.ca_file]
     assert {str(path) for path in named} == {f"/etc/outrider-secrets/{file}" for file in mounted}
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from deploy.api.admission import Admission
 from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import MAX_TENANTS, Metrics
+from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
 from router.budgets import Limits
@@ -364,6 +366,22 @@ async def test_the_audit_log_has_a_line_for_each_call_and_no_text(tmp_path: Path
 def test_an_audit_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="audit_log_file"):
         AuditLog(tmp_path / "missing" / "audit")
+
+
+def test_calls_go_on_while_the_audit_log_cannot_be_opened_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = AuditLog(folder / "audit")
+    outcomes = [Outcome(name, "GET", "/v1/models", 200, 0.1, None, None) for name in ("first", "lost", "last")]
+    log.write(outcomes[0], 0.0)
+    shutil.rmtree(folder)
+    log.write(outcomes[1], 0.0)
+    assert "No such file" in capsys.readouterr().err
+    folder.mkdir()
+    log.write(outcomes[2], 0.0)
+    log.close()
+    (line,) = map(json.loads, (folder / "audit").read_text().splitlines())
+    assert line["request_id"] == "last"
 
 
 async def test_the_dashboard_shows_a_tenant_its_own_calls_and_operators_all(tmp_path: Path, file: Path) -> None:

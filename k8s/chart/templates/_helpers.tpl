@@ -212,7 +212,7 @@ spec:
       projected:
         defaultMode: 0440
         sources:
-          {{- range $file, $secret := dict "api-keys" $v.secrets.apiKeys "redis-password" $v.secrets.redisPassword "link-token" $v.secrets.linkToken }}
+          {{- range $file, $secret := dict "api-keys" $v.secrets.apiKeys "operator-keys" $v.secrets.operatorKeys "redis-password" $v.secrets.redisPassword "link-token" $v.secrets.linkToken }}
           {{- if $secret.name }}
           - secret:
               name: {{ $secret.name }}
@@ -235,7 +235,7 @@ spec:
 {{- end }}
 
 {{- define "outrider.hasSecrets" -}}
-{{- range $secret := list .Values.secrets.apiKeys .Values.secrets.redisPassword .Values.secrets.linkToken .Values.secrets.tls }}{{ if $secret.name }}yes{{ end }}{{ end }}
+{{- range $secret := list .Values.secrets.apiKeys .Values.secrets.operatorKeys .Values.secrets.redisPassword .Values.secrets.linkToken .Values.secrets.tls }}{{ if $secret.name }}yes{{ end }}{{ end }}
 {{- end }}
 
 {{/* The worker groups as one mapping under `groups`: that of the targets, and all others that are not disabled. */}}
