@@ -18,6 +18,7 @@ from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY
+from router.fair_share import SharedLimit
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
@@ -27,8 +28,6 @@ _logger.addFilter(without_messages)
 _access = logging.getLogger("deploy.api.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
-# Calls beyond those running or queued: bodies being received, answers being sent.
-SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
 _UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", SETTINGS, *page_paths()})
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -42,13 +41,15 @@ class AnswerCutOff(OutriderError):
 
 class Boundary:
     """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
-    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added."""
+    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added; the call that
+    ``request.state.holder`` holds of ``calls`` is given back."""
 
     def __init__(
         self,
         app: ASGIApp,
         metrics: Metrics,
         settings: ApiSettings,
+        calls: SharedLimit,
         tracing: "Tracing | None" = None,
         audit: AuditLog | None = None,
     ) -> None:
@@ -57,8 +58,9 @@ class Boundary:
         self._tracing = tracing
         self._metrics = metrics
         self._retry_after_s = settings.retry_after_s
-        self._max_calls = settings.max_concurrent + settings.max_queued + SPARE_CALLS
-        self._num_calls = 0
+        self._calls = calls
+        self._max_calls = settings.max_calls
+        self._num_calls = 0  # with those whose tenant is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,6 +106,8 @@ class Boundary:
             self._metrics.in_flight.dec(counted)
             status = status or CLIENT_CLOSED_REQUEST
             self._metrics.requests.labels(_endpoint(scope), status).inc()
+            if (holder := state.get("holder")) is not None:
+                self._calls.give_back(holder, 1)
             if counted:
                 duration_s = time.monotonic() - arrival_s
                 ended = state.get("call"), state.get("error"), state.get("tenant", NOBODY).name
