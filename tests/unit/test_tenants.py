@@ -100,6 +100,17 @@ def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path
 
 
 @pytest.mark.parametrize(
+def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, file: Path) -> None:
+    operators = tmp_path / "operators"
+    operators.write_text("tenants:\n- {name: chat, keys: [sk-operator]}\n- {name: other, keys: [sk-other]}")
+    keys = KeyFiles(file, operators).callers
+    assert keys is not None
+    tenant, operator, other = (keys.check(f"Bearer {key}") for key in ("sk-chat", "sk-operator", "sk-other"))
+    assert (tenant.name, operator.name) == ("chat", "operator chat")
+    assert len({tenant.salt, operator.salt, other.salt}) == 3
+    assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
+
+
     ("text", "reason"),
     [
         ("tenants: []", "tenants"),
