@@ -159,6 +159,7 @@ class CallResponse(Response):
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
             self._has_begun = True
+            self._metrics.prompt_tokens.inc(self._call.num_prompt_tokens)
 
             def end() -> None:
                 self._admission.charge(tenant, self._call.num_output_tokens)  # before the next call is chosen

@@ -301,7 +301,6 @@ class Service:
         stream = bool(fields.stream)
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
-        self.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         if responds is not None:
             writer: AnswerWriter = ResponseWriter(call_id, info.name, responds, choices[0])
         else:

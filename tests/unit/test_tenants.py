@@ -261,6 +261,9 @@ async def test_the_refusal_of_a_call_that_never_fits_names_no_field_that_the_cal
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_fails_gives_back_what_it_did_not_use(tmp_path: Path, stream: bool) -> None:
     async with limited(tmp_path, lambda _: [LinkClosed("gone")], tokens_per_minute=200) as (http, _):
+        usage = running.result().json()["usage"]
+        metrics = (await http.get("/metrics")).text
+        assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics  # of the refused call none
         body = completion_body(max_tokens=150, stream=stream)
         for _ in range(4):  # each would take three quarters of the budget
             assert (await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))).status_code == 503
