@@ -16,6 +16,7 @@ from cluster.errors import InvalidField, LinkClosed
 from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.audit import AuditLog
+from deploy.api.budgets import Budgets
 from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
@@ -99,7 +100,6 @@ def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path
     assert keys.check("Bearer sk-one").salt != before.salt
 
 
-@pytest.mark.parametrize(
 def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, file: Path) -> None:
     operators = tmp_path / "operators"
     operators.write_text("tenants:\n- {name: chat, keys: [sk-operator]}\n- {name: other, keys: [sk-other]}")
@@ -111,6 +111,7 @@ def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, 
     assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
 
 
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("tenants: []", "tenants"),
@@ -193,6 +194,30 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(tmp_path: Pat
         assert 'outrider_tenant_over_budget_total{budget="requests",tenant="limited"} 1.0' in metrics
 
 
+@pytest.mark.parametrize(
+    ("per_minute", "burst_minutes", "num_taken", "reset"),
+    [
+        (60, 1.0, 0, "0s"),
+        (60_000, 1.0, 17, "17ms"),
+        (40, 1.0, 1, "1.5s"),
+        (60, 1.0, 59, "59s"),
+        (10, 6.0, 60, "6m0s"),
+        (40, 60.0, 41, "1m1.5s"),
+        (1, 60.0, 60, "1h0m0s"),
+        (1, 1440.0, 1440, "24h0m0s"),
+    ],
+)
+def test_times_of_headers_are_written_as_openai_writes_them(
+    per_minute: int, burst_minutes: float, num_taken: int, reset: str
+) -> None:
+    tenant = Tenant("a", limits=Limits(per_minute, burst_minutes=burst_minutes))
+    budgets = Budgets(lambda *_: None)
+    budgets.set_tenants([tenant])
+    for _ in range(num_taken):
+        budgets.take_request(tenant, 0.0)
+    assert dict(budgets.headers(tenant, 0.0))[b"x-ratelimit-reset-requests"] == reset.encode()
+
+
 async def test_a_tenant_over_its_budget_takes_nothing_from_another(tmp_path: Path) -> None:
     async with limited(tmp_path, requests_per_minute=1) as (http, _):
         codes = [(await http.post(CHAT, json=chat_body(), headers=auth("sk-one"))).status_code for _ in range(3)]
@@ -236,6 +261,9 @@ async def test_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
         assert len(cluster.requests) == 1
         release.set()
         assert (await running).status_code == 200
+        usage = running.result().json()["usage"]
+        metrics = (await http.get("/metrics")).text
+        assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics  # of the refused call none
         never = await http.post(COMPLETIONS, json=completion_body(max_tokens=220), headers=auth("sk-two"))
         assert (never.status_code, never.json()["error"]["code"]) == (400, "tokens_per_minute_exceeded")
 
@@ -261,9 +289,6 @@ async def test_the_refusal_of_a_call_that_never_fits_names_no_field_that_the_cal
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_fails_gives_back_what_it_did_not_use(tmp_path: Path, stream: bool) -> None:
     async with limited(tmp_path, lambda _: [LinkClosed("gone")], tokens_per_minute=200) as (http, _):
-        usage = running.result().json()["usage"]
-        metrics = (await http.get("/metrics")).text
-        assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics  # of the refused call none
         body = completion_body(max_tokens=150, stream=stream)
         for _ in range(4):  # each would take three quarters of the budget
             assert (await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))).status_code == 503
