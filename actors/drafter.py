@@ -6,7 +6,7 @@ from functools import partial
 
 from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
-from cluster.config import DrafterConfig, TlsConfig
+from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
 from drafters.loop import DrafterLoop
@@ -15,6 +15,8 @@ from engine.cpu_setup import configure_cpu
 
 
 class DrafterActor(LoopActor):
+NOT_OBSERVED = ObservabilityConfig()
+
     """Every method may be called from any thread. Processes of lookup drafters stay small: they import no torch.
 
     ``start`` fails when the drafter cannot be made or has another tokenizer than the target.
@@ -33,7 +35,9 @@ class DrafterActor(LoopActor):
         proposers: Sequence[DrafterConfig] = (),
         tls: TlsConfig | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(observability)
+        self._observability = observability
+        observability: ObservabilityConfig = NOT_OBSERVED,
         self._config = config
         self._proposers = tuple(proposers)
         self._name = name

@@ -145,7 +145,8 @@ class RaySpawner:
         else:
             replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(group, replica)
-        args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name), d.config.cluster.tls)
+        proposers = d.config.proposers_of(config.name)
+        args = (config, name, model, addresses, d.token, proposers, d.config.cluster.tls, d.config.observability)
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end(self, group: str, give_back: bool = False) -> None:
@@ -247,6 +248,7 @@ class PoolSupervisor(Supervisor):
     """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues."""
 
     def __init__(self, deployment: Deployment) -> None:
+        log_as_configured(deployment.config.observability)
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._owner: str | None = None
@@ -254,8 +256,6 @@ class PoolSupervisor(Supervisor):
     def deployment(self) -> Deployment:
         return self._deployment
 
-    def set_owner(self, name: str) -> None:
-        """Of a detached deployment: who ends it. It is unknown again after a restart."""
     def scale(self, size: FleetSize) -> FleetSize:
         """As ``resize``, asked by an operator. Raises InvalidField: the numbers follow the load, or a drafter's is fixed."""
         if (policy := self._config.scaling.policy) != "none":
@@ -266,6 +266,8 @@ class PoolSupervisor(Supervisor):
             raise InvalidField("drafter", unknown[0], reason)
         return self.resize(size)
 
+    def set_owner(self, name: str) -> None:
+        """Of a detached deployment: who ends it. It is unknown again after a restart."""
         self._owner = name
 
     def owner(self) -> str | None:

@@ -57,7 +57,7 @@ class RouterActor(LoopActor):
     """Runs a Router against the targets, slot by slot. ``remembers``: the configured state store keeps what it learns."""
 
     def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
-        super().__init__()
+        super().__init__(config.observability)
         self._config = config
         self._router = deepcopy(router)  # arrays that Ray hands over are read-only, and a policy learns in place
         self._remembers = remembers

@@ -70,7 +70,7 @@ class TargetActor(LoopActor):
     def __init__(
         self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
     ) -> None:
-        super().__init__()
+        super().__init__(config.observability)
         self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
         self._rendezvous: Rendezvous | None = None  # of a target of several ranks

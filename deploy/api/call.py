@@ -13,13 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.client import EngineClient
 from cluster.errors import Unattainable
+from cluster.logs import without_messages
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
-from deploy.api.logs import without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.sse import EventStream

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
+from cluster.logs import RequestIds, current_ids, without_messages
 from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, overloaded
-from deploy.api.logs import RequestIds, current_ids, without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
