@@ -210,6 +210,12 @@ METRICS = (
         read=lambda status: [((), float(status.table_version))],
     ),
     Metric(
+        "router_regret_ratio",
+        "histogram",
+        "By slot: share of the best drafters' tokens per second that the chosen ones miss, as the policy hedge estimates.",
+        read=lambda status: [] if status.regret is None else [((), status.regret)],
+    ),
+    Metric(
         "requests_resumed",
         "counter",
         "Continuations of requests at another target, after the loss of theirs.",
