@@ -8,15 +8,17 @@ from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
 from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
 from cluster.messages import Hello, Role
+from cluster.spans import open_spans
 from cluster.types import ModelInfo
+from drafters.draft_spans import DraftSpans
 from drafters.loop import DrafterLoop
 from drafters.sessions import SessionLimits
 from engine.cpu_setup import configure_cpu
 
-
-class DrafterActor(LoopActor):
 NOT_OBSERVED = ObservabilityConfig()
 
+
+class DrafterActor(LoopActor):
     """Every method may be called from any thread. Processes of lookup drafters stay small: they import no torch.
 
     ``start`` fails when the drafter cannot be made or has another tokenizer than the target.
@@ -34,10 +36,10 @@ NOT_OBSERVED = ObservabilityConfig()
         token: str,
         proposers: Sequence[DrafterConfig] = (),
         tls: TlsConfig | None = None,
+        observability: ObservabilityConfig = NOT_OBSERVED,
     ) -> None:
         super().__init__(observability)
         self._observability = observability
-        observability: ObservabilityConfig = NOT_OBSERVED,
         self._config = config
         self._proposers = tuple(proposers)
         self._name = name
@@ -59,8 +61,17 @@ NOT_OBSERVED = ObservabilityConfig()
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )
+        spans = open_spans(self._observability, self._name)
+        if spans is not None:
+            loop.sessions.spans = DraftSpans(spans, self._name)
+
+        def on_end() -> None:
+            self._mailbox.close()
+            if spans is not None:
+                spans.close()
+
         run = partial(loop.run, clock=time.monotonic)
-        return LoopThread(f"drafter {self._name}", run, self._mailbox.wake, on_end=self._mailbox.close)
+        return LoopThread(f"drafter {self._name}", run, self._mailbox.wake, on_end=on_end)
 
     def stalled_s(self) -> float:
         return self._mailbox.stalled_s()

@@ -83,7 +83,10 @@ class Boundary:
             await send(message)
 
         counted = scope["path"] not in _UNLIMITED
-        span = self._tracing.begin(scope) if self._tracing is not None and counted else None
+        span = None
+        if self._tracing is not None and counted:
+            span = self._tracing.begin(scope)
+            state["trace"] = self._tracing.parent_of(span)
         ids = current_ids.set(RequestIds(request_id, None if span is None else span.get_span_context().trace_id))
         self._metrics.in_flight.inc(counted)
         self._num_calls += counted
@@ -103,11 +106,11 @@ class Boundary:
             await failure.response()(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
+            if (holder := state.get("holder")) is not None:
+                self._calls.give_back(holder, 1)
             self._metrics.in_flight.dec(counted)
             status = status or CLIENT_CLOSED_REQUEST
             self._metrics.requests.labels(_endpoint(scope), status).inc()
-            if (holder := state.get("holder")) is not None:
-                self._calls.give_back(holder, 1)
             if counted:
                 duration_s = time.monotonic() - arrival_s
                 ended = state.get("call"), state.get("error"), state.get("tenant", NOBODY).name

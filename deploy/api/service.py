@@ -274,6 +274,7 @@ class Service:
             info=info,
             settings=self._settings,
             tenant=tenant.salt,
+            trace=getattr(request.state, "trace", ""),
             grammar=grammar,
         )
         options = replace(

@@ -74,7 +74,7 @@ SEEDS: tuple[Frame, ...] = (
     Ping(),
     DraftRound(
         5,
-        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt"),),
+        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt", "trace"),),
         (Extend("request-2", 8, (5, 6)),),
         (Budget("request-2", 4, 0.25, StopRule(0.1, 0.3, 0.6), 2),),
         ("request-3",),
@@ -89,7 +89,7 @@ SEEDS: tuple[Frame, ...] = (
         (OutcomeReport(5, 2, 1, 8),),
     ),
     SubmitRound(
-        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True),),
+        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace"),),
         ("request-2",),
     ),
     CommitRound(
