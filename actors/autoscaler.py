@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Protocol
 
 from actors import health
@@ -96,7 +96,7 @@ class LoadReports:
                 continue
             self._last[name] = one
             before = known.get(name, one)  # of one that is new here only what comes from now on
-            if before.served.num_arrived > one.served.num_arrived:  # another process of that name
+            if _any_falls(before, one):  # another process of that name, whose counts began at 0
                 before = TargetReport(replace(one.status, slo=()))
             served = served.plus(one.served.minus(before.served))
             num_missed += _num_missed(one) - _num_missed(before)
@@ -177,3 +177,9 @@ class Autoscaler:
 
 def _num_missed(report: TargetReport) -> int:
     return sum(one.num_answers - one.num_met + one.num_refused for one in report.status.slo)
+
+
+def _any_falls(before: TargetReport, now: TargetReport) -> bool:
+    """Of counts that only rise while a process lives."""
+    added: list[int] = [*astuple(now.served.minus(before.served)), _num_missed(now) - _num_missed(before)]
+    return min(added) < 0

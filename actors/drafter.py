@@ -6,12 +6,16 @@ from functools import partial
 
 from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
-from cluster.config import DrafterConfig, TlsConfig
+from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
 from cluster.messages import Hello, Role
+from cluster.spans import open_spans
 from cluster.types import ModelInfo
+from drafters.draft_spans import DraftSpans
 from drafters.loop import DrafterLoop
 from drafters.sessions import SessionLimits
 from engine.cpu_setup import configure_cpu
+
+NOT_OBSERVED = ObservabilityConfig()
 
 
 class DrafterActor(LoopActor):
@@ -32,8 +36,10 @@ class DrafterActor(LoopActor):
         token: str,
         proposers: Sequence[DrafterConfig] = (),
         tls: TlsConfig | None = None,
+        observability: ObservabilityConfig = NOT_OBSERVED,
     ) -> None:
-        super().__init__()
+        super().__init__(observability)
+        self._observability = observability
         self._config = config
         self._proposers = tuple(proposers)
         self._name = name
@@ -55,8 +61,17 @@ class DrafterActor(LoopActor):
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )
+        spans = open_spans(self._observability, self._name)
+        if spans is not None:
+            loop.sessions.spans = DraftSpans(spans, self._name)
+
+        def on_end() -> None:
+            self._mailbox.close()
+            if spans is not None:
+                spans.close()
+
         run = partial(loop.run, clock=time.monotonic)
-        return LoopThread(f"drafter {self._name}", run, self._mailbox.wake, on_end=self._mailbox.close)
+        return LoopThread(f"drafter {self._name}", run, self._mailbox.wake, on_end=on_end)
 
     def stalled_s(self) -> float:
         return self._mailbox.stalled_s()

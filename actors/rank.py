@@ -31,7 +31,7 @@ class RankActor(LoopActor):
     """Rank ``rank`` of a target. Every method may be called from any thread."""
 
     def __init__(self, config: Config, rank: int, node_host: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__(config.observability)
         self._config, self._rank, self._node_host = config, rank, node_host
         self._address = ""
         self._follower: Follower | None = None

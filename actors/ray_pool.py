@@ -22,11 +22,13 @@ from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
 from cluster.config import Config, DrafterConfig
-from cluster.errors import OutriderError
+from cluster.errors import InvalidField, OutriderError
+from cluster.logs import log_as_configured
 from cluster.placement import drafter_group, drafter_name, target_group, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
 from router.router import SlotReport
+from router.scaling.report import FleetSize
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,8 @@ class RaySpawner:
         else:
             replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(group, replica)
-        args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name), d.config.cluster.tls)
+        proposers = d.config.proposers_of(config.name)
+        args = (config, name, model, addresses, d.token, proposers, d.config.cluster.tls, d.config.observability)
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end(self, group: str, give_back: bool = False) -> None:
@@ -245,12 +248,23 @@ class PoolSupervisor(Supervisor):
     """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues."""
 
     def __init__(self, deployment: Deployment) -> None:
+        log_as_configured(deployment.config.observability)
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._owner: str | None = None
 
     def deployment(self) -> Deployment:
         return self._deployment
+
+    def scale(self, size: FleetSize) -> FleetSize:
+        """As ``resize``, asked by an operator. Raises InvalidField: the numbers follow the load, or a drafter's is fixed."""
+        if (policy := self._config.scaling.policy) != "none":
+            raise InvalidField("scaling.policy", policy, "decides the numbers of the running deployment, unless it is none")
+        known = self.fleet()[1]
+        if unknown := [name for name in size.num_drafters if name not in known]:
+            reason = f"must be one that has max_replicas in the running deployment: {', '.join(known) or 'there is none'}"
+            raise InvalidField("drafter", unknown[0], reason)
+        return self.resize(size)
 
     def set_owner(self, name: str) -> None:
         """Of a detached deployment: who ends it. It is unknown again after a restart."""

@@ -70,7 +70,7 @@ class TargetActor(LoopActor):
     def __init__(
         self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
     ) -> None:
-        super().__init__()
+        super().__init__(config.observability)
         self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
         self._rendezvous: Rendezvous | None = None  # of a target of several ranks
@@ -94,8 +94,11 @@ class TargetActor(LoopActor):
         set_threads(config.target.resources.threads)
         configure_cpu()
         from actors.colocated_drafters import link_colocated, load_with_colocated
+        from cluster.spans import open_spans
         from cluster.transport.factory import listen
+        from drafters.draft_spans import DraftSpans
         from engine.loading import stored_profile
+        from engine.request_spans import RequestSpans
         from engine.round import TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
@@ -123,11 +126,21 @@ class TargetActor(LoopActor):
             grammars=self._engine.grammars,
             sheds=config.slo.shed,
         )
+        spans = open_spans(config.observability, name)
+        if spans is not None:
+            self._loop.spans = RequestSpans(spans, name)
+            for drafter in colocated:
+                drafter.loop.sessions.spans = DraftSpans(spans, drafter.name)
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._loop, hello)
         self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
-        # Links end with the loop, so that no peer waits for this target.
-        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
+
+        def on_end() -> None:
+            self._listener.close()  # links end with the loop, so that no peer waits for this target
+            if spans is not None:
+                spans.close()
+
+        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=on_end)
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere

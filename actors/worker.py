@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.config import ObservabilityConfig
+from cluster.logs import log_as_configured
 from engine.gc_freeze import freeze_startup_objects
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,8 @@ class ProcessInfo:
 class LoopActor(ABC):
     """An actor that runs a loop. What can fail is done by ``start``: Ray would wrap a constructor's error."""
 
-    def __init__(self) -> None:
+    def __init__(self, observability: ObservabilityConfig) -> None:
+        log_as_configured(observability)
         self._starting = threading.Lock()
         self._started = threading.Event()
         self._thread: LoopThread | None = None

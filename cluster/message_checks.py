@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_ID_LEN = 256  # characters of a request id or a drafter's name
 MAX_PROPOSERS = 8  # drafters of a chain
 MAX_SALT_LEN = 64  # characters
+MAX_TRACE_LEN = 55  # characters of a traceparent
 MAX_COUNT = 2**24  # passes, rows or tokens per report; bounds a report's weight in the estimates
 MAX_REPORT_S = 3600.0
 MAX_UNSOUND = 16  # invalid messages after which a link is closed
@@ -123,7 +124,7 @@ def open_fault(opening: Open, vocab_size: int) -> str | None:
         return f"an opening with tokens outside the vocabulary of {vocab_size}"
     if len(opening.proposers) > MAX_PROPOSERS:
         return f"an opening with {len(opening.proposers)} proposers, at most {MAX_PROPOSERS}"
-    named = id_fault(opening.request_id) or _names_fault(opening.proposers) or _salt_fault(opening.cache_salt)
+    named = id_fault(opening.request_id) or _names_fault(opening.proposers) or _text_fault(opening)
     return named or sampling_fault(opening.sampling, vocab_size)
 
 
@@ -193,7 +194,7 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
     if request.chain is not None and len(request.chain) > MAX_PROPOSERS:
         return f"its chain names {len(request.chain)} drafters, at most {MAX_PROPOSERS} are possible"
     names = (*(request.chain or ()), *(() if request.slo.name is None else (request.slo.name,)))
-    return _names_fault(names) or _salt_fault(request.cache_salt) or sampling_fault(request.sampling, vocab_size)
+    return _names_fault(names) or _text_fault(request) or sampling_fault(request.sampling, vocab_size)
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -209,8 +210,10 @@ def id_fault(request_id: str) -> str | None:
     return None
 
 
-def _salt_fault(salt: str) -> str | None:
-    return f"a cache salt of {len(salt)} characters, at most {MAX_SALT_LEN}" if len(salt) > MAX_SALT_LEN else None
+def _text_fault(one: Open | Request) -> str | None:
+    if len(one.cache_salt) > MAX_SALT_LEN:
+        return f"a cache salt of {len(one.cache_salt)} characters, at most {MAX_SALT_LEN}"
+    return f"a trace of {len(one.trace)} characters, at most {MAX_TRACE_LEN}" if len(one.trace) > MAX_TRACE_LEN else None
 
 
 def _names_fault(names: Iterable[str]) -> str | None:

@@ -38,6 +38,7 @@ class Open:
     sampling: SamplingParams
     proposers: tuple[str, ...] = ()  # of a chain: they draft for the drafter, smallest first
     cache_salt: str = ""  # of the request
+    trace: str = ""  # of the request
 
 
 @record

@@ -53,6 +53,7 @@ class Request:
     output_token_ids: tuple[int, ...] = ()  # committed already, by a target that was lost
     cache_salt: str = ""  # only requests with the same salt share cached keys and values
     was_admitted: bool = False  # by a target that was lost: another one does not refuse it because of its load
+    trace: str = ""  # `traceparent` of the call (W3C Trace Context); "": it is not traced
 
     @property
     def committed_len(self) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 
 from cluster.config import Config
+from cluster.logs import log_json
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys
-from deploy.api.logs import log_json
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable

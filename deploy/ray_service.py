@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR, Deployment
 from cluster.config import Config, load, show
+from cluster.logs import log_as_configured
 from cluster.placement import PlacementError, drafter_name, target_name
 from deploy.api.settings import ApiSettings
 from deploy.deployment import DeployedCluster
@@ -57,6 +58,7 @@ class ClusterReplica:
     """The deployment ``cluster``. Its replica is ready when the targets are."""
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # which Serve awaits
+        log_as_configured(config.observability)
         self._config = config
         self._source = hashlib.sha256(show(config).encode()).hexdigest()
         self._name = ray.get_runtime_context().get_actor_id()

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.ray_pool import SUPERVISOR
 from cluster.config import Config
-from cluster.errors import InvalidField
+from cluster.errors import InvalidField, OutriderError
 from deploy.local_ray import LaunchError
 from router.scaling.report import FleetSize
 
@@ -30,24 +30,20 @@ def parse_drafters(texts: Sequence[str]) -> dict[str, int]:
 def scale(config: Config, num_targets: int, num_drafters: Mapping[str, int]) -> FleetSize:
     """What the running deployment will have, within the bounds of its own configuration. Returns before it is reached.
 
-    Raises LaunchError: there is no such deployment; InvalidField: a drafter does not scale.
+    Raises LaunchError: there is no such deployment; InvalidField: the deployment's own file does not allow it.
     """
     namespace, address = config.cluster.namespace, config.cluster.ray_address
     if address is None:
         raise LaunchError("cluster.ray_address must name the Ray cluster of the deployment: others cannot be reached")
-    if config.scaling.policy != "none":
-        raise LaunchError(f"scaling.policy {config.scaling.policy} decides the numbers: to change them, set it to none")
-    scaling = [drafter.name for drafter in config.drafters if drafter.scales]
-    for name in num_drafters:
-        if name not in scaling:
-            raise InvalidField("drafter", name, f"must be one with max_replicas: {', '.join(scaling) or 'there is none'}")
     try:
         ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     try:
         supervisor: Any = ray.get_actor(SUPERVISOR)
-        size: FleetSize = ray.get(supervisor.resize.remote(FleetSize(num_targets, num_drafters)), timeout=ANSWER_S)
+        size: FleetSize = ray.get(supervisor.scale.remote(FleetSize(num_targets, num_drafters)), timeout=ANSWER_S)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, OutriderError) else error) from None
     except (ValueError, RayActorError, GetTimeoutError) as error:
         raise LaunchError(f"no deployment answers in the namespace {namespace}: {error}") from error
     finally:

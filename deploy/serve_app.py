@@ -21,8 +21,8 @@ from actors.supervisor import TARGET_TIMEOUT_FACTOR
 from cluster.client import ClusterStatus
 from cluster.config import Config, PolicyConfig, SupervisionConfig
 from cluster.errors import LinkClosed
+from cluster.logs import log_as_configured
 from deploy.api.app import create_app
-from deploy.api.logs import log_json
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
@@ -48,8 +48,7 @@ class ApiReplica:
         self._client: LinkClient | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        if self._config.observability.log_format == "json":
-            log_json()
+        log_as_configured(self._config.observability)
         directory = self._directory
         assert directory.model is not None
         supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)

@@ -95,6 +95,8 @@ class DrafterLoop:
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
+        if self.sessions.spans is not None and work in ("drafted", "drafted ahead"):
+            self.sessions.spans.drafted(began_s, now_s)
         if self.sessions.outcomes is not None and work in ("drafted", "drafted ahead") and now_s > began_s:
             self.sessions.outcomes.note_step(self._num_drafting, (now_s - began_s) / self._num_steps)
         if work == "drafted":
@@ -193,6 +195,8 @@ class DrafterLoop:
         self._num_steps = max(1, *lens)
         for (one, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):
             one.take(draft, length, num_tokens)
+        if self.sessions.spans is not None:
+            self.sessions.spans.note_batch([(one.key, length) for (one, _), length in zip(batch, lens, strict=True)])
 
     def _cut_lens(self, demands: Sequence[Demand], drafted: Sequence[Sequence[float]]) -> list[int]:
         from drafters.draft_stops import DraftStops, cut_lens  # needs numpy; processes of lookups do without otherwise

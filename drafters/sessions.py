@@ -14,6 +14,7 @@ from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
 
 if TYPE_CHECKING:
+    from drafters.draft_spans import DraftSpans
     from drafters.outcome_drafts import OutcomeDrafts
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class TargetSessions:
         self._num_sessions = 0
         self.num_shadows = 0
         self.drafts_ahead = False  # a target has asked for it, so far
+        self.spans: DraftSpans | None = None  # of traced requests; None: nothing is traced
         self.outcomes: OutcomeDrafts | None = None  # of drafters that fork
         if limits.max_outcomes and drafter.capabilities.forks is not None:
             from drafters import outcome_drafts  # needs numpy; processes of lookups do without
@@ -233,6 +235,8 @@ class TargetSessions:
             num_runners_up=0 if self.outcomes is None else self.outcomes.num_runners_up,
         )
         self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling, opening.cache_salt)
+        if self.spans is not None:
+            self.spans.opened(session.key, opening)
         self._set_proposers(session.key, opening)
         peer.sessions[request_id] = session
         self._num_sessions += 1
@@ -377,3 +381,5 @@ class TargetSessions:
             self._unanswered.pop(session.key, None)
             self.unscored.pop(session.key, None)
             self._drafter.release(session.key)
+            if self.spans is not None:
+                self.spans.closed(session.key)

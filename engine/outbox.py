@@ -114,7 +114,13 @@ class DrafterOutbox:
         if sampling.grammar is not None:  # no drafter masks: its proposals are cut to what the grammar allows
             sampling = replace(sampling, grammar=None)
         self._opens[request.id] = Open(
-            request.id, tuple(sequence.token_ids), sequence.prompt_len, sampling, proposers, request.cache_salt
+            request.id,
+            tuple(sequence.token_ids),
+            sequence.prompt_len,
+            sampling,
+            proposers,
+            request.cache_salt,
+            request.trace,
         )
         self._budgets[request.id] = budget
 

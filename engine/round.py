@@ -19,6 +19,7 @@ from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
 from engine.request_checks import refusal
+from engine.request_spans import RequestSpans
 from engine.sequences import LiveSequence, Sequences
 from engine.slo_monitor import SloMonitor
 from engine.target import SpanInput, SpanOutcome, TargetEngine
@@ -90,6 +91,7 @@ class TargetLoop:
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
         self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
+        self.spans: RequestSpans | None = None  # of traced requests; None: nothing is traced
         self._engine = engine
         self._model = model
         self._cost = cost
@@ -328,6 +330,8 @@ class TargetLoop:
                 sequence.first_token_s = now_s
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
+            if self.spans is not None:
+                self.spans.note(sequence, commit, now_s)
             if sequence.draft.judgement is not None and sequence.teaches:
                 judgements[commit.request_id] = sequence.draft.judgement
             self._drafters.publish(sequence, commit, now_s)
@@ -350,6 +354,8 @@ class TargetLoop:
             self._drafters.release(sequence)
             self.telemetry.ended(len(sequence.token_ids) - sequence.prompt_len)
             self._slo.note_end()
+            if self.spans is not None:
+                self.spans.end(sequence, self._clock())
 
     def _flush(self) -> None:
         self._drafters.flush()

@@ -5,7 +5,7 @@ A policy is pure: pool and requests in, a chain per request out, once per slot.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
@@ -153,6 +153,16 @@ class AssignmentPolicy(Protocol):
 
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for a snapshot of something else; nothing is changed then."""
+
+
+@runtime_checkable
+class FullInformation(Protocol):
+    """A policy that estimates for every drafter what it would have brought."""
+
+    def regret(self) -> float | None:
+        """Of the last assignment: by which share of the tokens per second that the requests would get from the best drafter
+        of each, as estimated, those of the chosen ones fall short. Want of places, the cost of a change and exploration are
+        in it. None: there was no request."""
 
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:

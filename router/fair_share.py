@@ -1,6 +1,9 @@
-"""Whose request is next: tenants share a server by the tokens that it computed for them."""
+"""How tenants share a server: whose request is next, and how much of a bounded resource one may hold."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
+
+THRESHOLD = 2.0  # times what is free
 
 
 class TokenCounters:
@@ -31,3 +34,33 @@ class TokenCounters:
         chosen = min(waiting, key=self._served.__getitem__)
         self._last = self._served[chosen]
         return chosen
+
+
+class SharedLimit:
+    """A resource of which at most ``limit`` is held at once. Dynamic thresholds (Choudhury and Hahne, IEEE/ACM ToN 1998)
+    keep some of it free for tenants that come: one may hold THRESHOLD times what is free, so alone two thirds of all, and
+    each of n that want more 2 / (1 + 2 n).
+
+    ``is_shared``: whether there are several tenants; else one may hold all.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: Counter[str] = Counter()  # by tenant, none zero
+        self.is_shared = False
+        self.num_held = 0
+
+    def hold(self, tenant: str, amount: int) -> None:
+        self._held[tenant] += amount
+        self.num_held += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        self.num_held -= amount
+        self._held[tenant] -= amount
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def is_exceeded(self, tenant: str, least: int) -> bool:
+        """Whether what is held now is too much, for all or for ``tenant``, which may always hold ``least``."""
+        num_free = self._limit - self.num_held
+        return num_free < 0 or (self.is_shared and self._held[tenant] > max(least, THRESHOLD * num_free))

@@ -8,6 +8,7 @@ from cluster.types import RoutingTable
 from router.assignment import (
     TARGET_ONLY,
     AssignmentPolicy,
+    FullInformation,
     MemberCosts,
     Observation,
     PoolMember,
@@ -81,6 +82,10 @@ class Router:
         chain = self.policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
         self._table = RoutingTable(1, {}, (chain,), self._scorers(self._pool))
         return self._table
+
+    def regret(self) -> float | None:
+        """As `router.assignment.FullInformation`, of the last slot; None: the policy has no full information."""
+        return self.policy.regret() if isinstance(self.policy, FullInformation) else None
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
         """The table of the next slot; None: the targets have it already."""

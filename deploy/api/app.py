@@ -79,7 +79,9 @@ def create_app(
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
     _add_guarded_routes(app, service)
     _add_descriptions(app, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
-    app.add_middleware(Boundary, metrics=service.metrics, settings=settings, tracing=tracing, audit=audit)
+    app.add_middleware(
+        Boundary, metrics=service.metrics, settings=settings, calls=service.calls, tracing=tracing, audit=audit
+    )
     if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
     install_handlers(app, settings.retry_after_s)

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
+from deploy.api.tenants import NOBODY, Tenant
+from router.fair_share import SharedLimit
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -20,25 +22,32 @@ _CLOSE = {"connection": "close"}  # the rest of a body is not read, so its conne
 
 
 class BodyReader:
-    """Reads bodies within limits on size, time, and the memory of all bodies being read."""
+    """Reads bodies within limits on size, time, and the memory of all bodies being read, which tenants share."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._held = 0
+        self.held = SharedLimit(settings.max_held_bytes)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The validated fields of a call.
 
         Raises ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones); ClientGone.
         """
+        tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         self._check_headers(request)
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for part in request.stream():
-                    self._held += len(part)
+                    self.held.hold(tenant.name, len(part))
                     body += part
-                    self._check_sizes(len(body))
+                    self._check_size(len(body))
+                    if self.held.is_exceeded(tenant.name, least=len(body)):
+                        refusal = overloaded(
+                            "too many large requests at once; try again later", self._settings.retry_after_s
+                        )
+                        refusal.headers.update(_CLOSE)
+                        raise refusal
             fields, ignored = parse_body(bytes(body), model, strict=self._settings.unknown_fields == "refuse")
             request.state.ignored_fields = ignored
             return fields
@@ -48,7 +57,7 @@ class BodyReader:
         except ClientDisconnect as error:
             raise ClientGone from error
         finally:
-            self._held -= len(body)
+            self.held.give_back(tenant.name, len(body))
 
     def _check_headers(self, request: Request) -> None:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -56,16 +65,12 @@ class BodyReader:
             raise bad_request("Content-Type", f"must be application/json, got {shorten(content_type)}")
         declared = request.headers.get("content-length", "0")
         if declared.isdecimal():
-            self._check_sizes(int(declared[:20]))
+            self._check_size(int(declared[:20]))
 
-    def _check_sizes(self, num_bytes: int) -> None:
+    def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._settings.max_request_bytes:
             message = f"body: must have at most {self._settings.max_request_bytes} bytes"
             raise _unread(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, "request_too_large")
-        if self._held > self._settings.max_held_bytes:
-            refusal = overloaded("too many large requests at once; try again later", self._settings.retry_after_s)
-            refusal.headers.update(_CLOSE)
-            raise refusal
 
 
 def _unread(status: HTTPStatus, message: str, code: str) -> ApiError:

@@ -83,6 +83,11 @@ def _refusal(tenant: Tenant, per_minute: str, wait_s: float) -> ApiError:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it, rounded up to milliseconds: ``6m0s``, ``1.5s``."""
-    minutes, milliseconds = divmod(math.ceil(seconds * 1e3), 60_000)
-    return f"{f'{minutes}m' if minutes else ''}{milliseconds / 1e3:g}s"
+    """As OpenAI's headers have it, in the form of Go's durations, rounded up to milliseconds: ``17ms``, ``1.5s``, ``6m0s``,
+    ``1h0m0s``."""
+    num_ms = math.ceil(seconds * 1e3)
+    if 0 < num_ms < 1000:
+        return f"{num_ms}ms"
+    minutes, left_ms = divmod(num_ms, 60_000)
+    hours, of_hour = divmod(minutes, 60)
+    return f"{f'{hours}h' if hours else ''}{f'{of_hour}m' if minutes else ''}{left_ms / 1e3:g}s"

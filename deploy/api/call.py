@@ -13,13 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.client import EngineClient
 from cluster.errors import Unattainable
+from cluster.logs import without_messages
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
-from deploy.api.logs import without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.sse import EventStream
@@ -159,6 +159,7 @@ class CallResponse(Response):
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
             self._has_begun = True
+            self._metrics.prompt_tokens.inc(self._call.num_prompt_tokens)
 
             def end() -> None:
                 self._admission.charge(tenant, self._call.num_output_tokens)  # before the next call is chosen

@@ -11,10 +11,10 @@ from starlette.types import Receive
 
 from cluster.client import EngineClient
 from cluster.errors import LinkClosed
+from cluster.logs import frames_of
 from cluster.types import Commit
 from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ClientGone
-from deploy.api.logs import frames_of
 
 T = TypeVar("T")
 

@@ -53,9 +53,10 @@ class ApiKeys:
         return {tenant.name: tenant for tenant in self._tenants.values()}
 
     def plus(self, operators: "ApiKeys") -> "ApiKeys":
-        """These keys, and those of ``operators``, who are tenants of other names."""
+        """These keys, and those of ``operators``, who are tenants of other names and share nothing with these."""
         others = {
-            digest: replace(one, name=f"operator {one.name}", sees_all=True) for digest, one in operators._tenants.items()
+            digest: replace(one, name=f"operator {one.name}", salt=salt_of(f"operator {one.salt}"), sees_all=True)
+            for digest, one in operators._tenants.items()
         }
         return ApiKeys(others | self._tenants)
 

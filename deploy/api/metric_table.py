@@ -93,7 +93,7 @@ METRICS = (
         vllm={"request_success": ("finished_reason",)},
     ),
     # Tokens.
-    counter("prompt_tokens", "Prompt tokens.", "prompt_tokens"),
+    counter("prompt_tokens", "Prompt tokens of admitted calls.", "prompt_tokens"),
     counter("completion_tokens", "Generated tokens.", "generation_tokens"),
     counter(
         "prefix_cache_queries",
@@ -208,6 +208,12 @@ METRICS = (
         "gauge",
         "Version of the newest routing table.",
         read=lambda status: [((), float(status.table_version))],
+    ),
+    Metric(
+        "router_regret_ratio",
+        "histogram",
+        "By slot: share of the best drafters' tokens per second that the chosen ones miss, as the policy hedge estimates.",
+        read=lambda status: [] if status.regret is None else [((), status.regret)],
     ),
     Metric(
         "requests_resumed",

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
+from cluster.logs import RequestIds, current_ids, without_messages
 from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, overloaded
-from deploy.api.logs import RequestIds, current_ids, without_messages
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY
+from router.fair_share import SharedLimit
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
@@ -27,8 +28,6 @@ _logger.addFilter(without_messages)
 _access = logging.getLogger("deploy.api.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
-# Calls beyond those running or queued: bodies being received, answers being sent.
-SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
 _UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", SETTINGS, *page_paths()})
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -42,13 +41,15 @@ class AnswerCutOff(OutriderError):
 
 class Boundary:
     """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
-    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added."""
+    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added; the call that
+    ``request.state.holder`` holds of ``calls`` is given back."""
 
     def __init__(
         self,
         app: ASGIApp,
         metrics: Metrics,
         settings: ApiSettings,
+        calls: SharedLimit,
         tracing: "Tracing | None" = None,
         audit: AuditLog | None = None,
     ) -> None:
@@ -57,8 +58,9 @@ class Boundary:
         self._tracing = tracing
         self._metrics = metrics
         self._retry_after_s = settings.retry_after_s
-        self._max_calls = settings.max_concurrent + settings.max_queued + SPARE_CALLS
-        self._num_calls = 0
+        self._calls = calls
+        self._max_calls = settings.max_calls
+        self._num_calls = 0  # with those whose tenant is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +83,10 @@ class Boundary:
             await send(message)
 
         counted = scope["path"] not in _UNLIMITED
-        span = self._tracing.begin(scope) if self._tracing is not None and counted else None
+        span = None
+        if self._tracing is not None and counted:
+            span = self._tracing.begin(scope)
+            state["trace"] = self._tracing.parent_of(span)
         ids = current_ids.set(RequestIds(request_id, None if span is None else span.get_span_context().trace_id))
         self._metrics.in_flight.inc(counted)
         self._num_calls += counted
@@ -101,6 +106,8 @@ class Boundary:
             await failure.response()(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
+            if (holder := state.get("holder")) is not None:
+                self._calls.give_back(holder, 1)
             self._metrics.in_flight.dec(counted)
             status = status or CLIENT_CLOSED_REQUEST
             self._metrics.requests.labels(_endpoint(scope), status).inc()

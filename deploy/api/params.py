@@ -109,6 +109,7 @@ def make_requests(
     settings: ApiSettings,
     tenant: str,
     grammar: Grammar | None = None,
+    trace: str = "",
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
 
@@ -122,7 +123,8 @@ def make_requests(
         for i in range(fields.n or 1):
             sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
             request_id = f"{call_id}-{len(requests)}"
-            requests.append(Request(request_id, prompt.token_ids, sampling, arrival_s, slo, chain, cache_salt=salt))
+            request = Request(request_id, prompt.token_ids, sampling, arrival_s, slo, chain, cache_salt=salt, trace=trace)
+            requests.append(request)
     return requests
 
 

@@ -27,7 +27,7 @@ from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChoiceWriter
 from deploy.api.dashboard.data import DashboardData
-from deploy.api.errors import ApiError, as_api_error, bad_request, timed_out
+from deploy.api.errors import ApiError, as_api_error, bad_request, overloaded, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
@@ -55,6 +55,7 @@ from deploy.api.tenants import NOBODY, Tenant
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.tools import AnswerForm
+from router.fair_share import SharedLimit
 
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class Service:
         self._settings = settings
         self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file)
         self._budgets = Budgets(self.metrics.record_over_budget)
+        self.calls = SharedLimit(settings.max_calls)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
         self._set_tenants()
@@ -91,6 +93,10 @@ class Service:
         if self._keys.callers is None:
             return
         request.state.tenant = tenant = self._keys.callers.check(request.headers.get("authorization"))
+        self.calls.hold(tenant.name, 1)
+        request.state.holder = tenant.name
+        if self.calls.is_exceeded(tenant.name, least=1):
+            raise overloaded(f"too many calls of {tenant.name} at once; try again later", self._settings.retry_after_s)
         if request.method == "POST":  # what is polled is cheap
             try:
                 self._budgets.take_request(tenant, request.state.arrival_s)
@@ -101,6 +107,7 @@ class Service:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants
         self._budgets.set_tenants(tenants.values())
         self._admission.set_tenants(tenants)
+        self.calls.is_shared = self._bodies.held.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
         """Description of the served model; queried once."""
@@ -267,6 +274,7 @@ class Service:
             info=info,
             settings=self._settings,
             tenant=tenant.salt,
+            trace=getattr(request.state, "trace", ""),
             grammar=grammar,
         )
         options = replace(
@@ -294,7 +302,6 @@ class Service:
         stream = bool(fields.stream)
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
-        self.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         if responds is not None:
             writer: AnswerWriter = ResponseWriter(call_id, info.name, responds, choices[0])
         else:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from cluster.config import ApiConfig, ObservabilityConfig, SloConfig
 
+# Calls beyond those running or queued: bodies being received, answers being sent.
+SPARE_CALLS = 64
 _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
 _UNOBSERVED = ObservabilityConfig()
@@ -36,6 +38,11 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
     slo: SloConfig = _NO_CLASSES  # classes that calls may name
     observability: ObservabilityConfig = _UNOBSERVED
+
+    @property
+    def max_calls(self) -> int:
+        """At once."""
+        return self.max_concurrent + self.max_queued + SPARE_CALLS
 
     @classmethod
     def from_config(

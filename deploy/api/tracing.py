@@ -1,63 +1,33 @@
-"""OpenTelemetry traces of calls, sent by OTLP over HTTP. Imported where an endpoint is configured only.
+"""OpenTelemetry traces of calls. Imported where an endpoint is configured only.
 
-A call's spans are made when it ends, from times and counts that the API keeps anyway: targets and drafters do nothing for
-them. Names are those of OpenTelemetry's conventions for HTTP and generative AI; ``outrider.*`` are our own.
+A call's spans are made when it ends, from times and counts that the API keeps anyway; targets and drafters make their own,
+as children of the call's. Names are those of OpenTelemetry's conventions for HTTP and generative AI; ``outrider.*`` are our
+own.
 """
 
-import logging
 import time
 from collections.abc import Mapping
-from importlib.metadata import version as version_of
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from starlette.types import Scope
 
+from cluster.otlp import PROPAGATOR, make_provider, wall_offset_ns
 from deploy.api.answer import total_counts
 from deploy.api.call import Call
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.outcome import Outcome
 
-MAX_QUEUED_SPANS = 4096  # further ones push out the oldest
-MAX_SENT_SPANS = 512  # in one batch
-EXPORT_EVERY_S = 1.0
-EXPORT_DEADLINE_S = 2.0  # of one batch, retries included
-_PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = (b"traceparent", b"tracestate")
-_QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 
 
 class Tracing:
-    """Owns a thread that sends finished spans to ``endpoint``, the collector's base URL.
-
-    The caller's decision to sample is kept; of calls without one, ``sampled_share`` are sampled.
-    """
+    """As `cluster.otlp.make_provider`, of the process of the API."""
 
     def __init__(self, endpoint: str, sampled_share: float) -> None:
-        for name in _QUOTING_LOGGERS:  # their warnings quote the caller's headers
-            logging.getLogger(name).setLevel(logging.ERROR)
-        self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(sampled_share)),
-            resource=Resource.create({"service.name": "outrider", "service.version": version_of("outrider")}),
-            shutdown_on_exit=False,
-        )
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_DEADLINE_S)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(
-                exporter,
-                max_queue_size=MAX_QUEUED_SPANS,
-                schedule_delay_millis=EXPORT_EVERY_S * 1e3,
-                max_export_batch_size=MAX_SENT_SPANS,
-            )
-        )
+        self._provider = make_provider(endpoint, sampled_share, "api")
         self._tracer = self._provider.get_tracer("outrider")
 
     def begin(self, scope: Scope) -> Span:
@@ -68,7 +38,15 @@ class Tracing:
                 headers.setdefault(name.decode(), []).append(value.decode("latin-1"))
         # The standard: a request with several traceparents starts a new trace.
         parent = {} if len(headers.get("traceparent", ())) != 1 else {name: ",".join(one) for name, one in headers.items()}
-        return self._tracer.start_span(scope["method"], _PROPAGATOR.extract(parent, Context()), SpanKind.SERVER)
+        return self._tracer.start_span(scope["method"], PROPAGATOR.extract(parent, Context()), SpanKind.SERVER)
+
+    @staticmethod
+    def parent_of(span: Span) -> str:
+        """The `traceparent` for spans of other processes below this one; "": it is not sampled, and they make none."""
+        carrier: dict[str, str] = {}
+        if span.is_recording():
+            PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+        return carrier.get("traceparent", "")
 
     def end(self, span: Span, outcome: Outcome) -> None:
         """Ends the span, and makes those of the call's stages."""
@@ -104,7 +82,7 @@ class _Stages:
     def __init__(self, tracer: Tracer, parent: Span) -> None:
         self._tracer = tracer
         self._context = set_span_in_context(parent, Context())
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._offset_ns = wall_offset_ns()
         self._now_s = time.monotonic()
 
     def add(self, call: Call) -> None:

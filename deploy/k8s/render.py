@@ -76,7 +76,10 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
 
 
 def for_cluster(config: Config, options: Options = Options()) -> Config:
-    """The configuration for pods: devices and resources are given, each part names its pods, paths are those of pods."""
+    """The configuration for pods: devices and resources are given, each part names its pods, paths are those of pods.
+
+    A fleet that scales does so on elastic hardware: KubeRay's autoscaler adds and removes the pods of the worker groups.
+    """
     target = config.target
     device = _device(target.device, target.resources, has_model=True)
     cpus = WITH_GPU_CPUS if device == "cuda" else options.cpus
@@ -90,11 +93,15 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     tls = config.cluster.tls and _TLS
     keys = config.api.api_keys_file and Path(SECRETS, "api-keys")
     operators = config.api.operator_keys_file and Path(SECRETS, "operator-keys")
+    scaling = config.scaling
+    if scaling.policy != "none":
+        scaling = scaling.model_copy(update={"hardware": "elastic"})
     return config.model_copy(
         update={
             "target": target.model_copy(update={"device": device, "resources": resources}),
             "drafters": tuple(map(_placed, config.drafters)),
             "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
+            "scaling": scaling,
             "api": config.api.model_copy(
                 update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators}
             ),

@@ -50,11 +50,15 @@ class Hedge:
         self._acceptance = AcceptanceModel(config, np.random.default_rng(config.seed))
         self._times = RoundTimes()
         self._prices: dict[str, float] = {}
+        self._regret: float | None = None
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
         self._times.observe(drafted)
         self._acceptance.observe(drafted, scores)
+
+    def regret(self) -> float | None:
+        return self._regret
 
     def snapshot(self) -> JsonValue:
         found = {**self._acceptance.snapshot(), "rounds": self._times.snapshot()}
@@ -69,15 +73,19 @@ class Hedge:
         self._acceptance.requests.next_slot()
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
+        self._regret = None
         if requests and room.drafters:
             rows = self._acceptance.follow(requests)
-            values = self._values(requests, rows, pool, room)
+            values, rewards = self._values(requests, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
             live = np.array([not request.is_placeholder for request in requests])
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
+            if places:
+                chosen = rewards[live][np.arange(len(places)), matching.place]  # NOWHERE is the last column
+                self._regret = 1.0 - float(chosen.sum() / rewards[live].max(axis=1).sum())
             pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
             chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
             for i in np.flatnonzero(~live).tolist():
@@ -94,8 +102,11 @@ class Hedge:
                 return seat
         return TARGET_ONLY
 
-    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
-        """(requests, drafters): value of a place above plain decoding."""
+    def _values(
+        self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity
+    ) -> tuple[Floats, Floats]:
+        """(requests, drafters): value of a place above plain decoding; (requests, drafters and none): tokens per second as
+        they are estimated, without what makes requests stay or explore."""
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
         shares = self._acceptance.on_time.shares(room.drafters)
@@ -115,7 +126,7 @@ class Hedge:
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
-        return gains
+        return gains, np.column_stack((lens / round_s, np.full(len(requests), plain)))
 
     def _round_s(self, room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
         """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter: by

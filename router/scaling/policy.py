@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
+from router.estimates.exploration import Pause
 from router.scaling.demand import Demand
 from router.scaling.forecast import Forecast
-from router.scaling.report import FleetReport, FleetSize
+from router.scaling.report import FleetReport, FleetSize, Replicas
 from router.scaling.service_rates import Objectives, ServiceRates
 
 PERIOD_S = 1.0  # between reports
@@ -26,6 +27,8 @@ BUDGET_SHARE = 0.5  # of the requests that may miss their objectives, those that
 HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
 RUNNING_S = 40.0  # over which the most that ran, and that was wanted, counts for drafters
 DRAFTER_HEADROOM = 1.1
+RETRIAL_S = 600.0  # after which a drafter that was not worth its GPUs counts as unknown; doubles with each failed trial
+LONGEST_RETRIAL_S = 16 * RETRIAL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,34 @@ class _Plan:
         return self.cost > (1.0 - HYSTERESIS) * other.cost and used[0] > (1.0 - HYSTERESIS) * used[1]
 
 
+class MeasuredAcceptance:
+    """Of one drafter. Targets go on to report that of a drafter without replicas, although nothing is measured any more: it
+    then counts until RETRIAL_S have passed, and after that the prior, so that the drafter is tried again under load."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior, self._value = prior, prior
+        self._last: float | None = None  # that was reported
+        self._num_useful = 0  # plans with it since the last retrial, because of a measurement
+        self._pause = Pause(round(RETRIAL_S / PLAN_S), round(LONGEST_RETRIAL_S / PLAN_S))
+
+    def update(self, reported: float | None, replicas: Replicas) -> float | None:
+        """Before a plan, every PLAN_S: the estimate if it changes. ``reported``: None if no draft was judged yet."""
+        if reported is not None and reported != self._last and (replicas.num_ready or self._last is None):
+            self._value = self._last = reported
+        elif self._value != self._prior and not replicas.num_wanted and self._pause.count_round():
+            self._value, self._num_useful = self._prior, 0
+        else:
+            return None
+        return self._value
+
+    def is_useful(self) -> None:
+        """A plan has the drafter. If it does for RUNNING_S because of measurements, the next retrial is not delayed; plans
+        before may be of a service that was computed earlier (`demand.SERVICE_S`)."""
+        self._num_useful += self._value == self._last
+        if self._num_useful > RUNNING_S / PLAN_S:
+            self._pause.reset()
+
+
 class FleetScaler:
     """Fed with a report every ``period_s``.
 
@@ -80,6 +111,7 @@ class FleetScaler:
         self._demand = Demand(rates, objectives)
         self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment))
         self._running: deque[float] = deque(maxlen=round(RUNNING_S / PLAN_S))
+        self._measured = {name: MeasuredAcceptance(size.acceptance) for name, size in rates.drafters.items()}
         self._drafting: tuple[str, ...] = ()
         self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(RUNNING_S / PLAN_S))
         self._need = self._num_arrived = self._num_missed = self._plan_s = 0.0
@@ -92,8 +124,11 @@ class FleetScaler:
         if self._size is not None and report.now_s < self._plan_s:
             return self._size
         self._plan_s = report.now_s + PLAN_S
-        for name, acceptance in report.acceptance.items():
-            self._rates.set_acceptance(name, acceptance)
+        for name, measured in self._measured.items():
+            replicas = report.drafters.get(name, Replicas())
+            acceptance = measured.update(report.acceptance.get(name), replicas)
+            if acceptance is not None:
+                self._rates.set_acceptance(name, acceptance)
         need, self._need = self._need, 0.0
         capacity = self._forecast.add(report.now_s, need, self._num_arrived, self._num_missed)
         self._num_arrived = self._num_missed = 0.0
@@ -134,6 +169,8 @@ class FleetScaler:
             if plans[cheapest].cost >= plans[chosen].cost:
                 break
             chosen = cheapest
+        for name in chosen:
+            self._measured[name].is_useful()
         current = tuple(name for name in self._drafting if name in names)
         if set(current) != set(chosen):
             plans[current] = self._plan(report, capacity, current)

@@ -9,8 +9,7 @@ import pytest
 from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.errors import ApiError
-from deploy.api.middleware import SPARE_CALLS
-from deploy.api.settings import ApiSettings
+from deploy.api.settings import SPARE_CALLS, ApiSettings
 from tests.support.api import (
     chat_body,
     finishing,

@@ -2,35 +2,52 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
 
 import pytest
 
+from actors.drafter import DrafterActor
+from actors.rank import RankActor
+from actors.ray_pool import Deployment, PoolSupervisor, RayTargets
+from actors.router import RouterActor
+from actors.target import TargetActor
+from cluster.config import Config, ObservabilityConfig
 from cluster.errors import LinkClosed
+from cluster.logs import PACKAGES, JsonFormatter, log_json
 from cluster.types import Request
-from deploy.api.logs import JsonFormatter, log_json
+from router.policies import build_policy, build_pool
+from router.router import Router
 from tests.support.api import chat_body, serving
 from tests.support.asgi import CHAT, answering
 from tests.support.scripted import Step
+from tests.support.toys import MODEL
 
+NO_TARGETS = RayTargets(())
 MARKER = "marker-in-prompt"
 MESSAGES = [{"role": "user", "content": MARKER}]
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
-    """What JSON logs write to stderr."""
+def stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
+    """As it was before a process has begun to write JSON."""
     stream = StringIO()
-    loggers = [logging.getLogger(name) for name in ("actors", "cluster", "engine", "deploy")]
+    loggers = [logging.getLogger(name) for name in PACKAGES]
     before = [(logger, logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     monkeypatch.setattr("sys.stderr", stream)
-    log_json()
     yield stream
     for logger, level, propagate, handlers in before:
         logger.setLevel(level)
         logger.propagate, logger.handlers = propagate, handlers
+
+
+@pytest.fixture
+def written(stderr: StringIO) -> StringIO:
+    """What JSON logs write to stderr."""
+    log_json()
+    return stderr
 
 
 def lines(written: StringIO) -> list[dict[str, Any]]:
@@ -65,6 +82,27 @@ async def test_lines_outside_of_requests_have_no_id(written: StringIO) -> None:
         await http.post(CHAT, json=chat_body())
     logging.getLogger("deploy").warning("elsewhere")
     assert "request_id" not in lines(written)[-1]
+
+
+JSON = Config(observability=ObservabilityConfig(log_format="json"))
+PROCESSES: dict[str, Callable[[Config], object]] = {
+    "target": lambda config: TargetActor(config, "target-0", "memory://logs", ""),
+    "rank": lambda config: RankActor(config, 1, lambda: "127.0.0.1"),
+    "router": lambda config: RouterActor(config, Router(build_policy(config.router.policy), build_pool(config)), NO_TARGETS),
+    "drafter": lambda config: DrafterActor(config.drafters[0], "a", MODEL, (), "", observability=config.observability),
+    "supervisor": lambda config: PoolSupervisor(Deployment(config, {}, "/folder", "")),
+}
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("package", ["drafters.loop", "router.estimates.drift", "profiler.profile_store", "engine.round"])
+async def test_every_process_of_the_deployment_writes_json_if_asked(process: str, package: str, stderr: StringIO) -> None:
+    with redirect_stderr(stderr):
+        PROCESSES[process](Config())
+        logging.getLogger(package).info("as text, or not at all")
+        PROCESSES[process](JSON)
+    logging.getLogger(package).info("a line")
+    assert [(line["logger"], line["message"]) for line in lines(stderr)] == [(package, "a line")]
 
 
 def defect(request: Request) -> list[Step]:

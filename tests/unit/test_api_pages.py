@@ -11,9 +11,8 @@ import pytest
 
 from cluster.config import ApiConfig
 from cluster.errors import LinkClosed
-from deploy.api.middleware import SPARE_CALLS
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deploy.api.settings import ApiSettings
+from deploy.api.settings import SPARE_CALLS, ApiSettings
 from tests.support.api import chat_body, serving
 
 CHAT = "/v1/chat/completions"

@@ -200,7 +200,8 @@ def test_a_collector_that_fails_harms_no_call(status: int | None) -> None:
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "deploy.api.tracing", raising=False)
+    for name in ("deploy.api.tracing", "cluster.otlp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(InvalidField, match=r"observability.otlp_endpoint: needs opentelemetry.*outrider\[tracing\]"):
         check_tracing(ObservabilityConfig(otlp_endpoint="http://127.0.0.1:4318"))

@@ -198,6 +198,16 @@ def test_a_target_that_was_restarted_counts_from_zero() -> None:
     assert loads.report(2.0, [_report(arrived=2)], FLEET).num_arrived == 2
 
 
+def test_no_count_is_negative_after_a_restart_whose_arrivals_hide_it() -> None:
+    """More arrive at the new process within a period than had arrived at the old one."""
+    loads = LoadReports(CONFIG)
+    loads.report(1.0, [_report(arrived=3, num_answers=9, num_met=4)], FLEET)
+    flood = replace(_report(arrived=7, num_answers=2, num_met=1), served=ServedCounts(num_arrived=7, num_prompt_tokens=70))
+    report = loads.report(2.0, [flood], FLEET)
+    counts = (report.num_arrived, report.num_prompt_tokens, report.num_ended, report.num_output_tokens, report.num_missed)
+    assert counts == (7, 70, 0, 0, 1)
+
+
 def test_a_silent_target_is_as_busy_as_it_was_and_a_lost_one_is_not() -> None:
     loads = LoadReports(CONFIG)
     loads.report(1.0, [_report(arrived=7)], FLEET)

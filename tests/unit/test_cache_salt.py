@@ -109,3 +109,6 @@ def test_a_salt_has_a_limit() -> None:
     assert open_fault(Open("r", (1,), 1, SAMPLING, cache_salt=longest), 9) is None
     assert "salt" in str(request_fault(Request("r", (1,), SAMPLING, 0.0, cache_salt=longest + "s"), 9))
     assert "salt" in str(open_fault(Open("r", (1,), 1, SAMPLING, cache_salt=longest + "s"), 9))
+    assert request_fault(Request("r", (1,), SAMPLING, 0.0, trace="t" * 55), 9) is None
+    assert "trace" in str(request_fault(Request("r", (1,), SAMPLING, 0.0, trace="t" * 56), 9))
+    assert "trace" in str(open_fault(Open("r", (1,), 1, SAMPLING, trace="t" * 56), 9))

@@ -1,6 +1,7 @@
-"""Tenants that cannot starve each other: whose call is admitted next, and whose is refused."""
+"""Tenants that cannot starve each other: whose call is admitted next, whose is refused, and who holds how much."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.errors import ApiError
 from deploy.api.keys import ApiKeys
-from deploy.api.settings import ApiSettings
-from router.fair_share import TokenCounters
+from deploy.api.settings import SPARE_CALLS, ApiSettings
+from router.fair_share import SharedLimit, TokenCounters
 from tests.support.api import chat_body, completion_body, finishing, serving, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import Step
@@ -158,3 +159,73 @@ async def test_the_tokens_of_an_answer_count_before_the_next_call_is_chosen(tmp_
         release.set()
         assert await asyncio.gather(*calls) == [200, 200, 200]
     assert order == [11, 200, 13, 12]
+
+
+def _take_all(limit: SharedLimit, tenant: str) -> int:
+    """How many ``tenant`` holds when it takes one after the other until one is too much."""
+    num = 0
+    while True:
+        limit.hold(tenant, 1)
+        if limit.is_exceeded(tenant, least=1):
+            limit.give_back(tenant, 1)
+            return num
+        num += 1
+
+
+def test_a_tenant_leaves_something_free_for_others() -> None:
+    limit = SharedLimit(300)
+    assert _take_all(limit, "alone") == 300  # there is no other one
+    limit.give_back("alone", 300)
+    limit.is_shared = True
+    assert [_take_all(limit, name) for name in ("first", "second")] == [200, 66]
+    held = {"first": 200, "second": 66}
+    for turn in range(20):  # as calls end and others come, the shares become alike
+        for name in held:
+            limit.give_back(name, 20)
+            held[name] -= 20
+        for name in sorted(held, reverse=turn % 2 == 0):
+            held[name] += _take_all(limit, name)
+    assert held == {"first": pytest.approx(120, abs=30), "second": pytest.approx(120, abs=30)}
+    assert limit.num_held == sum(held.values()) < 300
+
+
+def test_a_tenant_may_always_hold_the_least_unless_nothing_is_free() -> None:
+    limit = SharedLimit(100)
+    limit.is_shared = True
+    limit.hold("first", 60)
+    limit.hold("second", 38)
+    assert limit.is_exceeded("second", least=1)
+    assert not limit.is_exceeded("second", least=38)
+    limit.hold("third", 3)
+    assert limit.is_exceeded("third", least=3)
+
+
+async def test_a_tenant_can_take_neither_all_calls_nor_all_memory_of_bodies(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-flood\nsk-other\n")
+    limits = {"max_concurrent": 1, "max_queued": 1, "max_sequences": 1, "max_n": 1}
+    ended = asyncio.Event()
+
+    async def endless(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b" " * num_bytes
+        await ended.wait()
+        yield b"{}"
+
+    async def flood(num_calls: int, num_bytes: int, **settings: int) -> tuple[int, int]:
+        """How many of ``sk-flood``'s calls are refused, and the status of a call of the other tenant meanwhile."""
+        headers = {"content-type": "application/json", "authorization": "Bearer sk-flood"}
+        ended.clear()
+        async with serving(api_keys_file=file, **limits, **settings) as (http, _):
+            bodies = [endless(num_bytes) for _ in range(num_calls)]
+            calls = [asyncio.create_task(http.post(CHAT, content=body, headers=headers)) for body in bodies]
+            seen = f'outrider_requests_total{{endpoint="{CHAT}",status="429"}}'
+            while seen not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            other = await http.post(CHAT, json=chat_body(), headers={"authorization": "Bearer sk-other"})
+            ended.set()
+            return [answer.status_code for answer in await asyncio.gather(*calls)].count(429), other.status_code
+
+    num_refused, status = await flood(2 + SPARE_CALLS, 1)
+    assert (num_refused, status) == ((2 + SPARE_CALLS) // 3, 200)
+    num_refused, status = await flood(9, 1000, max_held_bytes=9100, max_request_bytes=4000)
+    assert (num_refused, status) == (3, 200)

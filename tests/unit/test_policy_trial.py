@@ -66,7 +66,10 @@ def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     assert chains[:3] == [("ngram",), (), ("ngram",)], "the file's policy, the trial, the file's again"
     assert chains[-1] == ("ngram",)
     assert target.tables[-1][1] == "fixed"
-    assert actor.report().trial_left_s is None
+    report = actor.report()
+    assert report.trial_left_s is None
+    assert report.regret is not None
+    assert sum(report.regret.counts) == 1, "of the one slot in which hedge routed"
 
 
 async def _ask(cluster: Any, body: dict[str, object] | None, headers: dict[str, str], folder: Path, **given: Any) -> Any:

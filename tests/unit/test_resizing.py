@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from actors import ray_groups, resizer
 from actors.drafter_loader import SILENT
+from actors.ray_pool import Deployment, PoolSupervisor
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import TargetStatus
@@ -276,15 +279,46 @@ def test_bounds_that_cannot_hold_are_refused(text: str, said: str) -> None:
         parse(text, Config, "test.yaml")
 
 
-def test_the_command_names_drafters_by_number_and_refuses_those_that_do_not_scale() -> None:
+def test_the_command_names_drafters_by_number_and_needs_an_address() -> None:
     assert parse_drafters(["ngram=2", "suffix=0"]) == {"ngram": 2, "suffix": 0}
     with pytest.raises(InvalidField, match="must be NAME=NUMBER"):
         parse_drafters(["ngram"])
     with pytest.raises(LaunchError, match=r"cluster\.ray_address must name"):
         scale(CONFIG, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("running", "said"),
+    [
+        ({"scaling": ScalingConfig(policy="outrider")}, "scaling.policy: decides the numbers of the running deployment"),
+        ({"drafters": ()}, "drafter: must be one that has max_replicas in the running deployment: there is none"),
+    ],
+)
+def test_the_running_deployment_decides_whether_the_command_may(
+    running: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the command allows it in each case."""
     joined = CONFIG.model_copy(update={"cluster": CONFIG.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})
-    with pytest.raises(InvalidField, match="must be one with max_replicas: ngram"):
-        scale(joined, 2, {"suffix": 1})
-    followed = joined.model_copy(update={"scaling": ScalingConfig(policy="outrider")})
-    with pytest.raises(LaunchError, match=r"scaling\.policy outrider decides"):
-        scale(followed, 2, {})
+    supervisor = PoolSupervisor(Deployment(CONFIG.model_copy(update=running), {}, "/folder", "token"))
+
+    class Handle:
+        """Of an actor whose errors Ray wraps."""
+
+        @property
+        def scale(self) -> "Handle":
+            return self
+
+        def remote(self, size: FleetSize) -> FleetSize:
+            try:
+                return supervisor.scale(size)
+            except InvalidField as error:
+                raise RayTaskError("scale", "", error).as_instanceof_cause() from None
+
+    fake = SimpleNamespace(
+        init=lambda **_: None, shutdown=lambda: None, get_actor=lambda _: Handle(), get=lambda answer, timeout: answer
+    )
+    monkeypatch.setattr("deploy.scale.ray", fake)
+    with pytest.raises(InvalidField) as raised:
+        scale(joined, 2, {"ngram": 1})
+    assert str(raised.value).startswith(said)
+    assert not isinstance(raised.value, RayTaskError)

@@ -8,7 +8,7 @@ import pytest
 from router.cost_model import TableCost
 from router.scaling.demand import Demand
 from router.scaling.forecast import DAY_S, SLOT_S, DayProfile, Forecast
-from router.scaling.policy import FleetLimits, FleetScaler
+from router.scaling.policy import RETRIAL_S, FleetLimits, FleetScaler
 from router.scaling.report import FleetReport, FleetSize, Replicas
 from router.scaling.service_rates import DrafterSize, Objectives, ServiceRates, TargetSize, Workload
 
@@ -289,3 +289,46 @@ def test_a_drafter_is_wanted_by_the_acceptance_that_was_measured() -> None:
     assert driven.drafters["good"] == 0
     driven.acceptance = {"good": 0.8}
     assert driven.play(8.0, 120).num_drafters["good"] > 0
+
+
+def trial_times(driven: Driven, seconds: int, acceptance_of_trial: float, load: float = 8.0) -> list[int]:
+    """Seconds at which replicas of "good" appear, while the targets keep reporting what was last measured of it."""
+    starts, ran = [], False
+    for second in range(seconds):
+        driven.play(load, 1)
+        runs = driven.drafters["good"] > 0
+        if runs and not ran:
+            starts.append(second)
+        elif runs:  # drafts are judged
+            driven.acceptance = {"good": acceptance_of_trial + 1e-12 * second}
+        ran = runs
+    return starts
+
+
+def test_a_drafter_that_was_not_worth_it_is_tried_again_with_growing_pauses() -> None:
+    driven = Driven(MANY, good=GOOD)
+    driven.play(8.0, 900)
+    driven.acceptance = {"good": 0.0}
+    driven.play(8.0, 300)
+    assert driven.drafters["good"] == 0
+    first, second, third = trial_times(driven, 6000, acceptance_of_trial=0.0)[:3]
+    assert first <= RETRIAL_S
+    assert third - second > 1.5 * (second - first)
+
+
+def test_a_trial_that_succeeds_brings_the_drafter_back() -> None:
+    driven = Driven(MANY, good=GOOD)
+    driven.play(8.0, 900)
+    driven.acceptance = {"good": 0.0}
+    driven.play(8.0, 300)
+    assert len(trial_times(driven, 3000, acceptance_of_trial=0.8)) == 1
+    assert driven.drafters["good"] > 0
+
+
+def test_without_load_nothing_is_tried() -> None:
+    driven = Driven(MANY, good=GOOD)
+    driven.play(8.0, 900)
+    driven.acceptance = {"good": 0.0}
+    driven.play(0.0, 300)
+    assert trial_times(driven, 3000, acceptance_of_trial=0.0, load=0.0) == []
+    assert trial_times(driven, 300, acceptance_of_trial=0.0) != []  # the control

@@ -17,6 +17,7 @@ from cluster.errors import InvalidField, LinkClosed
 from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.audit import AuditLog
+from deploy.api.budgets import Budgets
 from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.outcome import Outcome
@@ -99,6 +100,17 @@ def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path
     keys = ApiKeys.from_file(path)
     assert keys.check("Bearer sk-two").salt == before.salt
     assert keys.check("Bearer sk-one").salt != before.salt
+
+
+def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, file: Path) -> None:
+    operators = tmp_path / "operators"
+    operators.write_text("tenants:\n- {name: chat, keys: [sk-operator]}\n- {name: other, keys: [sk-other]}")
+    keys = KeyFiles(file, operators).callers
+    assert keys is not None
+    tenant, operator, other = (keys.check(f"Bearer {key}") for key in ("sk-chat", "sk-operator", "sk-other"))
+    assert (tenant.name, operator.name) == ("chat", "operator chat")
+    assert len({tenant.salt, operator.salt, other.salt}) == 3
+    assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
 
 
 @pytest.mark.parametrize(
@@ -184,6 +196,30 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(tmp_path: Pat
         assert 'outrider_tenant_over_budget_total{budget="requests",tenant="limited"} 1.0' in metrics
 
 
+@pytest.mark.parametrize(
+    ("per_minute", "burst_minutes", "num_taken", "reset"),
+    [
+        (60, 1.0, 0, "0s"),
+        (60_000, 1.0, 17, "17ms"),
+        (40, 1.0, 1, "1.5s"),
+        (60, 1.0, 59, "59s"),
+        (10, 6.0, 60, "6m0s"),
+        (40, 60.0, 41, "1m1.5s"),
+        (1, 60.0, 60, "1h0m0s"),
+        (1, 1440.0, 1440, "24h0m0s"),
+    ],
+)
+def test_times_of_headers_are_written_as_openai_writes_them(
+    per_minute: int, burst_minutes: float, num_taken: int, reset: str
+) -> None:
+    tenant = Tenant("a", limits=Limits(per_minute, burst_minutes=burst_minutes))
+    budgets = Budgets(lambda *_: None)
+    budgets.set_tenants([tenant])
+    for _ in range(num_taken):
+        budgets.take_request(tenant, 0.0)
+    assert dict(budgets.headers(tenant, 0.0))[b"x-ratelimit-reset-requests"] == reset.encode()
+
+
 async def test_a_tenant_over_its_budget_takes_nothing_from_another(tmp_path: Path) -> None:
     async with limited(tmp_path, requests_per_minute=1) as (http, _):
         codes = [(await http.post(CHAT, json=chat_body(), headers=auth("sk-one"))).status_code for _ in range(3)]
@@ -227,6 +263,9 @@ async def test_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
         assert len(cluster.requests) == 1
         release.set()
         assert (await running).status_code == 200
+        usage = running.result().json()["usage"]
+        metrics = (await http.get("/metrics")).text
+        assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics  # of the refused call none
         never = await http.post(COMPLETIONS, json=completion_body(max_tokens=220), headers=auth("sk-two"))
         assert (never.status_code, never.json()["error"]["code"]) == (400, "tokens_per_minute_exceeded")
 

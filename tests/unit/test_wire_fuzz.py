@@ -74,7 +74,7 @@ SEEDS: tuple[Frame, ...] = (
     Ping(),
     DraftRound(
         5,
-        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt"),),
+        (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt", "trace"),),
         (Extend("request-2", 8, (5, 6)),),
         (Budget("request-2", 4, 0.25, StopRule(0.1, 0.3, 0.6), 2),),
         ("request-3",),
@@ -89,7 +89,7 @@ SEEDS: tuple[Frame, ...] = (
         (OutcomeReport(5, 2, 1, 8),),
     ),
     SubmitRound(
-        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True),),
+        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace"),),
         ("request-2",),
     ),
     CommitRound(
@@ -293,3 +293,16 @@ def test_a_frame_of_too_many_parts_is_refused_before_any_is_decoded(kind: str, p
     getattr(most, kind).MergeFromString(part)
     with pytest.raises(WireError, match=f"at most {MAX_PARTS}"):
         decode(most.SerializeToString())
+
+
+def test_the_limit_counts_every_list_of_messages() -> None:
+    """Those of a frame, and the only one within another. Numbers and texts are bounded by the bytes of a frame."""
+
+    def nested(message: Descriptor, is_listed: bool) -> Iterator[str]:
+        for field in message.fields:
+            if field.message_type is not None:
+                if is_listed and field.is_repeated:
+                    yield f"{message.name}.{field.name}"
+                yield from nested(field.message_type, is_listed or field.is_repeated)
+
+    assert set(nested(wire.Frame.DESCRIPTOR, is_listed=False)) == {"LevelReport.verified"}

@@ -7,7 +7,10 @@ import traceback
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-_PACKAGES = ("actors", "cluster", "engine", "deploy")
+from cluster.config import ObservabilityConfig
+
+# Of the processes of a deployment.
+PACKAGES = ("actors", "cluster", "deploy", "drafters", "engine", "profiler", "router")
 _MAX_CAUSES = 8
 
 
@@ -54,10 +57,16 @@ def log_json() -> None:
     """Writes this process's log to stderr as JSON, from level INFO on. Access lines are of that level."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
-    for package in map(logging.getLogger, _PACKAGES):
+    for package in map(logging.getLogger, PACKAGES):
         package.setLevel(logging.INFO)
         package.addHandler(handler)
         package.propagate = False
+
+
+def log_as_configured(config: ObservabilityConfig) -> None:
+    """As ``log_json``, where ``log_format`` asks for it."""
+    if config.log_format == "json":
+        log_json()
 
 
 def frames_of(error: BaseException) -> str:
