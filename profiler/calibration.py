@@ -24,9 +24,11 @@ _FORMAT = 2
 _MARGIN = 1e-6
 MIN_RECORDS = 64  # drafts that must reach a position with all before it right
 # Prior standard deviations of log temperature, offset and margin weight: around 0 at the first position, then around the
-# position before, since neighbours err alike and late positions have few records.
+# position before, since neighbours err alike and late positions have few records. A margin means the same at each position:
+# weights that follow the few late records err on prompts of another kind.
 _FIRST_SPREAD = (0.3, 0.5, 1.0)
-_NEXT_SPREAD = (0.1, 0.05, 0.1)
+_NEXT_SPREAD = (0.1, 0.05, 0.02)
+_NEXT_SPREAD_WITH_MARGINS = (0.02, 0.05, 0.02)
 _GRID = np.geomspace(0.25, 4.0, 65)  # temperatures
 
 
@@ -200,7 +202,7 @@ def fit_temperatures(records: Records) -> TemperatureScaling:
         margins = np.zeros(len(logits)) if records.log_margins is None else records.log_margins[tried, k]
         before = _most_probable(logits, margins, records.survived(k)[tried], before, spread)
         found.append(before)
-        spread = _NEXT_SPREAD
+        spread = _NEXT_SPREAD if records.log_margins is None else _NEXT_SPREAD_WITH_MARGINS
     log_ts, offsets, weights = zip(*found, strict=True) if found else ((0.0,),) * 3
     return TemperatureScaling(tuple(np.exp(log_ts).tolist()), offsets, weights if any(weights) else (0.0,))
 
