@@ -206,8 +206,9 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "told fewer tokens: so both meet what else the machine does.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
-            "ece, auroc: of the survival of prefixes at K = 7; ece is a mean over the positions, ece_online "
-            "as the target learns it; auroc_by_position ranks prefixes of the same length only.",
+            "ece, auroc, brier: of the survival of prefixes at K = 7; ece is a mean over the positions, ece_online "
+            "as the target learns it, ece_floor what so few drafts would show if confidences were right; auroc_by_position "
+            "ranks prefixes of the same length only.",
             "acceptance.position_n: how often the nth token of a draft was right, K = 7, given that it was drafted and all "
             "before it were right.",
         ),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from drafters.replay import Round
 from profiler.calibration import Records
-from profiler.reliability import auroc, expected_calibration_error
+from profiler.reliability import auroc, calibrated_error, expected_calibration_error
 from router.estimates.survival import OnlineSurvival
 
 MIN_CASES = 30  # minimum per position for a calibration error
@@ -29,7 +29,10 @@ def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
     """Calibration of prefix survival; means over positions that at least MIN_CASES drafts reach.
 
     - ``ece``: expected calibration error of the drafter's confidences;
-    - ``ece_online``: the same after online calibration, which learns from each draft after it was judged;
+    - ``ece_floor``: what ``ece`` is expected to read with so many drafts if the confidences are right;
+    - ``brier``: mean square of the difference between prediction and outcome (0 or 1), which unlike ``ece`` also falls as
+      predictions tell drafts apart;
+    - ``ece_online``: ``ece`` after online calibration, which learns from each draft after it was judged;
     - ``auroc``: probability that a surviving prefix has a higher confidence than one that did not survive, whatever
       their lengths, so that predicting shorter ones to survive counts;
     - ``auroc_by_position``: the mean over positions of the same among prefixes of equal length.
@@ -54,6 +57,12 @@ def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
             for (k, drafts), came_true in zip(reached, outcomes, strict=True)
         ]
         figures[key] = statistics.fmean(errors) if errors else None
+    if reached:
+        figures["ece_floor"] = statistics.fmean(calibrated_error(told[drafts, k]) for k, drafts in reached)
+        squares = [
+            ((told[drafts, k] - came_true) ** 2).mean() for (k, drafts), came_true in zip(reached, outcomes, strict=True)
+        ]
+        figures["brier"] = float(statistics.fmean(squares))
     scores = [told[drafts, k] for k, drafts in reached]
     rankings = [found for pair in zip(scores, outcomes, strict=True) if (found := auroc(*pair)) is not None]
     figures["auroc_by_position"] = statistics.fmean(rankings) if rankings else None

@@ -11,7 +11,7 @@ from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
-from profiler.calibration import TemperatureScaling
+from profiler.calibration import Calibration, TemperatureScaling
 from router.assignment import NO_POSITIONS, Positions
 from router.chains import PROPOSAL_LEN
 
@@ -41,7 +41,7 @@ class ModelDrafter:
     Args:
         proposers: by pool name; a proposer with proposers may be verified in turn.
         min_survival: of uncalibrated confidences; a draft ends after the token that takes its survival below this.
-        scaling: calibrates the returned confidences, by position behind the last commit.
+        calibration: of the returned confidences, by position behind the last commit.
         clock: times the passes; None: they are not timed, and drafting costs nothing.
     """
 
@@ -52,14 +52,15 @@ class ModelDrafter:
         *,
         proposal_len: int = PROPOSAL_LEN,
         min_survival: float = 0.0,
-        scaling: TemperatureScaling | None = None,
+        calibration: Calibration | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._proposers = dict(proposers or {})
         self._proposal_len = proposal_len
         self.min_survival = min_survival
-        self._scaling = scaling
+        self._calibration = calibration
+        self._scalings: dict[str, TemperatureScaling] = {}  # by request
         self._clock = clock
         self._stops = DraftStops()
         self._proposers_of: dict[str, tuple[str, ...]] = {}  # by request, smallest first
@@ -79,6 +80,8 @@ class ModelDrafter:
         self._leave(request_id)
         self._stops.forget(request_id)
         self._model.open(request_id, token_ids, prompt_len, sampling, salt)
+        if self._calibration is not None:
+            self._scalings[request_id] = self._calibration.of(sampling.temperature)
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
         wanted = tuple(proposers)
@@ -121,9 +124,13 @@ class ModelDrafter:
 
     def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
         """As ``Forks.fork``. A branch has no proposers: it is drafted for by the model alone."""
-        return self._model.can_read(request_id, ahead) and self._model.fork(request_id, branch_id, ahead, num_more)
+        is_forked = self._model.can_read(request_id, ahead) and self._model.fork(request_id, branch_id, ahead, num_more)
+        if is_forked and request_id in self._scalings:
+            self._scalings[branch_id] = self._scalings[request_id]
+        return is_forked
 
     def adopt(self, request_id: str, branch_id: str) -> None:
+        self._scalings.pop(branch_id, None)
         self._model.adopt(request_id, branch_id)
 
     def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
@@ -136,6 +143,7 @@ class ModelDrafter:
     def release(self, request_id: str) -> None:
         self._leave(request_id)
         self._stops.forget(request_id)
+        self._scalings.pop(request_id, None)
         self._model.release(request_id)
 
     def take_levels(self, name: str) -> list[LevelReport]:
@@ -179,8 +187,9 @@ class ModelDrafter:
 
     def _finished(self, draft: _PartialDraft) -> Draft:
         confidences = tuple(draft.confidences)
-        if self._scaling is not None and confidences:
-            confidences = self._scaling.conditional(confidences, first=len(draft.demand.ahead))
+        scaling = self._scalings.get(draft.demand.request_id)
+        if scaling is not None and confidences:
+            confidences = scaling.conditional(confidences, first=len(draft.demand.ahead))
         return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences, tuple(draft.runners_up))
 
     def _draft_part(self, part: Sequence[_PartialDraft]) -> None:

@@ -133,7 +133,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from engine.kv_cache import num_blocks_for
     from engine.models.prepare import ensure_model
 
-    scaling, min_survival, output_ids = None, 0.0, None
+    calibration, min_survival, output_ids = None, 0.0, None
     if isinstance(options, LayersOptions):
         from drafters.layers import load_layers
         from drafters.shipped import find_drafter
@@ -143,7 +143,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         check_tokenizer(target_folder, site.target)
         folder, dtype = find_drafter(options.path), choose_dtype(options.dtype, site.device, allows_int8=True)
         model, output_ids = load_layers(folder, target_folder, dtype, site.device)
-        scaling = load_calibration(folder / FILE).of(0.0) if (folder / FILE).is_file() else None
+        calibration = load_calibration(folder / FILE) if (folder / FILE).is_file() else None
         min_survival = options.min_survival
     else:
         from engine.factory import load_model
@@ -158,7 +158,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,
     )
-    return ModelDrafter(small, site.proposers, min_survival=min_survival, scaling=scaling, clock=site.clock)
+    return ModelDrafter(small, site.proposers, min_survival=min_survival, calibration=calibration, clock=site.clock)
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:

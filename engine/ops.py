@@ -41,6 +41,7 @@ class GumbelArgmax(Protocol):
         keys: NDArray[np.int64],
         temperatures: NDArray[np.float32],
         floors: NDArray[np.float32] | None = None,
+        margins: NDArray[np.float32] | None = None,
         /,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The token and the largest logit of each row. Where that logit is not finite (NaN if any is), the token is void.
@@ -50,6 +51,7 @@ class GumbelArgmax(Protocol):
             keys: of the noise, [rows]; ``engine.noise.noise_keys``.
             temperatures: [rows]; 0 takes the most probable token.
             floors: [rows], the least (z - max z) / T that may be chosen.
+            margins: [rows], contiguous: filled with the score of the token less that of the next best.
         """
 
 

@@ -21,16 +21,28 @@ class Bins:
     @classmethod
     def of(cls, predictions: ArrayLike, outcomes: ArrayLike) -> "Bins":
         p, y = np.asarray(predictions, np.float64).ravel(), np.asarray(outcomes, np.float64).ravel()
-        at = np.minimum((p * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        at = _bin_of(p)
         num = np.bincount(at, minlength=NUM_BINS)
         filled = np.maximum(num, 1)
         return cls(num, np.bincount(at, p, NUM_BINS) / filled, np.bincount(at, y, NUM_BINS) / filled)
+
+
+def _bin_of(predictions: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.minimum((predictions * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 
 def expected_calibration_error(predictions: ArrayLike, outcomes: ArrayLike) -> float:
     """Mean absolute difference of predicted and observed shares, weighted by bin size (Naeini et al. 2015); 0 if empty."""
     bins = Bins.of(predictions, outcomes)
     return float(np.sum(bins.num * np.abs(bins.predicted - bins.observed)) / max(1, bins.num.sum()))
+
+
+def calibrated_error(predictions: ArrayLike) -> float:
+    """The calibration error that right predictions are expected to show by chance: in a bin with probabilities p the
+    difference is about normal with variance sum p (1 - p). 0 if empty."""
+    p = np.asarray(predictions, np.float64).ravel()
+    variances = np.bincount(_bin_of(p), p * (1.0 - p), NUM_BINS)
+    return float(np.sqrt(2.0 / np.pi * variances).sum() / max(1, len(p)))
 
 
 def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:

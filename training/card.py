@@ -24,6 +24,14 @@ _KINDS = {
 }
 _DISTILLED = "Distilled: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the first 30%"
 _STORED = "Weights are a moving average, stored as int8 with a scale per row."
+_QUALITY = ("ece", "auroc", "brier")
+_CALIBRATIONS = {
+    "before": "uncalibrated",
+    "after": "calibrated",
+    "margins": "calibrated, with margins",
+    "grid": "calibrated as in the paper",
+    "isotonic": "isotonic maps",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +84,23 @@ def write_card(folder: Path, data: CardData) -> None:
 
 def _confidences(data: CardData) -> str:
     figures = {name: f"{value:.3f}" for name, value in data.confidences.items()}
+    lowest, *others = sorted({a.temperature for a in data.trained})
     shares = [
-        f"| {title} | {figures.get(f'ece_{key}', '')} | {figures.get(f'auroc_{key}', '')} |"
-        for key, title in (
-            ("before", "uncalibrated"),
-            ("after", "calibrated"),
-            ("grid", "calibrated as in the paper"),
-            ("isotonic", "isotonic maps"),
-        )
+        f"| {temperature:g} | {title} | " + " | ".join(figures.get(f"{name}_{key}{suffix}", "") for name in _QUALITY) + " |"
+        for temperature, suffix in [(lowest, ""), *((t, f".t{t:g}") for t in others)]
+        for key, title in _CALIBRATIONS.items()
+        if f"ece_{key}{suffix}" in figures
     ]
     lines = [
         "## Confidences",
         "",
-        f"Of {data.confidences['records']:g} drafts at temperature {min(a.temperature for a in data.trained):g}, each half "
-        "of the prompts judged with the fit on the other; `calibration.json` is fitted on both. Calibration error and "
-        "AUROC refer to the survival of prefixes, and are means over the positions that enough drafts reach.",
+        f"Of {data.confidences['records']:g} drafts at temperature {lowest:g}, each half of the prompts judged with the fit "
+        "on the other; `calibration.json` is fitted on both. Right is what equals the target's choice under the same noise. "
+        "Figures refer to the survival of prefixes, and are means over the positions that enough drafts reach. A margin is "
+        "the score by which a token was chosen, noise included.",
         "",
-        "| confidences | ECE | AUROC |",
-        "|---|---:|---:|",
+        "| temperature | confidences | ECE | AUROC | Brier score |",
+        "|---:|---|---:|---:|---:|",
         *shares,
         "",
         f"![reliability]({DIAGRAM})",

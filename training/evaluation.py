@@ -16,6 +16,7 @@ from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
 from engine.dtypes import choose_dtype
+from profiler.calibration import Calibration
 from training.corpus import TargetAnswer
 from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
@@ -54,16 +55,23 @@ class ReplayedFeatures:
 
 
 def evaluate(
-    folder: Path, target: FrozenTarget, reader: HiddenStateReader, answers: Sequence[TargetAnswer], draft_len: int
+    folder: Path,
+    target: FrozenTarget,
+    reader: HiddenStateReader,
+    answers: Sequence[TargetAnswer],
+    draft_len: int,
+    calibration: Calibration | None = None,
 ) -> list[Round]:
-    """The rounds of all answers, with the temperature and noise of their generation."""
+    """The rounds of all answers, with the temperature and noise of their generation. ``calibration``: of a block drafter."""
     features = ReplayedFeatures(reader, answers)
-    drafter = _open_drafter(folder, target, features)
+    drafter = _open_drafter(folder, target, features, calibration)
     return list(replay(drafter, [_recording(answer) for answer in answers], draft_len, behind=features))
 
 
-def _open_drafter(folder: Path, target: FrozenTarget, features: ReplayedFeatures) -> Drafter:
-    """With the default dtype of serving, unlimited drafts, and uncalibrated confidences."""
+def _open_drafter(
+    folder: Path, target: FrozenTarget, features: ReplayedFeatures, calibration: Calibration | None
+) -> Drafter:
+    """With the default dtype of serving and unlimited drafts."""
     path, site = str(folder), Site(target.info, str(target.device))
     match kind_of(folder):
         case "table":
@@ -71,7 +79,9 @@ def _open_drafter(folder: Path, target: FrozenTarget, features: ReplayedFeatures
         case "layers":
             return make(LayersOptions(path=path, target=str(target.folder), min_survival=0.0), site)
     dtype = choose_dtype(DSparkOptions(path=path).dtype, target.device.type, allows_int8=True)
-    return load_dspark(folder, target.rows, dtype, target.info, target.device, features, num_blocks=_CACHE_BLOCKS)
+    return load_dspark(
+        folder, target.rows, dtype, target.info, target.device, features, num_blocks=_CACHE_BLOCKS, calibration=calibration
+    )
 
 
 def acceptance(rounds: Sequence[Round], draft_len: int, temperature: float) -> Acceptance:

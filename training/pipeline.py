@@ -15,16 +15,18 @@ from torch import Tensor
 
 from cluster.errors import InvalidField
 from drafters.dspark.config import load_dspark_config
+from drafters.replay import Round
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_frequencies
 from engine.cpu.packed import product_dtype
 from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
+from profiler.calibration import TELLING_MARGINS, log_margins
 from training.adapters import adapter_tensors, add_low_rank
 from training.batches import AnswerBatch, assemble, epoch
 from training.card import CardData, write_card
-from training.confidences import Halves, calibrate, in_halves
+from training.confidences import Halves, JudgedDraft, calibrate, in_halves
 from training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
 from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
@@ -289,7 +291,7 @@ class _Run:
             first, second = (evaluate(f, self.target, self._reader, half, draft_len) for half in halves)
             found[f].append(acceptance([*first, *second], draft_len, temperature))
             if (f, draft_len) == (folder, DRAFT_LENS[-1]):
-                drafts[temperature] = first, second
+                drafts[temperature] = self._judged(f, halves[0], first), self._judged(f, halves[1], second)
             tell(i + 1)
         out = self.options.out
         part = out.with_name(f".{out.name}.part")
@@ -307,6 +309,16 @@ class _Run:
         )
         replace_folder(part, out)
         return result
+
+    def _judged(self, folder: Path, answers: Sequence[TargetAnswer], rounds: Sequence[Round]) -> list[JudgedDraft]:
+        """``rounds``: of the answers, uncalibrated. A second replay of a block drafter tells the margins of its drafts."""
+        if kind_of(folder) != "dspark":
+            return [JudgedDraft(one.confidences, one.num_accepted) for one in rounds]
+        again = evaluate(folder, self.target, self._reader, answers, DRAFT_LENS[-1], TELLING_MARGINS)
+        return [
+            JudgedDraft(one.confidences, one.num_accepted, log_margins(margins.confidences))
+            for one, margins in zip(rounds, again, strict=True)
+        ]
 
 
 def _digest(names: Iterable[str]) -> str:

@@ -78,7 +78,7 @@ class DSparkOptions(Section):
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # A draft ends before a token whose survival probability is below this: drafting it costs as much as it gains.
-    min_survival: Fraction = 0.02
+    min_survival: Fraction = 0.015
 
 
 class TableOptions(Section):

@@ -38,6 +38,7 @@ class _DSparkSession:
     state: SamplingState
     stop_ids: frozenset[int]
     scaling: TemperatureScaling
+    margin_scaling: TemperatureScaling | None
     salt: str  # of the cache
 
 
@@ -90,8 +91,8 @@ class DSparkDrafter:
         sampling = replace(sampling, top_logprobs=None)  # not needed for drafts
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         state = SamplingState(sampling, token_ids, prompt_len)
-        scaling = self._calibration.of(sampling.temperature)
-        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, scaling, salt)
+        scalings = self._calibration.of(sampling.temperature), self._calibration.with_margins_of(sampling.temperature)
+        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, *scalings, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
@@ -140,6 +141,7 @@ class DSparkDrafter:
                 job.num_tokens,
                 session.stop_ids,
                 session.scaling,
+                session.margin_scaling,
                 least_survival=job.demand.least_survival,
             )
             for job, session in zip(part, sessions, strict=True)

@@ -22,12 +22,13 @@ from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
 # Tokens of rows: fp32 logits [rows, n], noise keys [rows], temperatures fp32 [rows].
-Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
+Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], tuple[list[int], list[float]]]  # and their margins
 
 _NUM_CANDIDATES = 64  # of a choice without a kernel
 _CPU_ROWS = 12  # of a head's product: fewer cost more per row, more do not cost less
 _UNSCALED = TemperatureScaling()
 _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
+_MAX_MARGIN = 1e3  # where no other token can be chosen it is infinite
 
 
 @dataclass(slots=True)
@@ -37,7 +38,8 @@ class Block:
     ahead: tuple[int, ...]  # tokens given for its first positions
     num_tokens: int  # to be drafted behind them, at most
     stop_ids: frozenset[int]
-    scaling: TemperatureScaling = _UNSCALED  # of the confidences, by position
+    scaling: TemperatureScaling = _UNSCALED  # of the confidences before a token is chosen, by position
+    margin_scaling: TemperatureScaling | None = None  # of those behind a choice by shared noise alone
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0  # of all tokens so far
@@ -122,8 +124,10 @@ class SequentialStage:
                 latents, state = self._markov.step(embeddings, hidden[:, k].to(embeddings.dtype), state)
                 latents = latents.to(hidden.dtype)
             confidences: Sequence[float | None] = [None] * len(blocks)
+            own: Sequence[float] = ()
             if self._confidence is not None and of_hidden is not None:
-                confidences = self._confidence.of_step(of_hidden[k], rows, [block.scaling.at(k) for block in blocks])
+                own = self._confidence.of_step(of_hidden[k], rows)
+                confidences = [_scaled(logit, block.scaling, k) for logit, block in zip(own, blocks, strict=True)]
             for block, confidence in zip(blocks, confidences, strict=True):
                 block.done |= confidence is not None and block.wants(k) and self._ends(block, confidence)
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
@@ -133,9 +137,11 @@ class SequentialStage:
                 continue
             logits = self._logits(base.at(k, active), latents, active)
             if is_fast:
-                token_ids = self._choose(logits, keys[active, k], temperatures[active])
-                for i, token_id in zip(active, token_ids, strict=True):
-                    blocks[i].add(token_id, confidences[i] or _MIN_CONFIDENCE)
+                token_ids, margins = self._choose(logits, keys[active, k], temperatures[active])
+                for i, token_id, margin in zip(active, token_ids, margins, strict=True):
+                    scaling = blocks[i].margin_scaling
+                    known = confidences[i] if scaling is None else _scaled(own[i], scaling, k, margin)
+                    blocks[i].add(token_id, known or _MIN_CONFIDENCE)
             else:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
 
@@ -218,14 +224,11 @@ class _Confidence:
         logits: list[list[float]] = (hidden.float() @ self._of_hidden + self._offset).T.tolist()
         return logits
 
-    def of_step(
-        self, of_hidden: Sequence[float], rows: NDArray[np.int64], scalings: Sequence[tuple[float, float]]
-    ) -> list[float]:
-        """Of one position: ``of_hidden`` [blocks], rows of W_1 [blocks], temperatures and offsets of the logits [blocks]."""
-        logits = of_hidden
-        if self._of_row is not None:
-            logits = [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
-        return [_sigmoid(logit / t + offset) for logit, (t, offset) in zip(logits, scalings, strict=True)]
+    def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64]) -> Sequence[float]:
+        """Logits of one position: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
+        if self._of_row is None:
+            return of_hidden
+        return [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
 
 
 def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -236,36 +239,39 @@ def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], 
     return noise_keys(seeds[:, None], positions), temperatures
 
 
-def _sigmoid(logit: float) -> float:
+def _scaled(logit: float, scaling: TemperatureScaling, position: int, margin: float = 0.0) -> float:
+    temperature, offset, weight = scaling.at(position)
+    logit = logit / temperature + offset + weight * math.log1p(min(margin, _MAX_MARGIN))
     value = 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit))))
     return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))
 
 
 def _make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
-    """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1), where no kernel is available among the most probable
-    tokens only. ``token_ids``: of the logits' columns, ascending."""
+    """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1) and its margin (``engine.ops.GumbelArgmax``), where no
+    kernel is available among the most probable tokens only. ``token_ids``: of the logits' columns, ascending."""
     kernel = ops.gumbel_argmax(token_ids)
 
-    def by_kernel(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+    def by_kernel(
+        logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]
+    ) -> tuple[list[int], list[float]]:
         assert kernel is not None
-        chosen: list[int] = kernel(logits, keys, temperatures)[0].tolist()
-        return chosen
+        margins = np.empty(len(logits), np.float32)
+        return kernel(logits, keys, temperatures, None, margins)[0].tolist(), margins.tolist()
 
-    def among_candidates(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
-        if not temperatures.any():
-            largest: list[int] = token_ids[logits.argmax(-1).cpu().numpy()].tolist()
-            return largest
+    def among_candidates(
+        logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]
+    ) -> tuple[list[int], list[float]]:
         found = logits.topk(min(_NUM_CANDIDATES, logits.shape[-1]))
         candidates = token_ids[found.indices.cpu().numpy()]
         below = found.values.float().cpu().numpy()
         below = below - below[:, :1]  # relative to the largest
-        # At temperature 0: the lowest id of the largest.
-        scores = np.where(
-            temperatures[:, None] > 0.0,
-            below / np.maximum(temperatures, 1e-6)[:, None] + gumbel(keys[:, None], candidates),
-            np.where(below == 0.0, -candidates.astype(np.float64), -np.inf),
-        )
-        chosen: list[int] = candidates[np.arange(len(candidates)), scores.argmax(-1)].tolist()
-        return chosen
+        scores = below
+        if temperatures.any():
+            noised = below / np.maximum(temperatures, 1e-6)[:, None] + gumbel(keys[:, None], candidates)
+            scores = np.where(temperatures[:, None] > 0.0, noised, below)
+        first, second = np.sort(scores, axis=-1)[:, :-3:-1].T
+        is_first = scores == first[:, None]
+        chosen = np.where(is_first, candidates, np.iinfo(np.int64).max).min(-1)  # the lowest id of equal ones
+        return chosen.tolist(), (first - second).tolist()
 
     return among_candidates if kernel is None else by_kernel

@@ -69,22 +69,23 @@ typedef struct {
 
 static inline float below(const Choice *at, float z) { return (z - at->max) / at->temperature; }
 
-/* The best after those of a block's tokens that can be better. */
-static Best look_into(const Choice *at, int64_t block, Best best) {
+/* The best after those of a block's tokens that can be better; ``left_out`` is none of them (-1: all are). */
+static Best look_into(const Choice *at, int64_t block, int64_t left_out, Best best) {
     const Head *head = at->head;
     const uint64_t bits = block_bits(at->key, head->blocks[block]);
     const double bound = ROUNDING - log(exponential(bits) / BLOCK_LEN);
     for (int64_t i = head->starts[block]; i < head->starts[block + 1]; i++) {
         const float z = below(at, logit(at->row, i));
-        if (!(z >= at->floor) || z + bound < best.score) continue;
+        if (!(z >= at->floor) || z + bound < best.score || i == left_out) continue;
         const double score = z + noise(at->key, head->token_ids[i], bits);
         if (score > best.score || (score == best.score && i < best.column)) best = (Best){score, i};
     }
     return best;
 }
 
-/* ``first``: the lowest of the most probable tokens' columns. ``highest``: of each block. */
-static int64_t winner(const Choice *at, int64_t first, const float *highest) {
+/* ``first``: the lowest of the most probable tokens' columns. ``highest``: of each block. ``margin``, or none: by how much the
+ * winner's score exceeds the next. */
+static int64_t winner(const Choice *at, int64_t first, const float *highest, float *margin) {
     const Head *head = at->head;
     const int64_t token_id = head->token_ids[first];
     Best best = {noise(at->key, token_id, block_bits(at->key, token_id / BLOCK_LEN)), first};
@@ -97,18 +98,33 @@ static int64_t winner(const Choice *at, int64_t first, const float *highest) {
         bounds[b] = z + ROUNDING - log(exponential(block_bits(at->key, head->blocks[b])) / BLOCK_LEN);
         if (likeliest < 0 || bounds[b] > bounds[likeliest]) likeliest = b;
     }
-    if (likeliest >= 0) best = look_into(at, likeliest, best);
+    if (likeliest >= 0) best = look_into(at, likeliest, -1, best);
     for (int64_t b = 0; b < head->num_blocks; b++)
-        if (b != likeliest && bounds[b] >= best.score) best = look_into(at, b, best);
+        if (b != likeliest && bounds[b] >= best.score) best = look_into(at, b, -1, best);
+    if (margin) {
+        Best next = {-INFINITY, first};
+        if (likeliest >= 0) next = look_into(at, likeliest, best.column, next);
+        for (int64_t b = 0; b < head->num_blocks; b++)
+            if (b != likeliest && bounds[b] >= next.score) next = look_into(at, b, best.column, next);
+        *margin = (float)(best.score - next.score);
+    }
     return best.column;
+}
+
+/* The largest logit beside that of column ``first``, which lies in ``block``. */
+static float second_largest(const Head *head, Row row, int64_t first, int64_t block, float *highest) {
+    const int64_t start = head->starts[block], stop = head->starts[block + 1];
+    const float before = largest(row, start, first - start), behind = largest(row, first + 1, stop - first - 1);
+    highest[block] = before > behind ? before : behind;
+    return largest((Row){highest, 1}, 0, head->num_blocks);
 }
 
 /* Logits of rows ``stride`` apart, keys, temperatures and floors [rows] -> columns and the largest logits [rows].
  *
  * Temperature 0 takes the lowest argmax. A token whose (z - max) / T is below the floor is not chosen; no floors admit all.
- * A row without a finite maximum has column 0. */
+ * A row without a finite maximum has column 0. ``margins`` [rows], or none: by how much the best score exceeds the next. */
 void gumbel_argmax(const Head *head, const void *logits, int64_t stride, int is_float, const uint64_t *keys, const float *temperatures,
-          const float *floors, int64_t *columns, float *maxima, int64_t rows, int num_threads) {
+          const float *floors, int64_t *columns, float *maxima, float *margins, int64_t rows, int num_threads) {
     const int64_t size = is_float ? (int64_t)sizeof(float) : (int64_t)sizeof(elem);
 #pragma omp parallel for num_threads(threads_for(rows * head->num_columns / 4, num_threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -118,15 +134,19 @@ void gumbel_argmax(const Head *head, const void *logits, int64_t stride, int is_
         for (int64_t b = 0; b < head->num_blocks; b++) highest[b] = largest(row, starts[b], starts[b + 1] - starts[b]);
         const float max = maxima[r] = largest((Row){highest, 1}, 0, head->num_blocks);
         columns[r] = 0;
+        if (margins) margins[r] = 0;
         if (!isfinite(max)) continue;
         int64_t block = 0;
         while (highest[block] < max) block++;
         int64_t first = starts[block];
         while (logit(row, first) < max) first++;
         columns[r] = first;
-        if (!(temperatures[r] > 0)) continue;
+        if (!(temperatures[r] > 0)) {
+            if (margins) margins[r] = max - second_largest(head, row, first, block, highest);
+            continue;
+        }
         const float temperature = temperatures[r] < LOWEST_TEMPERATURE ? LOWEST_TEMPERATURE : temperatures[r];
         const Choice at = {head, row, keys[r], max, temperature, floors ? floors[r] : -INFINITY};
-        columns[r] = winner(&at, first, highest);
+        columns[r] = winner(&at, first, highest, margins ? margins + r : NULL);
     }
 }

@@ -10,7 +10,7 @@ from engine.noise import BLOCK_LEN
 
 _SIGNATURE = (
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),  # head, logits, their stride, whether they are fp32
-    *(ctypes.c_void_p,) * 5,  # keys, temperatures, floors; columns, maxima
+    *(ctypes.c_void_p,) * 6,  # keys, temperatures, floors; columns, maxima, margins
     *(ctypes.c_int64, ctypes.c_int),  # rows, threads
 )
 
@@ -44,6 +44,7 @@ class CpuGumbelArgmax:
         keys: NDArray[np.int64],
         temperatures: NDArray[np.float32],
         floors: NDArray[np.float32] | None = None,
+        margins: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         if logits.dtype not in self._dtypes or logits.stride(-1) != 1 or logits.shape[-1] != len(self._token_ids):
             raise ValueError(f"logits of {logits.dtype} {tuple(logits.shape)}, {len(self._token_ids)} columns are expected")
@@ -61,6 +62,7 @@ class CpuGumbelArgmax:
             None if floors is None else floors.ctypes.data,
             columns.ctypes.data,
             maxima.ctypes.data,
+            None if margins is None else margins.ctypes.data,
             num_rows,
             torch.get_num_threads(),
         )

@@ -1,7 +1,7 @@
 """Random DSpark drafters for tiny targets, and features without a serving target."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ def make_dspark(
     eos_token_ids: Sequence[int] = (256,),
     model: CausalModel | None = None,
     int8: bool = False,
+    with_margins: Mapping[float, TemperatureScaling] | None = None,
 ) -> WithFeatures:
     from drafters.dspark.backbone import Backbone
     from drafters.dspark.checkpoint import load_network
@@ -123,7 +124,7 @@ def make_dspark(
     network = load_network(folder, target_rows(target_folder))
     device = torch.device("cpu")
     sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
-    calibration = Calibration({0.0: TemperatureScaling(tuple(temperatures))})
+    calibration = Calibration({0.0: TemperatureScaling(tuple(temperatures))}, with_margins or {})
     sequential = SequentialStage(network, torch.float32, device, sampler, min_survival, int8=int8)
     backbone = Backbone(network, torch.float32, device, int8=int8)
     features = PrefixFeatures(model or load_model(target_folder, "float32"), network.config.target_layer_ids)

@@ -34,6 +34,8 @@ def test_confidences_that_come_true_have_no_error() -> None:
     rounds = rounds_of(*[1, 0] * 50, drafted=1)
     figures = confidence_figures(rounds)
     assert figures["ece"] == pytest.approx(0.0)
+    assert figures["ece_floor"] == pytest.approx(0.04, abs=0.001), "of 100 tosses of a coin"
+    assert figures["brier"] == pytest.approx(0.25)
     assert figures["auroc_by_position"] == pytest.approx(0.5)
     assert figures["auroc"] == pytest.approx(0.5)
     assert confidence_figures([Round("d", (), 0, 1)]) == {}

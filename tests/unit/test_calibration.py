@@ -1,5 +1,6 @@
 """Whether calibrated confidences can be counted on, offline and online."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from profiler.calibration import (
     fit_isotonic,
     fit_temperatures,
     load_calibration,
+    log_margins,
     quality,
     save_calibration,
 )
-from profiler.reliability import auroc, expected_calibration_error, plot_reliability
+from profiler.reliability import auroc, calibrated_error, expected_calibration_error, plot_reliability
 from router.estimates.confidence_scaling import OnlineScaling
 from router.estimates.survival import OnlineSurvival
 
@@ -158,12 +160,14 @@ def test_one_draft_at_a_time_gives_what_the_table_gives() -> None:
 
 def test_a_scaling_survives_its_file(tmp_path: Path) -> None:
     calibration = Calibration({0.0: fit_temperatures(drafts(2_000, 2.0)), 0.7: TemperatureScaling((3.0,), (-0.5,))})
+    calibration = replace(calibration, with_margins={0.0: TemperatureScaling((1.0, 2.0), (0.1,), (0.7, 0.9))})
     save_calibration(calibration, tmp_path / FILE, ece=0.01, num_records=2000)
     assert load_calibration(tmp_path / FILE) == calibration
     (tmp_path / FILE).write_text('{"format": 1, "temperatures": [2.0, 1.5]}')
-    assert load_calibration(tmp_path / FILE).of(0.8) == TemperatureScaling((2.0, 1.5), (0.0, 0.0)), (
+    assert load_calibration(tmp_path / FILE).of(0.8) == TemperatureScaling((2.0, 1.5), (0.0, 0.0), (0.0, 0.0)), (
         "those without offsets are read on"
     )
+    assert load_calibration(tmp_path / FILE).with_margins_of(0.8) is None
 
 
 @pytest.mark.parametrize(
@@ -178,9 +182,40 @@ def test_no_calibration_is_one_clear_error(tmp_path: Path, content: str | None) 
 
 def test_between_two_sampling_temperatures_the_scaling_is_between() -> None:
     calibration = Calibration({0.0: TemperatureScaling((1.0, 2.0), (0.0, 0.0)), 0.8: TemperatureScaling((2.0,), (-0.4,))})
-    assert calibration.of(0.0) == TemperatureScaling((1.0, 2.0), (0.0, 0.0))
-    assert calibration.of(0.4) == TemperatureScaling((1.5, 2.0), (-0.2, -0.2))
-    assert calibration.of(1.5) == TemperatureScaling((2.0, 2.0), (-0.4, -0.4))
+    assert calibration.of(0.0) == TemperatureScaling((1.0, 2.0), (0.0, 0.0), (0.0, 0.0))
+    assert calibration.of(0.4) == TemperatureScaling((1.5, 2.0), (-0.2, -0.2), (0.0, 0.0))
+    assert calibration.of(1.5) == TemperatureScaling((2.0, 2.0), (-0.4, -0.4), (0.0, 0.0))
+
+
+def test_margins_move_confidences_by_position() -> None:
+    scaling = TemperatureScaling((1.0,), (0.5,), (2.0, 0.0))
+    survival = scaling.survival([[0.5, 0.5]], [[1.0, 1.0]])
+    first, second = 1 / (1 + np.exp(-2.5)), 1 / (1 + np.exp(-0.5))
+    np.testing.assert_allclose(survival, [[first, first * second]])
+    assert log_margins((0.9,)) == pytest.approx((np.log(9.0),))
+
+
+def test_weights_of_margins_are_found_again() -> None:
+    rng = np.random.default_rng(2)
+    logits, margins = rng.normal(0.0, 1.2, (20_000, K)), rng.exponential(1.0, (20_000, K))
+    right = rng.random(logits.shape) < 1 / (1 + np.exp(-(logits / 1.5 - 1.4 + 1.6 * margins)))
+    records = Records(1 / (1 + np.exp(-logits)), np.full(len(logits), K), np.cumprod(right, axis=1).sum(1), margins)
+    found = fit_temperatures(records)
+    assert found.temperatures[:3] == pytest.approx((1.5,) * 3, rel=0.1)
+    assert found.offsets[:3] == pytest.approx((-1.4,) * 3, abs=0.15)
+    assert found.margin_weights[:3] == pytest.approx((1.6,) * 3, abs=0.15)
+    assert worst_ece(found.survival(records.confidences, margins), records) < 0.02
+    assert fit_temperatures(replace(records, log_margins=None)).margin_weights == (0.0,)
+
+
+def test_right_predictions_show_the_error_of_chance() -> None:
+    rng = np.random.default_rng(0)
+    told = rng.beta(1.0, 2.0, 800)
+    floor = calibrated_error(told)
+    seen = [expected_calibration_error(told, rng.random(800) < told) for _ in range(200)]
+    assert floor == pytest.approx(np.mean(seen), rel=0.05)
+    assert expected_calibration_error(told, rng.random(800) < told**2) > 2 * floor, "too high ones show more"
+    assert calibrated_error([]) == 0.0
 
 
 def test_unfitted_isotonic_maps_leave_confidences_as_they_are() -> None:

@@ -100,7 +100,8 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
         return drafter.propose([Demand(name, 7) for name in prompts])
 
     raw = drafts(endless, NgramOptions())
-    save_calibration(Calibration({0.0: TemperatureScaling((2.0, 0.5, 1.5))}), trained / CALIBRATION_FILE)
+    fits = {0.0: TemperatureScaling((2.0, 0.5, 1.5)), 0.8: TemperatureScaling((3.0,), (-1.0,))}
+    save_calibration(Calibration(fits), trained / CALIBRATION_FILE)
     expected = drafts(alone)
     for proposer in (NgramOptions(), endless):
         found = drafts(alone, proposer)
@@ -108,7 +109,10 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
         for draft, own in zip(found, expected, strict=True):
             assert draft.confidences == pytest.approx(own.confidences, rel=1e-4)
     assert sum(len(draft.token_ids) for draft in expected) < sum(len(draft.token_ids) for draft in raw), "none ended early"
-    assert all(own.confidences[0] != pytest.approx(whole.confidences[0]) for own, whole in zip(expected, raw, strict=True))
+    for own, whole in zip(expected, raw, strict=True):
+        by_its_temperature = fits[temperature].conditional(whole.confidences[:1])
+        assert own.confidences[:1] == pytest.approx(by_its_temperature, rel=1e-4)
+        assert own.confidences[0] != pytest.approx(whole.confidences[0])
 
 
 def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path) -> None:

@@ -5,15 +5,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cluster.sampling_params import SamplingParams
+from drafters.dspark import sequential
 from drafters.dspark.checkpoint import load_network
 from drafters.protocol import Demand
+from engine.cpu.ops import CpuOps
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.noise import gumbel, noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
+from profiler.calibration import TemperatureScaling
 from tests.support.compiler import needs_compiler
 from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark
 from tests.support.tiny_model import write_tiny_model
@@ -73,6 +78,7 @@ class Reference:
         self.network = load_network(folder, target_rows(target))
         self.features = drafter.features
         self.sampler = Sampler(VOCAB_SIZE, (EOS,))
+        self.margins: list[float] = []  # of the last draft
 
     @torch.no_grad()
     def draft(
@@ -86,6 +92,7 @@ class Reference:
         hidden = net(features, torch.tensor(token_ids), (len(token_ids),), torch.tensor([anchor]))
         state = SamplingState(sampling, token_ids, prompt_len)
         said, confidences = list(ahead), []
+        self.margins = []
         for k in range(len(ahead), min(config.block_size, len(ahead) + num)):
             padded = [token_ids[-1], *said] + [0] * (config.block_size - k - 1)
             previous = torch.tensor([padded[: config.block_size]])
@@ -93,6 +100,12 @@ class Reference:
             logits = net.logits(hidden, latents)[0, k]
             if config.draft_token_ids is not None:
                 logits = torch.full((VOCAB_SIZE,), -torch.inf).index_copy(0, torch.tensor(config.draft_token_ids), logits)
+            z = logits.double().numpy()
+            if sampling.temperature:
+                key = noise_keys(np.array([sampling.seed], np.uint64), np.array([len(token_ids) + k]))
+                z = z / sampling.temperature + gumbel(key, np.arange(VOCAB_SIZE))
+            second, first = np.sort(z)[-2:]
+            self.margins.append(first - second)
             (chosen,) = self.sampler.choose(logits[None], [SampleSpan(state, tuple(said), 1)], want_confidences=True)
             said.append(chosen.token_ids[0])
             head = config.has_confidence
@@ -130,6 +143,37 @@ def test_drafts_are_those_of_the_network(folder: Path, target: Path, model: Caus
             token_ids += kept
             drafter.extend(demand.request_id, kept)
         drafter.check_integrity()
+
+
+@pytest.mark.parametrize("has_kernel", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
+def test_margins_under_shared_noise_enter_the_confidences(
+    sampling: SamplingParams,
+    has_kernel: bool,
+    folder: Path,
+    target: Path,
+    model: CausalModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(CpuOps, "gumbel_argmax", lambda ops, token_ids: None)
+        monkeypatch.setattr(sequential, "_NUM_CANDIDATES", VOCAB_SIZE)
+    scaling = TemperatureScaling((2.0,), (-0.3,), (0.0, 1.5))
+    plain, weighed = (make_dspark(folder, target, model=model, with_margins=m) for m in ({}, {0.0: scaling}))
+    reference = Reference(folder, target, plain)
+    tokens = text(3, 40)
+    for drafter in (plain, weighed):
+        drafter.open("a", tokens, 10, sampling)
+    (expected,), (found,) = (drafter.propose([Demand("a", BLOCK)]) for drafter in (plain, weighed))
+    reference.draft(tokens, 10, sampling, BLOCK)
+    assert found.token_ids == expected.token_ids, "confidences change no token"
+    if sampling is PENALIZED or not json.loads((folder / "config.json").read_text())["enable_confidence_head"]:
+        assert found.confidences == expected.confidences, "of edited logits no margin is known"
+        return
+    weights = np.array([0.0, *[1.5] * (BLOCK - 1)])
+    logits = np.log(np.array(expected.confidences) / (1 - np.array(expected.confidences)))
+    scaled = logits / 2.0 - 0.3 + weights * np.log1p(reference.margins)
+    assert found.confidences == pytest.approx((1 / (1 + np.exp(-scaled))).tolist(), abs=1e-3)
 
 
 def test_the_context_is_projected_once(vanilla: Path, target: Path, model: CausalModel) -> None:

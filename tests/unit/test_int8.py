@@ -256,8 +256,9 @@ def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | lis
     logits = torch.from_numpy(rng.normal(size=(12, len(ids))).astype(np.float32)) * sharpness
     seeds, positions = rng.integers(0, 2**63, 12).astype(np.uint64), rng.integers(0, 3000, 12)
     temperatures = np.array([0.0, 0.3, 1.0, 2.0] * 3, np.float32)
+    margins = np.empty(12, np.float32)
     won = CpuGumbelArgmax(build.load_library(torch.float32), torch.float32, ids)(
-        logits, noise_keys(seeds, positions), temperatures
+        logits, noise_keys(seeds, positions), temperatures, None, margins
     )[0]
     for row, token_id in enumerate(won):
         z = logits[row].double().numpy()
@@ -265,6 +266,8 @@ def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | lis
             noise = gumbel_of_few(int(seeds[row]), int(positions[row]), ids.tolist())
             z = z / float(temperatures[row]) + np.array(noise)
         assert token_id == ids[z.argmax()]
+        first, second = np.sort(z)[:-3:-1]
+        assert margins[row] == pytest.approx(first - second, abs=1e-4)
 
 
 @needs_compiler

@@ -13,9 +13,15 @@ from training.recipe import DrafterKind, TrainOptions
 
 def card(folder: Path, drafter: DrafterKind, learned: list[TargetAnswer], **options: Any) -> str:
     asked = TrainOptions("target", drafter, Path("/somewhere/mine"), Path("/somewhere/work"), **options)
-    found = Acceptance(7, 0.0, 10, 1.5, (0.5,), {"d": 1.5})
-    confidences = {"records": 100.0, "ece_before": 0.1, "ece_after": 0.02}
-    write_card(folder, CardData(asked, "target", learned, learned[:1], [found], [], {}, confidences))
+    found = [Acceptance(7, temperature, 10, 1.5, (0.5,), {"d": 1.5}) for temperature in (0.0, 0.7)]
+    confidences = {
+        "records": 100.0,
+        "ece_before": 0.1,
+        "ece_after": 0.02,
+        "ece_margins.t0.7": 0.01,
+        "brier_margins.t0.7": 0.15,
+    }
+    write_card(folder, CardData(asked, "target", learned, learned[:1], found, [], {}, confidences))
     return (folder / CARD).read_text()
 
 
@@ -29,8 +35,9 @@ def test_the_card_names_the_path_of_the_folder(drafter: DrafterKind, tmp_path: P
     assert f"kind: {drafter}, path: ./mine" in text
     assert "/somewhere" not in text
     assert ("| block |" in text) == (drafter == "dspark")
-    assert "| uncalibrated | 0.100 |  |" in text
-    assert "| calibrated | 0.020 |  |" in text
+    assert "| 0 | uncalibrated | 0.100 |  |  |" in text
+    assert "| 0 | calibrated | 0.020 |  |  |" in text
+    assert "| 0.7 | calibrated, with margins | 0.010 |  | 0.150 |" in text
 
 
 def test_the_card_describes_the_data(tmp_path: Path) -> None:
