@@ -25,6 +25,8 @@ MAX_DECODING_S = 120.0
 LENGTHS_S = 300.0  # over which lengths are averaged
 SLACK_SHARE = 0.5  # of the time to first token that may be spent waiting
 SERVICE_S = 30.0  # for which what a target serves is not computed anew
+MIN_DECODE_SHARE = 0.2  # of the time of a target, however many prompts arrive
+NUM_ROUNDS = 6
 SHARE_STEPS = 20  # to which shares of drafters are rounded
 NO_DRAFTERS: Mapping[str, float] = {}
 PRIOR_LEN = 256.0  # of prompts and outputs, until some were seen
@@ -99,3 +101,14 @@ class Demand:
         waiting = report.num_waiting * service.prefill_s / (SHORT_S + slack_s)
         decoding = max(0.0, self._num) / self._length_s * service.decode_work_s
         return max(prompts + decoding, report.num_running / service.batch) + waiting
+
+    def num_running(self, now_s: float, headroom: float) -> float:
+        """Requests that decode at once where so many times the targets that arrivals fill share them, by Little's law."""
+        service, context_len = self.service(now_s), self._served.prompt_len + self._served.output_len / 2
+        each_s = service.requests_per_s / max(1.0, headroom)
+        alone = max(MIN_DECODE_SHARE, 1.0 - each_s * service.prefill_s)
+        batch = service.batch
+        for _ in range(NUM_ROUNDS):  # from above to the fixed point: fewer requests decode faster
+            tokens_per_s = alone * self._rates.plain_tokens_per_s(batch, batch * context_len)
+            batch = min(service.batch, each_s * self._served.output_len / tokens_per_s)
+        return max(0.0, self._num) / max(self._length_s, 1.0) * batch / each_s

@@ -9,16 +9,22 @@ and refused (full information, as `router/policies/hedge.py` judges drafters). A
 targets. What it would have had ready is the least that it wanted within the start-up time. It pays for what it wants, from
 the moment of wanting it, and refuses the share of requests by which the need exceeds what is ready.
 
-The cheapest expert whose share of refused requests keeps within the error budget decides. Three things correct that share:
+The cheapest expert whose share of refused requests keeps within the error budget decides. That share is the greater of two:
 
-- a prior, which counts as much as an hour of requests: the load doubles suddenly once an hour;
-- one refused request, so that few requests prove little (Laplace's rule of succession);
-- the *bias*: objectives that were really missed over those foreseen of the experts that decided.
+- *foreseen*: the refusals above, by the need;
+- *observed*: requests that really missed an objective, as many as the expert would have had among them. They say that
+  the replicas that were ready, R, were too few. With N = max(need, (1 + SHORTAGE) R), an expert with E replicas is charged
+  with misses x (1 - E / N) / (1 - R / N): with none from N on. So experts learn of misses that the need did not foresee.
+  Where R was more than any expert would have had, misses have another cause and do not count.
+
+To both come a prior, which counts as much as an hour of requests: the load doubles suddenly once an hour; and one refused
+request, so that few requests prove little (Laplace's rule of succession).
 
 Evidence fades with a time constant of a day. ``season``: growth from this part of the day to the next on earlier days;
 experts with and without it compete.
 """
 
+from collections import deque
 from math import ceil
 
 import numpy as np
@@ -26,8 +32,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# The shortest is about a start-up: to keep a replica for as long as starting one takes costs at most twice the optimum.
-WINDOWS_S = (60.0, 180.0, 600.0, 1800.0)
+# Of a start-up. The shortest: to keep a replica for as long as starting one takes costs at most twice the optimum.
+WINDOWS = (1, 4, 13, 40)
 HEADROOMS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
 PRIOR_S = 3600.0
 PRIOR_STEP = 2.0
@@ -36,10 +42,14 @@ DAY_S = 86_400.0
 SLOT_S = 600.0  # of the day's profile
 DAY_WEIGHT = 0.5  # of the newest day in the profile
 MAX_GROWTH = 3.0
-LEAST_MISSED = 0.002  # of requests: fewer say little about the bias
-MAX_BIAS = 4.0
+SHORTAGE = 0.1  # of the replicas that were ready, by which they were at least too few when requests missed objectives
 FIRST_S = 60.0  # for which nothing is judged
 CHOICE_S = 60.0  # between choices of the expert
+
+
+def _missing(need: float, ready: Floats) -> Floats:
+    """Share of requests for which there are too few replicas."""
+    return np.maximum(0.0, 1.0 - ready / max(need, 1e-9))
 
 
 class DayProfile:
@@ -78,22 +88,24 @@ class Forecast:
     Args:
         start_s: of a replica, from the decision on.
         budget: share of requests that may be refused for want of replicas.
+        least: replicas that there are in any case.
     """
 
-    def __init__(self, start_s: float, period_s: float, budget: float) -> None:
+    def __init__(self, start_s: float, period_s: float, budget: float, least: int = 1) -> None:
         experts = [
-            (window, headroom, season) for window in range(len(WINDOWS_S)) for headroom in HEADROOMS for season in (0, 1)
+            (window, headroom, season) for window in range(len(WINDOWS)) for headroom in HEADROOMS for season in (0, 1)
         ]
         window, headroom, season = zip(*experts, strict=True)
         self._window, self._headroom, self._season = np.array(window), np.array(headroom), np.array(season)
-        self._period_s, self._budget = period_s, budget
-        self._lens = [max(1, round(window_s / period_s)) for window_s in WINDOWS_S]
+        self._period_s, self._budget, self._least = period_s, budget, least
+        num_starting = max(1, ceil(start_s / period_s)) + 1  # periods
+        self._lens = [num * num_starting for num in WINDOWS]
         self._needs = np.zeros(max(self._lens))  # a ring
-        self._wanted = np.zeros((max(1, ceil(start_s / period_s)) + 1, len(experts)))  # a ring of what experts wanted
+        self._wanted = np.zeros((num_starting, len(experts)))  # a ring of what experts wanted
+        self._recent: deque[tuple[float, float]] = deque(maxlen=len(self._wanted))  # need, and what was ready
         self._num_seen, self._first_s = 0, 0.0
-        self._paid, self._refused = np.zeros(len(experts)), np.zeros(len(experts))
+        self._paid, self._foreseen, self._observed = (np.zeros(len(experts)) for _ in range(3))
         self._num_requests = self._seconds = 0.0
-        self._foreseen = self._missed = 0.0  # requests, of the experts that decided
         self._prior = (start_s + period_s) / PRIOR_S * np.maximum(0.0, PRIOR_STEP - self._headroom)
         self._profile = DayProfile()
         self._chosen = int(np.argmax(self._headroom))
@@ -104,27 +116,29 @@ class Forecast:
     def expert(self) -> str:
         """The one that decides, for people."""
         season = " with the time of day" if self._season[self._chosen] else ""
-        return f"{self._headroom[self._chosen]:g} x the most of {WINDOWS_S[self._window[self._chosen]]:g} s{season}"
+        window_s = self._period_s * self._lens[self._window[self._chosen]]
+        return f"{self._headroom[self._chosen]:g} x the most of {window_s:g} s{season}"
 
     @property
-    def bias(self) -> float:
-        """Requests that missed their objectives over those foreseen."""
-        least = LEAST_MISSED * self._num_requests + 1.0
-        return min(MAX_BIAS, max(1.0 / MAX_BIAS, (self._missed + least) / (self._foreseen + least)))
+    def headroom(self) -> float:
+        """Of the expert that decides."""
+        return float(self._headroom[self._chosen])
 
     @property
     def refused_share(self) -> Floats:
-        """Of requests, by expert, as corrected; by the prior alone before any was judged."""
+        """Of requests, by expert; by the prior alone before any was judged."""
         if not self._num_requests:
             return self._prior
         prior = PRIOR_S * self._num_requests / max(self._seconds, self._period_s)
-        return (self.bias * (self._refused + 1.0) + prior * self._prior) / max(self._num_requests + prior, 1e-9)
+        refused = np.maximum(self._foreseen, self._observed) + 1.0
+        return (refused + prior * self._prior) / max(self._num_requests + prior, 1e-9)
 
-    def add(self, now_s: float, need: float, num_requests: float, num_missed: float) -> float:
+    def add(self, now_s: float, need: float, num_ready: float, num_requests: float, num_missed: float) -> float:
         """Returns the number of targets to have, before rounding up.
 
         Args:
             need: of the last period.
+            num_ready: targets without drafts that would serve what the replicas that are ready do.
             num_requests: that arrived in it.
             num_missed: that missed an objective in it.
         """
@@ -132,20 +146,15 @@ class Forecast:
             self._first_s = now_s
         self.is_ready = now_s - self._first_s >= FIRST_S + self._period_s * len(self._wanted)
         fade = 1.0 - self._period_s / MEMORY_S
+        self._recent.append((need, num_ready))
         if self.is_ready:
-            ready = self._wanted.min(axis=0)
-            refused = num_requests * np.maximum(0.0, 1.0 - ready / max(need, 1e-9))
-            self._refused = fade * self._refused + refused
-            self._foreseen = fade * self._foreseen + float(refused[self._chosen])
-            self._missed = fade * self._missed + num_missed
-            self._num_requests = fade * self._num_requests + num_requests
-            self._seconds = fade * self._seconds + self._period_s
+            self._judge(need, num_requests, num_missed, fade)
         self._profile.add(now_s, need)
         self._needs[self._num_seen % len(self._needs)] = need
         self._num_seen += 1
-        wanted = self._headroom * self._maxima()[self._window]
+        wanted = self._headroom * np.array([self._most(length) for length in self._lens])[self._window]
         wanted = np.where(self._season, self._profile.growth(now_s) * wanted, wanted)
-        whole = np.maximum(1.0, np.ceil(wanted - 1e-9))
+        whole = np.maximum(self._least, np.ceil(wanted - 1e-9))
         self._wanted[self._num_seen % len(self._wanted)] = whole
         self._paid = fade * self._paid + whole
         if now_s >= self._choose_s:
@@ -153,11 +162,22 @@ class Forecast:
             self._choose()
         return float(wanted[self._chosen])
 
-    def _maxima(self) -> Floats:
-        """Of the need, by window."""
-        size, end = len(self._needs), self._num_seen % len(self._needs)
-        recent = np.concatenate((self._needs[end:], self._needs[:end]))
-        return np.array([recent[size - length :].max() for length in self._lens])
+    def _judge(self, need: float, num_requests: float, num_missed: float, fade: float) -> None:
+        ready = self._wanted.min(axis=0)
+        foreseen = num_requests * _missing(need, ready)
+        self._foreseen, self._observed = fade * self._foreseen + foreseen, fade * self._observed
+        self._num_requests = fade * self._num_requests + num_requests
+        self._seconds = fade * self._seconds + self._period_s
+        # Misses are known late: refusals after the time to first token, slow tokens when a request ends.
+        num_ready = min(num for _, num in self._recent)
+        if num_missed and num_ready <= ready.max():
+            enough = max(max(one for one, _ in self._recent), (1.0 + SHORTAGE) * num_ready)
+            self._observed += num_missed * _missing(enough, ready) / _missing(enough, np.array(num_ready))
+
+    def _most(self, length: int) -> float:
+        """Greatest of the newest needs."""
+        end = self._num_seen % len(self._needs)
+        return float(self._needs[np.arange(end - length, end)].max())
 
     def _choose(self) -> None:
         refused = self.refused_share

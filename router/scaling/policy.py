@@ -23,9 +23,12 @@ from router.scaling.service_rates import Objectives, ServiceRates
 
 PERIOD_S = 1.0  # between reports
 PLAN_S = 5.0  # between plans; the greatest need within it counts
-BUDGET_SHARE = 0.5  # of the requests that may miss their objectives, those that may for want of replicas
+BUDGET_SHARE = (
+    0.3  # of the requests that may miss their objectives, those that may for want of replicas: bursts come in lumps
+)
 HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
-RUNNING_S = 40.0  # over which the most that ran, and that was wanted, counts for drafters
+HOLD_S = 20.0  # for which a drafter stays once it was wanted: about as long as one takes to start
+LASTING_S = 120.0  # what ran for so long counts for drafters, whatever arrives
 DRAFTER_HEADROOM = 1.1
 RETRIAL_S = 600.0  # after which a drafter that was not worth its GPUs counts as unknown; doubles with each failed trial
 LONGEST_RETRIAL_S = 16 * RETRIAL_S
@@ -87,10 +90,10 @@ class MeasuredAcceptance:
         return self._value
 
     def is_useful(self) -> None:
-        """A plan has the drafter. If it does for RUNNING_S because of measurements, the next retrial is not delayed; plans
+        """A plan has the drafter. If it does for LASTING_S because of measurements, the next retrial is not delayed; plans
         before may be of a service that was computed earlier (`demand.SERVICE_S`)."""
         self._num_useful += self._value == self._last
-        if self._num_useful > RUNNING_S / PLAN_S:
+        if self._num_useful > LASTING_S / PLAN_S:
             self._pause.reset()
 
 
@@ -109,11 +112,12 @@ class FleetScaler:
     ) -> None:
         self._rates, self._objectives, self._limits = rates, objectives, limits
         self._demand = Demand(rates, objectives)
-        self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment))
-        self._running: deque[float] = deque(maxlen=round(RUNNING_S / PLAN_S))
         self._measured = {name: MeasuredAcceptance(size.acceptance) for name, size in rates.drafters.items()}
+        self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment), max(1, limits.min_targets))
+        self._running: deque[float] = deque(maxlen=round(LASTING_S / PLAN_S))
+        self._num_running = 0.0  # requests for which there shall be drafters
+        self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(HOLD_S / PLAN_S))
         self._drafting: tuple[str, ...] = ()
-        self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(RUNNING_S / PLAN_S))
         self._need = self._num_arrived = self._num_missed = self._plan_s = 0.0
         self._size: FleetSize | None = None
 
@@ -130,25 +134,27 @@ class FleetScaler:
             if acceptance is not None:
                 self._rates.set_acceptance(name, acceptance)
         need, self._need = self._need, 0.0
-        capacity = self._forecast.add(report.now_s, need, self._num_arrived, self._num_missed)
+        self._running.append(report.num_running)
+        ready = {name: drafters.num_ready for name, drafters in report.drafters.items()}
+        num_ready = report.targets.num_ready * self._gain(report.now_s, ready)
+        capacity = self._forecast.add(report.now_s, need, num_ready, self._num_arrived, self._num_missed)
         self._num_arrived = self._num_missed = 0.0
         if not self._forecast.is_ready:
             capacity = max(capacity, float(report.targets.num_wanted))
-        self._running.append(report.num_running)
+        self._num_running = max(min(self._running), self._demand.num_running(report.now_s, self._forecast.headroom))
         self._size = self._decide(report, need, capacity)
         return self._size
 
     def _decide(self, report: FleetReport, need: float, capacity: float) -> FleetSize:
-        plan = self._best(report, capacity)
+        plan = self._stable(report, capacity)
         self._wanted.append(plan.num_drafters)
-        # A drafter stays for a while: what starting it costs is not paid for gains of seconds.
-        wanted = {name: max(one.get(name, 0) for one in self._wanted) for name in self._rates.drafters}
-        running = {name: drafters.num_wanted for name, drafters in report.drafters.items()}
-        if len(self._wanted) < round(RUNNING_S / PLAN_S):  # an earlier scaler may have seen more of the load
-            wanted = {name: max(num, running.get(name, 0)) for name, num in wanted.items()}
         ready = {name: drafters.num_ready for name, drafters in report.drafters.items()}
+        wanted = {name: max(one.get(name, 0) for one in self._wanted) for name in self._rates.drafters}
+        if not self._forecast.is_ready:  # an earlier scaler may have seen more of the load
+            running = {name: drafters.num_wanted for name, drafters in report.drafters.items()}
+            wanted = {name: max(num, running.get(name, 0)) for name, num in wanted.items()}
         if report.targets.num_ready < self._targets(report, capacity, wanted):
-            wanted = {name: max(num, ready.get(name, 0)) for name, num in wanted.items()}  # they end when targets are ready
+            wanted = {name: num or ready.get(name, 0) for name, num in wanted.items()}  # they end when targets are ready
         drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
         num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
         num_targets = min(num_targets, self._most_targets(plan))
@@ -156,57 +162,66 @@ class FleetScaler:
             num_targets = max(num_targets, report.targets.num_wanted)
         return FleetSize(num_targets, self._fitting(wanted, num_targets), self._reason(need, capacity))
 
-    def _best(self, report: FleetReport, capacity: float) -> _Plan:
-        """The cheapest plan, drafters added one after the other while that saves GPUs."""
+    def _cheapest(self, report: FleetReport, capacity: float) -> tuple[tuple[str, ...], _Plan]:
+        """Drafters, and the plan with them: added one after the other while that saves GPUs."""
         chosen: tuple[str, ...] = ()
         plans = {chosen: self._plan(report, capacity, chosen)}
-        names = list(self._rates.drafters)
         while True:
-            more = [(*chosen, name) for name in names if name not in chosen]
+            more = [(*chosen, name) for name in self._rates.drafters if name not in chosen]
             for one in more:
                 plans[one] = self._plan(report, capacity, one)
             cheapest = min(more, key=lambda one: plans[one].cost, default=chosen)
             if plans[cheapest].cost >= plans[chosen].cost:
-                break
+                return chosen, plans[chosen]
             chosen = cheapest
+
+    def _stable(self, report: FleetReport, capacity: float) -> _Plan:
+        """The cheapest plan, or the one with the drafters of the plan before, if it is about as cheap."""
+        chosen, plan = self._cheapest(report, capacity)
         for name in chosen:
             self._measured[name].is_useful()
-        current = tuple(name for name in self._drafting if name in names)
-        if set(current) != set(chosen):
-            plans[current] = self._plan(report, capacity, current)
-            if plans[chosen].is_dearer(plans[current]):
-                chosen = current
+        if set(self._drafting) != set(chosen):
+            before = self._plan(report, capacity, self._drafting)
+            if plan.is_dearer(before):
+                return before
         self._drafting = chosen
-        return plans[chosen]
+        return plan
 
     def _plan(self, report: FleetReport, capacity: float, drafting: tuple[str, ...]) -> _Plan:
         sizes = self._rates.drafters
-        num_running = DRAFTER_HEADROOM * max(self._running)
-        useful = {name: ceil(num_running * sizes[name].share / sizes[name].capacity) for name in drafting}
-        drafters = {**self._limits.min_drafters, **{name: self._bounded(name, max(1, num)) for name, num in useful.items()}}
-        num_targets = max(self._limits.min_targets, self._targets(report, capacity, drafters))
+        useful = {name: self._bounded(name, max(1, self._useful(name))) for name in drafting}
+        drafters = {**self._limits.min_drafters, **useful}
+        needed = max(float(self._limits.min_targets), capacity / self._gain(report.now_s, drafters))
+        num_targets = ceil(needed - 1e-9)
         num_gpus = num_targets * self._rates.target.num_gpus
         extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
         served = 1.0
         fits = self._limits.within(int((self._limits.max_gpus - extra) / self._rates.target.num_gpus + 1e-9))
         if num_targets > fits:
-            served, num_targets = fits / num_targets, fits
+            served, num_targets = min(1.0, fits / needed), fits
             num_gpus = num_targets * self._rates.target.num_gpus
         return _Plan(num_targets, drafters, num_gpus + extra, self._limits.num_reserved_gpus, served)
 
     def _targets(self, report: FleetReport, capacity: float, drafters: Mapping[str, int]) -> int:
         """That suffice beside these drafters for what ``capacity`` targets would serve without any."""
-        plain = self._demand.service(report.now_s)
-        shares = self._rates.shares(drafters, max(self._running))
-        if not any(shares.values()):
-            return ceil(capacity - 1e-9)
-        drafted = self._demand.service(report.now_s, shares)
-        return ceil(capacity * plain.requests_per_s / drafted.requests_per_s - 1e-9)
+        return ceil(capacity / self._gain(report.now_s, drafters) - 1e-9)
+
+    def _gain(self, now_s: float, drafters: Mapping[str, int]) -> float:
+        """Requests per second of a target beside these drafters, over those of one without."""
+        shares = self._rates.shares(drafters, self._num_running)
+        return self._demand.service(now_s, shares).requests_per_s / self._demand.service(now_s).requests_per_s
 
     def _most_targets(self, plan: _Plan) -> int:
         """Within the GPUs. Where they are short, drafters of the plan keep theirs: it serves more with them than without."""
         held = sum(num * self._rates.drafters[name].num_gpus for name, num in plan.num_drafters.items())
         return max(1, self._limits.within(int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
+
+    def _useful(self, name: str) -> int:
+        """Replicas. One more than needed stays until half of another is too many: loads are never quite the same."""
+        size = self._rates.drafters[name]
+        exact = DRAFTER_HEADROOM * self._num_running * size.share / size.capacity
+        before = self._wanted[-1].get(name, 0) if self._wanted else 0
+        return before if before - 1 - 0.1 * before < exact <= before else ceil(exact)
 
     def _bounded(self, name: str, num: int) -> int:
         return max(self._limits.min_drafters.get(name, 0), min(num, self._limits.max_drafters.get(name, num)))
@@ -221,7 +236,7 @@ class FleetScaler:
             more = max(0, min(drafters.get(name, 0) - fitting[name], left))
             fitting[name] += more
             used += more * size.num_gpus
-        num_running = max(self._running)
+        num_running = self._num_running
         for name, size in sizes.items():
             idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)
             useful = self._bounded(name, ceil(num_running * size.share / size.capacity)) - fitting[name]
