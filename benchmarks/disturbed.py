@@ -71,14 +71,14 @@ class DisturbedServer:
         with server.client() as client:
             model = client.get("/v1/models").json()["data"][0]["id"]
         self.target = HttpTarget(server.config.api.host, server.config.api.port, model)
-        self._console = Console(stderr=True)
+        self.console = Console(stderr=True)
         self.killed: set[psutil.Process] = set()
         self.lost: list[str] = []
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """Records processes that ended in this phase without being killed."""
-        self._console.print(f"faults: {what}", highlight=False)
+        self.console.print(f"faults: {what}", highlight=False)
         before = running(self.server)
         yield
         self.lost += lost(before, self.killed)

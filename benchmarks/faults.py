@@ -1,7 +1,8 @@
 """Faults of a running server: killed processes, faulty peers, a long pass, missing resources.
 
 Streams must keep their tokens, no other process may end, and killed processes must return soon. The first server has one
-target, so that its loss shows to clients; `benchmarks.fault_rows` has the second one, with two.
+target, so that its loss shows to clients. `benchmarks.fault_rows` has the second one, with two, and `benchmarks.node_rows` a
+third one, on a Ray cluster of several nodes.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from benchmarks.injections import (
     without_descriptors,
 )
 from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.node_rows import measure_node_rows
 from benchmarks.recovery import drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
@@ -43,7 +45,7 @@ SLOWED_S = 36.0  # time observed of it; a target silent for 30 s counts as hung
 OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
 NUM_TIMES = 20  # each row of the fault table
-NUM_QUICK_STREAMS, NUM_QUICK_TOKENS = 4, 64  # of a row
+NUM_ROW_STREAMS, NUM_ROW_TOKENS = 4, 64
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -59,6 +61,9 @@ def run(options: BenchOptions) -> BenchResult:
     - of the rows of the fault table, each 20 times (once if quick): ``num_wrong_tokens``, of streams whose text differs;
       ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at least 1.5 s.
 
+    SIGINT ends the repetitions on the second server, then those on the third, and what was measured is reported. All rows of
+    a server are repeated in turn, so that a shorter run has each as often, give or take one.
+
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
     num_tokens = 96 if options.quick else 192
@@ -72,10 +77,11 @@ def run(options: BenchOptions) -> BenchResult:
         config = with_files(pinned(local_config(options.model)), Path(temporary))
         with ServerProcess(config) as server:
             outcome = _FaultBench(server, folder).all_faults(asks)
-        if options.quick:
-            asks = [replace(ask, max_tokens=NUM_QUICK_TOKENS) for ask in asks[:NUM_QUICK_STREAMS]]
-        rows, lost = measure_rows(config, Path(temporary), asks, 1 if options.quick else NUM_TIMES)
-        return _result(outcome, rows, lost)
+        asks = [replace(ask, max_tokens=NUM_ROW_TOKENS) for ask in asks[:NUM_ROW_STREAMS]]
+        num_times = 1 if options.quick else NUM_TIMES
+        rows, lost = measure_rows(config, Path(temporary), asks, num_times)
+        node_rows, lost_there = measure_node_rows(config, Path(temporary), asks, num_times)
+        return _result(outcome, [*rows, *node_rows], [*lost, *lost_there])
 
 
 def with_files(config: Config, folder: Path) -> Config:

@@ -101,9 +101,11 @@ class ServerProcess:
 
     def workers(self, actor: str) -> list[psutil.Process]:
         """Processes of an actor class such as ``DrafterActor``, by start time."""
-        return sorted(
-            (p for p in descendants(self.pid) if _cmdline(p).startswith(f"ray::{actor}")), key=lambda p: p.create_time()
-        )
+        found = (process for process in self._processes() if _cmdline(process).startswith(f"ray::{actor}"))
+        return sorted(found, key=lambda process: process.create_time())
+
+    def _processes(self) -> list[psutil.Process]:
+        return descendants(self.pid)
 
     def last_words(self, num_lines: int = 12) -> str:
         return "\n".join(self._words[-num_lines:]) or "it said nothing"
@@ -154,6 +156,13 @@ def signal_tree(pid: int, number: signal.Signals) -> None:
     for process in (psutil.Process(pid), *descendants(pid)):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+class JoinedServer(ServerProcess):
+    """On a Ray cluster that this process started."""
+
+    def _processes(self) -> list[psutil.Process]:
+        return descendants()
 
 
 def _cmdline(process: psutil.Process) -> str:

@@ -125,7 +125,7 @@ class ApiConfig(Section):
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = (
-        0  # of a stream whose target is lost, for another if there is none
+        2  # of a stream whose target is lost, for another if there is none; a link that only broke is back by then
     )
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
     # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.

@@ -1,23 +1,26 @@
 """What the fault and soak benchmarks conclude from answers and samples, and the injuries themselves."""
 
 import asyncio
+import math
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import RowResult
+from benchmarks.fault_rows import FaultRows, Row, RowResult
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
+from benchmarks.recovery import Metrics
 from benchmarks.soak import growth, num_at_once
 from tests.support.waiting import eventually
 
@@ -90,6 +93,66 @@ def test_hostile_clients_come_and_go() -> None:
             with client, suppress(ConnectionResetError):
                 while client.recv(4096):
                     pass  # its end comes
+
+
+class Rows(FaultRows):
+    """On a server that is always well."""
+
+    def __init__(self) -> None:
+        answers = {
+            "/v1/models": {"data": [{"id": "model"}]},
+            "/v1/outrider/status": {"num_resumed": 0, "targets": []},
+        }
+        transport = httpx.MockTransport(lambda asked: httpx.Response(200, json=answers[asked.url.path]))
+        server: Any = SimpleNamespace(
+            config=SimpleNamespace(api=SimpleNamespace(host="127.0.0.1", port=1)),
+            client=lambda: httpx.Client(base_url="http://server", transport=transport),
+            workers=lambda actor: [],
+            last_words=lambda: "its last words",
+        )
+        super().__init__(server)
+
+    async def undisturbed(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
+        return [answer("abcde")]
+
+    async def disturbed(
+        self, asks: Sequence[LoadRequest], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
+    ) -> Disturbed:
+        injure()
+        return Disturbed(0.0, [answer("abcde")], recovery_s=2.0)
+
+
+def rows_until(error: BaseException) -> tuple[list[str], list[RowResult]]:
+    """Injuries and results if the second one of the second row raises."""
+    injured: list[str] = []
+
+    def second() -> None:
+        injured.append("second")
+        if injured.count("second") == 2:
+            raise error
+
+    table = [Row("first", lambda: injured.append("first")), Row("second", second)]
+    return injured, Rows().measure(table, [LoadRequest("r", (1,), 9)] * 3, 4)
+
+
+def test_all_rows_are_repeated_in_turn_until_an_interrupt() -> None:
+    injured, (first, second) = rows_until(KeyboardInterrupt())
+    assert injured == ["first", "second", "first", "second"]
+    assert (len(first.runs), len(second.runs)) == (2, 1)
+    assert (second.num_lost, second.complaints) == (0, [])
+    assert first.recovery(50) == 2.0
+
+
+def test_a_server_that_does_not_recover_has_lost_its_streams() -> None:
+    injured, (first, second) = rows_until(TimeoutError())
+    assert injured == ["first", "second", "first", "second"]
+    assert second.num_lost == 3
+    assert "its last words" in second.complaints[0]
+    assert (first.num_lost, len(second.runs)) == (0, 1)
+
+
+def test_a_row_from_which_the_server_never_recovered_is_shown() -> None:
+    assert RowResult("row", num_lost=4).cells() == ("row", 0, 0, 4, 0, 0, "-", math.inf, math.inf)
 
 
 class EndlessServer(DisturbedServer):

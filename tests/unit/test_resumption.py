@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from actors import resumption
+from actors.dialer import MAX_PAUSE_S
 from actors.gateway import LinkClient
 from actors.resumption import Resumption
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import DrafterConfig, NgramOptions
+from cluster.config import ApiConfig, DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, LinkFull
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Message, SubmitRound
@@ -299,6 +300,25 @@ async def test_a_request_waits_for_a_target_that_comes_back(replicas: Replicas) 
     found = await asyncio.wait_for(waiting, WAIT_S)
     assert tokens(found) == tokens((await undisturbed(replicas, [request(1)]))[0])
     await replicas.client.close()
+
+
+@patient
+async def test_a_stream_outlives_the_break_of_the_only_link(replicas: Replicas) -> None:
+    """The target lives, and goes on where the gateway asks it again."""
+    one = request(1, max_tokens=400)
+    async with aclosing(replicas.client.generate(one)) as commits:
+        begun = tokens([await anext(commits)])
+        replicas.client.set_addresses([])
+        await asyncio.to_thread(eventually, lambda: not replicas.client.is_linked, WAIT_S)
+        replicas.client.set_addresses([replicas.first.address])
+        rest = [commit async for commit in commits]
+    assert await replicas.num_resumed() == 1
+    assert begun + tokens(rest) == tokens((await undisturbed(replicas, [one]))[0])
+    await replicas.client.close()
+
+
+def test_by_default_a_stream_waits_until_a_broken_link_is_dialled_again() -> None:
+    assert ApiConfig().resume_wait_s >= MAX_PAUSE_S
 
 
 @patient

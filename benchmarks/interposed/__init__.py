@@ -1,0 +1,1 @@
+"""What `benchmarks.interposer` puts on the path of a server's processes."""
