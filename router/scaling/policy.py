@@ -23,15 +23,14 @@ from router.scaling.service_rates import Objectives, ServiceRates
 
 PERIOD_S = 1.0  # between reports
 PLAN_S = 5.0  # between plans; the greatest need within it counts
-BUDGET_SHARE = (
-    0.3  # of the requests that may miss their objectives, those that may for want of replicas: bursts come in lumps
-)
+BUDGET_SHARE = 0.3  # of the requests that may miss their objectives, those that may for want of replicas: bursts are few
 HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
 HOLD_S = 20.0  # for which a drafter stays once it was wanted: about as long as one takes to start
 LASTING_S = 120.0  # what ran for so long counts for drafters, whatever arrives
 DRAFTER_HEADROOM = 1.1
 RETRIAL_S = 600.0  # after which a drafter that was not worth its GPUs counts as unknown; doubles with each failed trial
 LONGEST_RETRIAL_S = 16 * RETRIAL_S
+USEFUL_S = 40.0  # in which plans must have a drafter for its trial to count as one that was worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +89,10 @@ class MeasuredAcceptance:
         return self._value
 
     def is_useful(self) -> None:
-        """A plan has the drafter. If it does for LASTING_S because of measurements, the next retrial is not delayed; plans
+        """A plan has the drafter. If it does for USEFUL_S because of measurements, the next retrial is not delayed; plans
         before may be of a service that was computed earlier (`demand.SERVICE_S`)."""
         self._num_useful += self._value == self._last
-        if self._num_useful > LASTING_S / PLAN_S:
+        if self._num_useful > USEFUL_S / PLAN_S:
             self._pause.reset()
 
 
@@ -112,11 +111,11 @@ class FleetScaler:
     ) -> None:
         self._rates, self._objectives, self._limits = rates, objectives, limits
         self._demand = Demand(rates, objectives)
-        self._measured = {name: MeasuredAcceptance(size.acceptance) for name, size in rates.drafters.items()}
         self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment), max(1, limits.min_targets))
         self._running: deque[float] = deque(maxlen=round(LASTING_S / PLAN_S))
         self._num_running = 0.0  # requests for which there shall be drafters
         self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(HOLD_S / PLAN_S))
+        self._measured = {name: MeasuredAcceptance(size.acceptance) for name, size in rates.drafters.items()}
         self._drafting: tuple[str, ...] = ()
         self._need = self._num_arrived = self._num_missed = self._plan_s = 0.0
         self._size: FleetSize | None = None
