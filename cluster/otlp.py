@@ -17,6 +17,7 @@ from cluster.spans import FinishedSpan
 MAX_QUEUED_SPANS = 4096  # further ones push out the oldest
 MAX_SENT_SPANS = 512  # in one batch
 EXPORT_EVERY_S = 1.0
+OFFSET_READINGS = 5
 EXPORT_DEADLINE_S = 2.0  # of one batch, retries included
 PROPAGATOR = TraceContextTextMapPropagator()
 _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
@@ -44,8 +45,13 @@ def make_provider(endpoint: str, sampled_share: float, process: str) -> TracerPr
 
 
 def wall_offset_ns() -> int:
-    """To add to times of the monotonic clock, so that they are shown as wall time: the clocks' present offset."""
-    return time.time_ns() - time.monotonic_ns()
+    """To add to times of the monotonic clock, so that they are shown as wall time: the clocks' present offset. Of the
+    reading that took the least time, since a thread may lose its core between two clocks."""
+    readings = []
+    for _ in range(OFFSET_READINGS):
+        before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(readings)[1]
 
 
 class OtlpSpans:

@@ -13,7 +13,7 @@ from actors.processes import Directory
 from actors.ray_pool import BLOCKING, RayProcess
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
-from cluster.config import Config
+from cluster.config import Config, ObservabilityConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine import liveness
@@ -90,7 +90,7 @@ def _wait(stop: threading.Event) -> None:
 
 class Actor(LoopActor):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(ObservabilityConfig())
         self.woken = threading.Event()
 
     def _start_loop(self) -> LoopThread:

@@ -191,11 +191,11 @@ def test_nobody_is_overtaken_by_requests_that_come_much_later(requests: list[tup
 def test_objectives_that_never_bind_change_no_plan(
     shapes: list[tuple[int, bool, int, int]], chunk_len: int, num_free: int
 ) -> None:
-    """Against plans of the same requests without objectives: the same spans, admissions and preemptions."""
+    """Against plans of the same requests without objectives: the same spans, admissions and preemptions. They came within
+    BEST_EFFORT_TTFT_S, so that none is overdue beside one that has begun."""
+    at = [NOW_S - 20 + i / 2 for i in range(len(shapes))]
     sequences = [
-        SequenceView(
-            str(i), n, min(c, n - 1) if r else 0, d if c >= n - 1 and r else 0, r, "d", None, 50, arrived_s=NOW_S - 20 + i
-        )
+        SequenceView(str(i), n, min(c, n - 1) if r else 0, d if c >= n - 1 and r else 0, r, "d", None, 50, arrived_s=at[i])
         for i, (n, r, c, d) in enumerate(shapes)
     ]
     lax = [replace(s, slo=SloProgress(None, 60.0, NOW_S, 1) if s.running else SloProgress(None, 60.0)) for s in sequences]

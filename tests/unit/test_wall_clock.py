@@ -12,12 +12,12 @@ PRODUCT = ("cluster", "router", "profiler", "engine", "drafters", "training", "a
 # What each file that reads it does with the time.
 READERS = {
     "actors/autoscaler.py": "when replicas were added or removed, for the status",
+    "cluster/otlp.py": "times of spans; durations are monotonic",
     "deploy/api/answer.py": "`created` of an answer",
     "deploy/api/chat_template.py": "the date in a prompt, where a model's template asks for it",
     "deploy/api/middleware.py": "lines of the audit log",
     "deploy/api/response_writer.py": "`created_at` of an answer",
     "deploy/api/service.py": "`created` of the model",
-    "deploy/api/tracing.py": "times of spans; durations are monotonic",
     "deploy/profiling.py": "when a profile was measured",
     "engine/models/manifest.py": "when a model was converted",
     "engine/vllm/target.py": "arrival times that vLLM asks for; its scheduler is first come, first served",
