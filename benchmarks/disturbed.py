@@ -64,7 +64,7 @@ class Disturbed:
 
 
 class DisturbedServer:
-    """Runs streams on a server and injects faults. ``lost``: processes that ended without being killed."""
+    """Runs streams on a server and injects faults. ``lost``: processes that ended without being killed, and when."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
@@ -81,7 +81,7 @@ class DisturbedServer:
         self.console.print(f"faults: {what}", highlight=False)
         before = running(self.server)
         yield
-        self.lost += lost(before, self.killed)
+        self.lost += [f"{name} ({what})" for name in lost(before, self.killed)]
 
     def kill(self, actor: str) -> psutil.Process:
         processes = self.server.workers(actor)
