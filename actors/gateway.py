@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import threading
-import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from actors.dialer import MAX_PAUSE_S
 from actors.mailbox import DialingMailbox
-from actors.resumption import Resumption
+from actors.resumption import Resumption, aged
 from cluster.client import ClusterStatus
 from cluster.config import TlsConfig
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded, Unattainable
@@ -25,6 +26,7 @@ RETRY_AFTER_S = 1.0
 FULL_PAUSE_S = 0.05
 MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
 IDLE_WAIT_S = 1.0
+RELINK_S = MAX_PAUSE_S + 0.5  # in which a link that was reset is dialled again; behind a cut it takes longer
 MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
@@ -121,7 +123,9 @@ class LinkClient:
         lost_s = 0.0
         async with AsyncExitStack() as alone:
             while True:
-                if lost is not None and not await self._await_target(avoided, lost_s + self._resume_wait_s):
+                if lost is not None and not await self._until(
+                    partial(self._candidates, avoided), lost_s + self._resume_wait_s
+                ):
                     raise lost
                 try:
                     stream = self._submit(request, avoided, resumption.num_fruitless)
@@ -161,13 +165,15 @@ class LinkClient:
                     if lost is None and not self._candidates(avoided):
                         raise _refusal(item, request.slo)
                     continue
-                lost = item.error
-                if stream.link.peer.name not in self._leaving:
-                    blamed = resumption.note_death(item.reason, item.suspects)
-                    if blamed is not None:
-                        yield blamed
-                        return
+                lost, lost_s = item.error, asyncio.get_running_loop().time()
                 gave_up.add(stream.link)
+                if stream.link.peer.name not in self._leaving:
+                    resumption.note_death(item.suspects, stream.link.peer.instance)
+                    if resumption.is_suspect and not await self._until(
+                        lambda: resumption.discount(self._linked_again(gave_up)), lost_s + RELINK_S
+                    ):
+                        yield resumption.error(item.reason)
+                        return
                 request, avoided = resumption.resume(), set(gave_up)
                 await alone.aclose()
                 if resumption.num_fruitless > 1:
@@ -188,14 +194,19 @@ class LinkClient:
                 self._links.keys() - refused_by, key=lambda link: (link.peer.name in self._leaving, self._links[link])
             )
 
-    async def _await_target(self, avoided: set[Link], until_s: float) -> bool:
-        """Waits for a target that the request may go to. False: there is none by ``until_s``, on the loop's clock."""
+    def _linked_again(self, lost: Collection[Link]) -> set[str]:
+        """Instances of targets that are linked, by links that were not lost."""
+        with self._lock:
+            return {link.peer.instance for link in self._links if link not in lost and link.peer.instance}
+
+    async def _until(self, is_met: Callable[[], object], until_s: float) -> bool:
+        """Waits for links that meet a condition. False: it is not met by ``until_s``, on the loop's clock."""
         linked = asyncio.Event()
         with self._lock:
             self._awaiting[linked] = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(until_s):
-                while not self._candidates(avoided):
+                while not is_met():
                     linked.clear()
                     if self._stop.is_set():
                         return False
@@ -219,7 +230,7 @@ class LinkClient:
                 if link in self._links:
                     self._links[link] += 1
             try:
-                link.send(SubmitRound(submits=(_aged(request),)))
+                link.send(SubmitRound(submits=(aged(request),)))
             except OutriderError as error:
                 self._forget(request.id, abort=False)
                 if not isinstance(error, LinkFull | LinkClosed):
@@ -356,15 +367,6 @@ class LinkClient:
         """With the lock held."""
         streams = self._streams.items()
         return {key: one.num_fruitless for key, one in streams if one.link is link and one.num_fruitless}
-
-
-def _aged(request: Request) -> Request:
-    """With what is left of its TTFT objective: targets count from when it reaches them."""
-    slo = request.slo
-    if slo.ttft_s is None:
-        return request
-    left_s = max(0.0, request.arrival_s + slo.ttft_s - time.monotonic())
-    return replace(request, slo=replace(slo, ttft_s=min(left_s, slo.ttft_s)))
 
 
 def _refusal(commit: Commit, slo: Slo) -> Overloaded:

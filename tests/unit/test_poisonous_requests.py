@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from actors import gateway
 from actors.gateway import LinkClient
 from actors.resumption import MAX_DEATHS
 from cluster.client import ClusterStatus
@@ -26,7 +28,8 @@ class Target:
         self.name, self.address = f"target-{number}", f"memory://poison-{number}"
         self.submits: dict[str, Request] = {}
         self._mailbox, self._link = Mailbox(), list[Link]()
-        self._listener = listen(self.address, self._mailbox, Hello(Role.TARGET, self.name, VOCAB_SIZE, "toy"))
+        self._hello = Hello(Role.TARGET, self.name, VOCAB_SIZE, "toy", instance=self.name)
+        self._listener = listen(self.address, self._mailbox, self._hello)
 
     async def gets(self, *names: str) -> None:
         await eventually(lambda: self._read() == set(names))
@@ -44,6 +47,11 @@ class Target:
 
     def die(self) -> None:
         self._listener.close()
+
+    def reset(self, instance: str) -> None:
+        """Its links break. It listens again, as the same process or as its successor."""
+        self._listener.close()
+        self._listener = listen(self.address, self._mailbox, replace(self._hello, instance=instance))
 
     def give_up(self) -> None:
         """As a target whose engine raises."""
@@ -92,7 +100,8 @@ async def _no_counts() -> ClusterStatus:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    monkeypatch.setattr(gateway, "RELINK_S", 0.5)
     cluster = Cluster()
     await cluster.link(0)
     yield cluster
@@ -119,8 +128,88 @@ async def test_a_request_ends_after_two_targets_that_failed_under_it_alone(clust
     (second.die if dies else second.give_up)()
     last = await cluster.ended("poison")
     assert last.finish is FinishReason.ERROR
-    assert "2 targets failed while they ran it" in (last.error or "")
+    assert "its targets were lost 2 times" in (last.error or "")
     assert last.base_len == len(PROMPT) + 1
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_target_whose_link_alone_was_lost_has_not_failed(
+    cluster: Cluster, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that resets every connection takes two targets from a request between its tokens."""
+    monkeypatch.setattr(gateway, "RELINK_S", 10.0 if lives else 0.5)
+    first, second = cluster.targets[:2]
+    cluster.ask("unlucky")
+    await first.gets("unlucky")
+    first.die()
+    await cluster.link(1)
+    await second.gets("unlucky")
+    second.submits.clear()
+    second.reset(second.name if lives else "successor")
+    if lives:
+        await second.gets("unlucky")
+        second.commit("unlucky", [5], FinishReason.LENGTH)
+    assert (await cluster.ended("unlucky")).finish is (FinishReason.LENGTH if lives else FinishReason.ERROR)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_resets_between_tokens_are_no_deaths(cluster: Cluster, dies: bool) -> None:
+    """However many connections of two targets were reset, at most one of them has failed."""
+    targets = cluster.targets[:2]
+    cluster.client.set_addresses([target.address for target in targets])
+    assert await asyncio.to_thread(cluster.client.wait_linked, 10.0, 2)
+    cluster.ask("unlucky")
+    for num_tokens in range(1, 2 * MAX_DEATHS + 1):
+        await eventually(lambda: any("unlucky" in target._read() for target in targets))
+        (holder,) = (target for target in targets if "unlucky" in target.submits)
+        holder.commit("unlucky", [5])
+        await eventually(lambda num_tokens=num_tokens: len(cluster.answers["unlucky"]) == num_tokens)  # type: ignore[misc]
+        holder.submits.clear()
+        if dies and num_tokens == 2 * MAX_DEATHS - 1:
+            holder.die()
+            targets.remove(holder)
+        else:
+            holder.reset(holder.name)
+    await eventually(lambda: any("unlucky" in target._read() for target in targets))
+    (holder,) = (target for target in targets if "unlucky" in target.submits)
+    holder.commit("unlucky", [6], FinishReason.LENGTH)
+    assert (await cluster.ended("unlucky")).finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("names", [("poison",), ("poison", "the same again")])
+async def test_requests_that_break_every_link_end(
+    cluster: Cluster, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "RELINK_S", 4.0)
+    first = cluster.targets[0]
+    cluster.ask(*names)
+    num_tries = 0
+    while not all(cluster.answers.get(name) for name in names):
+        await eventually(lambda: bool(first._read()) or all(cluster.answers.get(name) for name in names))
+        if first.submits:
+            num_tries += 1
+            first.submits.clear()
+            first.reset(first.name)
+    assert 2 < num_tries <= 4 * MAX_DEATHS * len(names)
+    for name in names:
+        assert (await cluster.ended(name)).finish is FinishReason.ERROR
+
+
+async def test_a_reset_of_the_last_link_is_no_evidence(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two targets failed under two requests. Of the one that is tried alone then, only the link is reset."""
+    monkeypatch.setattr(gateway, "RELINK_S", 10.0)
+    cluster.ask("x", "y")
+    await fail(cluster, [0, 1], "x", "y")
+    third = await cluster.link(2)
+    await eventually(lambda: len(third._read()) == 1)
+    third.submits.clear()
+    third.reset(third.name)
+    for _ in range(2):
+        await eventually(lambda: bool(third._read()))
+        (name,) = third.submits
+        third.commit(name, [5], FinishReason.LENGTH)
+        third.submits.clear()
+        assert (await cluster.ended(name)).finish is FinishReason.LENGTH
 
 
 async def test_requests_that_get_tokens_of_the_next_target_go_on(cluster: Cluster) -> None:
@@ -150,7 +239,7 @@ async def test_requests_that_cannot_be_told_apart_are_tried_one_at_a_time(cluste
     await eventually(lambda: len(third._read()) == 2)
     poison = (set(third.submits) - {harmless}).pop()
     third.die()
-    assert "3 targets failed" in ((await cluster.ended(poison)).error or "")
+    assert "were lost 3 times" in ((await cluster.ended(poison)).error or "")
     fourth = await cluster.link(3)
     await fourth.gets(*(names - {poison}))
     for name in names - {poison}:
