@@ -3,12 +3,16 @@
 import asyncio
 import logging
 import math
+from collections.abc import Collection
 from typing import Any
 
 from actors.processes import Process, ProcessEnded
 from cluster.config import SupervisionConfig
 
 logger = logging.getLogger(__name__)
+
+SLICE_S = 0.25  # of a wait: the resolution at which the supervisor notices that it did not run
+NOTED_S = 1.0  # a check during which it did not run for so long is logged
 
 
 async def start(process: Process, timeout_s: float) -> Any:
@@ -23,34 +27,47 @@ async def start(process: Process, timeout_s: float) -> Any:
 async def wait_failure(process: Process, config: SupervisionConfig, timeout_factor: int) -> str:
     """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled.
 
-    A check in which this process itself was stopped (a paused machine, SIGSTOP of the whole cluster) decides nothing: the
-    other process was stopped with it, and has not run since.
+    Time in which this process itself did not run (a paused or starved machine, SIGSTOP of the whole cluster) does not count:
+    the other process has probably not run either. It does not count for a process on another machine either, although that
+    one may have run: there a failure is found later by that time. A process that does not run while this one does is
+    replaced.
     """
     period_s = config.health_period_ms / 1e3
     timeout_s = config.health_timeout_ms * timeout_factor / 1e3
     ended = asyncio.ensure_future(process.ended())
     answer: asyncio.Future[float] | None = None
-    clock = asyncio.get_running_loop().time
     try:
         while True:
-            began_s = clock()
-            await asyncio.wait({ended}, timeout=period_s)
+            lost_s = await _wait({ended}, period_s)
             # One rank may hang while another ends because of it.
             answer = asyncio.ensure_future(process.stalled_s())
-            await asyncio.wait({ended, answer}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            lost_s += await _wait({ended, answer}, timeout_s)
             if ended.done():
                 return ended.result()
-            if (took_s := clock() - began_s) > period_s + 2 * timeout_s:
-                logger.warning("a health check took %.1f s: the supervisor was stopped meanwhile, and checks again", took_s)
-                _discard(answer)
-            elif not answer.done():
+            if lost_s > NOTED_S:
+                logger.warning("the supervisor did not run for %.1f s of a health check, which do not count", lost_s)
+            if not answer.done():
                 return f"it did not answer within {timeout_s:g} s"
-            elif (stalled_s := answer.result()) > timeout_s:
+            if (stalled_s := answer.result()) > timeout_s + lost_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"
     finally:
         ended.cancel()
         if answer is not None:
             _discard(answer)
+
+
+async def _wait(futures: Collection[asyncio.Future[Any]], timeout_s: float) -> float:
+    """Waits for the first of them, at most ``timeout_s`` of the time in which this process ran. Returns the seconds in which
+    it did not: those by which the slices of the wait ended late."""
+    clock = asyncio.get_running_loop().time
+    left_s, lost_s, done = timeout_s, 0.0, set[asyncio.Future[Any]]()
+    while left_s > 0 and not done:
+        slice_s, began_s = min(SLICE_S, left_s), clock()
+        done, _ = await asyncio.wait(futures, timeout=slice_s, return_when=asyncio.FIRST_COMPLETED)
+        took_s = clock() - began_s
+        left_s -= slice_s
+        lost_s += max(0.0, took_s - slice_s)
+    return lost_s
 
 
 def _discard(answer: asyncio.Future[float]) -> None:

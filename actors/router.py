@@ -80,6 +80,7 @@ class RouterActor(LoopActor):
         if self._remembers:
             state = self._config.cluster
             self._memory = RouterMemory(open_store(state.state, state.namespace), self._config)
+        self._slot_began_s = time.monotonic()  # the start may take long, and has a time-out of its own
         return LoopThread("router", partial(self.run, clock=time.monotonic), self._wake.set, on_end=self._close_memory)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
@@ -99,7 +100,7 @@ class RouterActor(LoopActor):
             self._wake.clear()
 
     def stalled_s(self) -> float:
-        """Seconds since the last slot began."""
+        """Seconds since the last slot began or, before the first slot, since the loop started."""
         return time.monotonic() - self._slot_began_s
 
     def set_draining(self, names: frozenset[str]) -> None:

@@ -1,6 +1,7 @@
 """The process of a target replica: an engine with its TargetLoop on a thread, and the reports on it."""
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ class TargetActor(LoopActor):
             self._loop.spans = RequestSpans(spans, name)
             for drafter in colocated:
                 drafter.loop.sessions.spans = DraftSpans(spans, drafter.name)
-        hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
+        model, instance = self._model, secrets.token_hex(8)
+        hello = Hello(Role.TARGET, name, model.vocab_size, model.tokenizer_fingerprint, self._token, instance=instance)
         link_colocated(colocated, self._loop, hello)
         self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
 

@@ -111,6 +111,7 @@ class ClusterStatus:
     scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost
     num_supervisor_kills: int = 0  # by this process of the API: of supervisors that did not answer
+    tls_not_after_s: float | None = None  # POSIX time at which a certificate of this machine's links expires; None: no TLS
 
 
 class EngineClient(Protocol):

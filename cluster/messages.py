@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import NO_STOP, Commit, Proposal, Request, StopRule
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(StrEnum):
@@ -26,6 +26,7 @@ class Hello:
     tokenizer_fingerprint: str
     token: str = field(default="", repr=False, compare=False)  # the cluster's secret: never sent, empty in a peer's Hello
     protocol_version: int = PROTOCOL_VERSION
+    instance: str = ""  # of a target: random, so that a link that was lost shows again whether its process had ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,5 +82,6 @@ def refusal(own: Hello, peer: Hello, has_proved: bool) -> Refusal | None:
 
 def _parts(greeting: Greeting) -> tuple[bytes, ...]:
     hello = greeting.hello
-    said = (str(hello.protocol_version), hello.role, hello.name, str(hello.vocab_size), hello.tokenizer_fingerprint)
+    version, vocab_size = str(hello.protocol_version), str(hello.vocab_size)
+    said = (version, hello.role, hello.name, vocab_size, hello.tokenizer_fingerprint, hello.instance)
     return (greeting.nonce, *(one.encode() for one in said))

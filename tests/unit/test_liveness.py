@@ -11,6 +11,7 @@ import pytest
 from actors.mailbox import MonitoredMailbox
 from actors.processes import Directory
 from actors.ray_pool import BLOCKING, RayProcess
+from actors.router import RouterActor
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config, ObservabilityConfig
@@ -22,6 +23,8 @@ from engine.liveness import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
+from router.policies import build_policy
+from router.router import Router
 
 
 class Clock:
@@ -46,6 +49,27 @@ def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     assert mailbox.stalled_s() == 50.0
     mailbox.drain()
     assert mailbox.stalled_s() == 0.0
+
+
+def test_the_time_of_a_start_is_no_stall_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a router whose start took long would be replaced in its first slot, and the next one, too."""
+    clock, may_end = Clock(), threading.Event()
+    memory = SimpleNamespace(
+        recall=lambda policy: may_end.wait(60.0), save=lambda policy, now_s: None, close=lambda: None, fault=None
+    )
+    monkeypatch.setattr("actors.router.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("actors.router.open_store", lambda state, namespace: None)
+    monkeypatch.setattr("actors.router.RouterMemory", lambda store, config: memory)
+    config = Config(drafters=())
+    targets = SimpleNamespace(reports=lambda deadline_s: [], publish=lambda table: None)
+    router = RouterActor(config, Router(build_policy(config.router.policy), ()), targets, True)  # type: ignore[arg-type]
+    clock.now_s = 20.0  # of imports, and a store that is slow to open
+    router.start()
+    assert router.stalled_s() == 0.0
+    clock.now_s = 24.0
+    assert router.stalled_s() == 4.0, "its first slot has not begun"
+    may_end.set()
+    router.stop()
 
 
 def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
