@@ -10,6 +10,7 @@ from deploy.api.metric_table import METRICS
 PREFIX = "outrider_"
 WIDTH, HEIGHT = 12, 8  # of a panel; a row of the grid has 24 columns
 RANGE = "[$__rate_interval]"
+TIMESTAMP_TITLES = {"tls_not_after_timestamp_seconds": "Time until a certificate for links expires"}  # by metric
 QUANTILES = ("0.5", "0.95", "0.99")
 
 
@@ -176,19 +177,24 @@ def _effects() -> list[dict[str, Any]]:
 
 
 def _panel(metric: Metric) -> dict[str, Any]:
-    """The rate of a counter, the value of a gauge, quantiles of a histogram."""
+    """The rate of a counter, the value of a gauge, the time left until the first of timestamps, quantiles of a histogram."""
     name, by = PREFIX + metric.name, f" by ({', '.join(metric.labels)})" if metric.labels else ""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels)
+    title, text = metric.name.replace("_", " ").capitalize(), metric.text
     unit = "s" if metric.name.endswith("_seconds") else "bytes" if metric.name.endswith("_bytes") else "short"
     if metric.kind == "counter":
         queries = [(f"sum{by} (rate({name}_total{RANGE}))", legend or "per second")]
+    elif metric.name.endswith("_timestamp_seconds"):
+        what = text.removeprefix("POSIX time at which ").removesuffix(" expires.")
+        title, text = TIMESTAMP_TITLES[metric.name], f"Seconds until the first of these expires: {what}."
+        queries = [(f"min{by} ({name}) - time()", legend or "time left")]
     elif metric.kind == "gauge":
         queries = [(f"{'avg' if metric.mean else 'sum'}{by} ({name})", legend or "value")]
     else:
         labels = ", ".join((*metric.labels, "le"))
         buckets = f"sum by ({labels}) (rate({name}_bucket{RANGE}))"
         queries = [(f"histogram_quantile({q}, {buckets})", f"{legend} p{float(q) * 100:g}".strip()) for q in QUANTILES]
-    return _graph(metric.name.replace("_", " ").capitalize(), metric.text, unit, queries)
+    return _graph(title, text, unit, queries)
 
 
 def _graph(title: str, text: str, unit: str, queries: Sequence[tuple[str, str]]) -> dict[str, Any]:

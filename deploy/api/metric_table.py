@@ -228,6 +228,12 @@ METRICS = (
         read=lambda status: [((), float(status.num_supervisor_kills))],
     ),
     Metric(
+        "tls_not_after_timestamp_seconds",
+        "gauge",
+        "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires.",
+        read=lambda status: [] if status.tls_not_after_s is None else [((), status.tls_not_after_s)],
+    ),
+    Metric(
         "scale_events",
         "counter",
         "Changes of the wanted number of replicas of targets or of a drafter.",

@@ -1,6 +1,8 @@
 """A real server whose links are gRPC with mutual TLS: the tokens of one over unix sockets, and strangers are refused."""
 
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,17 +13,18 @@ from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect
-from tests.support.certificates import Authority
+from tests.support.certificates import DAY, Authority
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import MODEL, Streamed
 from tests.support.tiny_model import write_tiny_model
-from tests.support.waiting import gauge
+from tests.support.waiting import eventually, gauge
 
 pytestmark = pytest.mark.ray
 
 NUM_STREAMS = 2
 LONG = 120
 SECRET = "of the test"
+EXPIRY = "outrider_tls_not_after_timestamp_seconds"
 
 
 def config_of(model: Path, folder: Path) -> Config:
@@ -73,6 +76,17 @@ def test_links_with_tls_serve_the_tokens_of_links_without(
         assert gauge(http, "outrider_drafter_verified_total", "ngram") > 0, "the drafter is linked, too"
     with ServerProcess(config_of(model, tmp_path_factory.mktemp("plain"))) as plain:
         assert texts(plain, "off") == drafted
+
+
+def test_the_end_of_the_certificate_is_a_metric_and_follows_its_renewal(server: ServerProcess, authority: Authority) -> None:
+    assert server.config.cluster.tls is not None
+    folder = server.config.cluster.tls.cert_file.parent
+    with server.client() as http:
+        first = gauge(http, EXPIRY)
+        assert 0.0 < first - time.time() < DAY.total_seconds()
+        authority.issue(folder, age=timedelta(hours=20))
+        eventually(lambda: abs(first - gauge(http, EXPIRY) - timedelta(hours=19).total_seconds()) < 600.0)
+        authority.issue(folder)
 
 
 def target_addresses(server: ServerProcess) -> list[str]:

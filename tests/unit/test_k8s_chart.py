@@ -313,6 +313,16 @@ def test_a_typo_in_a_query_is_found() -> None:
         unknown_series("sum(rate(outrider_requests_total[5m])")
 
 
+def test_panels_of_timestamps_say_that_they_show_the_time_left() -> None:
+    panels = [panel for panel in json.loads(dashboard())["panels"] if "timestamp_seconds" in str(panel.get("targets"))]
+    assert panels
+    for panel in panels:
+        assert panel["title"].startswith("Time until ")
+        assert panel["description"].startswith("Seconds until the first of these expires: ")
+        assert "POSIX" not in panel["description"]
+        assert all(target["expr"].endswith(" - time()") for target in panel["targets"])
+
+
 def test_panels_do_not_overlap() -> None:
     taken = set()
     for panel in json.loads(dashboard())["panels"]:

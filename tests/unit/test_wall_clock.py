@@ -13,6 +13,7 @@ PRODUCT = ("cluster", "router", "profiler", "engine", "drafters", "training", "a
 READERS = {
     "actors/autoscaler.py": "when replicas were added or removed, for the status",
     "cluster/otlp.py": "times of spans; durations are monotonic",
+    "cluster/transport/tls.py": "the expiry that is told while certificates are unusable",
     "deploy/api/answer.py": "`created` of an answer",
     "deploy/api/chat_template.py": "the date in a prompt, where a model's template asks for it",
     "deploy/api/middleware.py": "lines of the audit log",
