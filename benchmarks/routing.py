@@ -35,6 +35,7 @@ from cluster.config import (
     PolicyConfig,
     Resources,
     TargetConfig,
+    parts_in_pool,
 )
 from cluster.resolve import resolve
 from deploy.profile_command import here
@@ -192,7 +193,16 @@ def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
         max_model_len=2**20,
     )
     drafters = tuple(
-        DrafterSpec(c.name, c.capacity, c.max_draft_len, c.ahead_len, c.replicas, c.is_colocated) for c in configs
+        DrafterSpec(
+            c.name,
+            c.capacity,
+            c.max_draft_len,
+            c.ahead_len,
+            c.replicas,
+            c.is_colocated,
+            parts=parts_in_pool(c, configs),
+        )
+        for c in configs
     )
     return ClusterSpec(
         cost,

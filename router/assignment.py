@@ -47,6 +47,7 @@ class PoolMember:
     verifies: bool = False  # can verify drafts of others in its process
     leads: bool = True  # can propose to other drafters; False: drafts in the target's process
     num_targets: int = 1  # that each have one of these in their process
+    parts: tuple[str, ...] = ()  # drafters of the pool that it combines: it is about as good as the best of them, or better
 
     @property
     def is_open(self) -> bool:

@@ -48,6 +48,7 @@ class DrafterSpec:
     companion: bool = False  # each target has its own, in its process
     verifies: bool = False
     max_outcomes: int = 0
+    parts: tuple[str, ...] = ()  # drafters of the pool that it combines
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
         num_shadows = (4 if spare_share else 1) * self.capacity
@@ -104,6 +105,7 @@ class ClusterSpec:
                     costs=costs if relative is not None else None,
                     verifies=spec.verifies,
                     leads=not spec.companion,
+                    parts=spec.parts,
                 )
                 for replica in range(spec.replicas)
             ]

@@ -1,6 +1,6 @@
 """The section ``drafters``, and the default pool."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -187,6 +187,12 @@ class DrafterConfig(Replicated):
                 "min_replicas and max_replicas must be equal for a drafter that is lazy or in the target's process"
             )
         return self
+
+
+def parts_in_pool(drafter: DrafterConfig, pool: Iterable[DrafterConfig]) -> tuple[str, ...]:
+    """Names of the drafters of ``pool`` that ``drafter`` combines."""
+    _, *parts = parts_of(drafter.options)
+    return tuple(one.name for one in pool if one.options in parts)
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:

@@ -15,8 +15,6 @@ from router.prompt_features import PromptClusters
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
-_FEW_DRAFTS = 256.0  # of a drafter over all requests: with fewer, requests explore it more
-_MAX_EXPLORATION = 10.0  # times the configured share of requests
 
 
 class RequestAcceptance:
@@ -102,13 +100,17 @@ class RequestAcceptance:
 
     def draw_explorers(self, rows: Ints, num_rounds: Floats, num_drafts: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior; of
-        several that with the fewest ``num_drafts`` over all requests. While these are few, more requests explore.
-        Placeholders never do, since many requests would follow them."""
+        several that with the fewest ``num_drafts`` over all requests. Placeholders never explore, since many requests would
+        follow them."""
         least = (num_rounds + num_drafts / (1.0 + num_drafts.max())).argmin(axis=1)
         unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
-        shares = config.exploration * np.clip(_FEW_DRAFTS / (1.0 + num_drafts), 1.0, _MAX_EXPLORATION)[least]
-        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < shares))
+        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))
         return tries, least[tries]
+
+    def drafts(self, rows: Ints, column: int) -> tuple[Floats, Floats]:
+        """Drafts of one drafter for each request that are remembered, and their right tokens."""
+        reached, right = self._counts[:, rows, column]
+        return reached[:, 0], right.sum(axis=1)
 
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig
+from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig, parts_in_pool
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
 from router.estimates.prior_costs import prior_token_cost
@@ -47,6 +47,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             max_draft_len=drafter.max_draft_len,
             verifies=drafter.options.traits.can_verify,
             leads=not drafter.is_colocated,
+            parts=parts_in_pool(drafter, config.drafters),
         )
         for drafter in config.drafters
         for replica in range(drafter.most)

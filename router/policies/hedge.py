@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from cluster.config import HedgePolicy
@@ -16,6 +17,8 @@ from router.policies.free_capacity import FreeCapacity
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
+_OPTIMISTIC_DRAFTS = 4  # right in full, that a drafter is credited with before its own (Sutton and Barto, section 2.6)
+_MAX_TRIALS = 4  # requests of a slot that try the same drafter
 _LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
@@ -38,8 +41,12 @@ class Hedge:
     - G_ij: a Gumbel draw fixed for the life of i.
 
     With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
-    scarce places this is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores
-    for a slot the drafter that they have seen least; a larger one while little is known of that drafter.
+    scarce places this is Hedge's perturbed leader (Kalai and Vempala).
+
+    A drafter that nobody scores is known by its drafts alone. A request tries it while its optimistic value exceeds the best
+    value: the optimistic one is as if _OPTIMISTIC_DRAFTS drafts more, of all requests, had been right in full (optimistic
+    initial values). What is slow, late or seldom right is so left after few drafts. Later a small share of requests explores
+    for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
     The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
@@ -110,6 +117,8 @@ class Hedge:
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
         shares = self._acceptance.on_time.shares(room.drafters)
+        num_drafts = self._acceptance.num_drafts(room.members)
+        optimistic = 1.0 + shares * (self._optimistic_lens(lens, num_drafts, room.members) - 1.0)
         lens = 1.0 + shares * (lens - 1.0)
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)
@@ -121,9 +130,9 @@ class Hedge:
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
-        num_drafts = self._acceptance.num_drafts(room.members)
-        tries, least = own.draw_explorers(rows, num_rounds, num_drafts, self._config)
-        values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
+        explorers = own.draw_explorers(rows, num_rounds, num_drafts, self._config)
+        for tries, drafters in (self._trials(values, optimistic / round_s, here, live), explorers):
+            values[tries, drafters] = (1.0 + self._config.hysteresis) * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains, np.column_stack((lens / round_s, np.full(len(requests), plain)))
@@ -143,6 +152,29 @@ class Hedge:
                 break
             users = fewer
         return round_s
+
+    @staticmethod
+    def _optimistic_lens(lens: Floats, num_drafts: Floats, drafters: Sequence[PoolMember]) -> Floats:
+        """(requests, drafters): ``lens`` if _OPTIMISTIC_DRAFTS more drafts were right in full; of a part at most the
+        ``lens`` of its combination."""
+        longest = np.array([1.0 + member.max_draft_len for member in drafters])
+        optimistic: Floats = (num_drafts * lens + _OPTIMISTIC_DRAFTS * longest) / (num_drafts + _OPTIMISTIC_DRAFTS)
+        for j, member in enumerate(drafters):
+            # Unscored parts too, unlike in `AcceptanceModel.expected_lens`: only they are credited with much.
+            parts = [k for k, one in enumerate(drafters) if drafter_of(one.name) in member.parts]
+            optimistic[:, parts] = np.minimum(optimistic[:, parts], lens[:, [j]])
+        return optimistic
+
+    def _trials(self, values: Floats, optimistic: Floats, here: Ints, live: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Requests for which a drafter's optimistic value exceeds the best value, and the drafter of each whose optimistic
+        value is highest: at most _MAX_TRIALS requests for a drafter, those first that are there."""
+        most = optimistic.argmax(axis=1)
+        tries = live & (optimistic.max(axis=1) > values.max(axis=1)) & (self._config.exploration > 0.0)
+        for j in np.unique(most[tries]).tolist():
+            some = np.flatnonzero(tries & (most == j))
+            tries[some[np.argsort(here[some] != j, kind="stable")][_MAX_TRIALS:]] = False
+        chosen = np.flatnonzero(tries)
+        return chosen, most[chosen]
 
     @staticmethod
     def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Ints:

@@ -1,31 +1,141 @@
-"""Which requests `hedge` lets explore, and which drafter."""
+"""Which drafters `hedge` lets requests try before they are known, and how often it explores afterwards."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from cluster.config import HedgePolicy
-from router.assignment import RequestView
+from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
 from router.estimates.request_acceptance import RequestAcceptance
+from router.policies import build_policy
 from router.prompt_features import PromptClusters
+from tests.support.observations import right_at
 
 CONFIG = HedgePolicy(exploration=0.01, request_rounds=8)
+SELDOM = HedgePolicy(exploration=1e-9)
 NUM_REQUESTS = 5000
+NUM_ROUNDS = 10  # of a slot
+SCORED = PoolMember("scored", 64, 0.01)
+UNSCORED = PoolMember("unscored", 64, 0.01, leads=False)
 
 
 def explorers(num_rounds: list[float], num_drafts: list[float]) -> list[int]:
     """Drafters that NUM_REQUESTS requests explore."""
     requests = RequestAcceptance(np.random.default_rng(0))
-    views = [RequestView(f"r{i}", 100, 120, (), ()) for i in range(NUM_REQUESTS)]
-    rows = requests.follow(views, PromptClusters(1))
+    rows = requests.follow([RequestView(f"r{i}", 100, 120, (), ()) for i in range(NUM_REQUESTS)], PromptClusters(1))
     known = np.tile(np.array(num_rounds), (NUM_REQUESTS, 1))
     return requests.draw_explorers(rows, known, np.array(num_drafts), CONFIG)[1].tolist()
 
 
 def test_of_drafters_that_a_request_has_not_seen_the_least_known_is_tried() -> None:
-    assert set(explorers([8.0, 8.0, 300.0], [500.0, 100.0, 0.0])) == {1}
+    assert set(explorers([8.0, 8.0, 300.0], [500.0, 100.0, 80.0])) == {1}
 
 
-def test_more_requests_explore_while_little_is_known() -> None:
-    unknown, known = len(explorers([8.0, 300.0], [0.0, 1e4])), len(explorers([8.0, 300.0], [1e4, 1e4]))
-    assert 0.08 < unknown / NUM_REQUESTS < 0.12
-    assert 0.006 < known / NUM_REQUESTS < 0.014
-    assert not explorers([100.0, 300.0], [0.0, 0.0])
+def test_a_small_share_explores_what_it_has_not_seen() -> None:
+    assert 0.006 < len(explorers([8.0, 300.0], [1e4, 1e4])) / NUM_REQUESTS < 0.014
+    assert not explorers([100.0, 300.0], [100.0, 100.0])
+
+
+# ---- first drafts
+
+
+def tokens(request_id: str, drafter: str, tokens_per_round: float) -> Observation:
+    num_right = round(NUM_ROUNDS * (tokens_per_round - 1.0))
+    positions = right_at(NUM_ROUNDS, num_right)
+    return Observation(
+        request_id, drafter, NUM_ROUNDS, 8 * NUM_ROUNDS, num_right, NUM_ROUNDS + num_right, NUM_ROUNDS * 0.03, positions
+    )
+
+
+def late(request_id: str, drafter: str, tokens_per_round: float) -> Observation:
+    return Observation(request_id, drafter, NUM_ROUNDS, 0, 0, NUM_ROUNDS, NUM_ROUNDS * 0.03, num_missed=NUM_ROUNDS)
+
+
+def served(
+    pool: Sequence[PoolMember],
+    lens: dict[str, float],
+    num_requests: int = 1,
+    num_slots: int = 60,
+    config: HedgePolicy = SELDOM,
+    unscored: Callable[[str, str, float], Observation] = tokens,
+) -> list[list[str]]:
+    """Drafters of the requests by slot. Drafters that lead are scored. ``lens``: tokens of a round."""
+    policy: AssignmentPolicy = build_policy(config)
+    requests = [RequestView(f"r{i}", 50, 100, ()) for i in range(num_requests)]
+    history = []
+    for _ in range(num_slots):
+        chains = policy.assign(requests, pool)
+        requests = [replace(r, chain=chains[r.request_id]) for r in requests]
+        history.append([r.chain[0] for r in requests])
+        leads = {member.name: member.leads for member in pool}
+        observations = [
+            (tokens if leads[r.chain[0]] else unscored)(r.request_id, r.chain[0], lens[r.chain[0]]) for r in requests
+        ]
+        scores = [
+            ScoreCounts(r.request_id, name, right_at(NUM_ROUNDS, round(NUM_ROUNDS * (lens[name] - 1.0))))
+            for r in requests
+            for name, is_scored in leads.items()
+            if is_scored and name != r.chain[0]
+        ]
+        policy.observe(observations, scores)
+    return history
+
+
+def slots_with(history: list[list[str]], drafter: str) -> int:
+    """Slots of requests."""
+    return sum(row.count(drafter) for row in history)
+
+
+def test_what_is_not_scored_is_tried_at_once_and_left_for_good_if_it_is_worse() -> None:
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 1.4})
+    num_tried = slots_with(history, "unscored")
+    assert 2 <= num_tried <= 10
+    assert slots_with(history[-10:], "unscored") == 0
+
+
+def test_what_is_better_is_kept() -> None:
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 2.6})
+    assert slots_with(history, "unscored") >= 57
+
+
+def test_the_worse_it_does_the_sooner_it_is_left() -> None:
+    num = [slots_with(served([SCORED, UNSCORED], {"scored": 2.0, "unscored": one}), "unscored") for one in (1.0, 1.4, 1.8)]
+    assert num == sorted(num)
+    assert num[0] < num[-1]
+
+
+def test_what_cannot_be_worth_it_is_not_tried() -> None:
+    """All three tokens of a draft right, in rounds that take three times as long."""
+    dear = replace(UNSCORED, max_draft_len=3, cost=1.0)
+    lens = {"scored": 2.0, "unscored": 4.0}
+    assert slots_with(served([SCORED, dear], lens), "unscored") == 0
+    assert slots_with(served([SCORED, replace(dear, cost=0.1)], lens), "unscored") > 50
+
+
+def test_without_exploration_nothing_is_tried() -> None:
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 1.4}, config=HedgePolicy(exploration=0.0))
+    assert slots_with(history[1:], "unscored") == 0
+
+
+def test_few_of_many_requests_make_first_drafts() -> None:
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 1.4}, num_requests=40)
+    assert max(row.count("unscored") for row in history[1:]) <= 8
+    assert slots_with(history, "unscored") <= 24
+
+
+def test_a_drafter_whose_drafts_do_not_come_is_not_tried_for_long() -> None:
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 5.0}, unscored=late)
+    assert slots_with(history, "unscored") <= 20
+
+
+def test_a_part_that_can_bring_no_more_than_its_combination_is_not_tried() -> None:
+    """Both share the target's process, and their rounds take as long."""
+    lens = {"scored": 2.0, "unscored": 2.2, "both": 2.6}
+    known, unknown = (
+        served([SCORED, UNSCORED, replace(UNSCORED, name="both", parts=parts)], lens)
+        for parts in (("scored", "unscored"), ())
+    )
+    assert slots_with(known, "unscored") == 0
+    assert slots_with(known, "both") >= 57
+    assert slots_with(unknown, "unscored") >= 1
