@@ -26,8 +26,9 @@ from simulator.autoscale.cases import (
     SERVE,
     SERVE_DRAFTING,
     CaseResult,
+    Following,
     best,
-    drafter_follow_s,
+    drafters_following,
     rates_case,
     trace_case,
 )
@@ -53,14 +54,14 @@ def run(scenario: AutoscaleScenario, said: Said, data: Path | None, quick: bool)
     results = []
     with ProcessPoolExecutor(num_processes, get_context("spawn")) as processes:
         running = [processes.submit(job) for job in jobs]
-        following = [processes.submit(drafter_follow_s, scenario, num_gpus) for num_gpus in scenario.fleets]
+        following = [processes.submit(drafters_following, scenario, num_gpus) for num_gpus in scenario.fleets]
         for case in running:
             result = case.result()
             results.append(result)
             met = f"{result.ours.attainment:.4f} met"
             said(f"{result.trace}, {result.num_gpus} GPUs: {met}, {_over_serve(result):.3f} of Serve's cost")
-        follow_s = [follow.result() for follow in following]
-    return _study(scenario, results, follow_s, perf_counter() - begun_s, data)
+        followed = [one.result() for one in following]
+    return _study(scenario, results, followed, perf_counter() - begun_s, data)
 
 
 def _jobs(scenario: AutoscaleScenario, data: Path | None, quick: bool) -> list[Callable[[], CaseResult]]:
@@ -116,7 +117,11 @@ def _mean_ratio(ratios: Sequence[float]) -> float:
 
 
 def _study(
-    scenario: AutoscaleScenario, results: Sequence[CaseResult], follow_s: Sequence[float], real_s: float, data: Path | None
+    scenario: AutoscaleScenario,
+    results: Sequence[CaseResult],
+    followed: Sequence[Following],
+    real_s: float,
+    data: Path | None,
 ) -> Study:
     goal, price = scenario.attainment, scenario.dollars_per_gpu_hour
     ratios = [_over_serve(one) for one in results]
@@ -130,7 +135,8 @@ def _study(
         "cost_over_serve_default.at_goal": _mean_ratio(at_goal),
         "serve_default_attains_as_much": fmean(s >= one.ours.attainment for s, one in zip(same, results, strict=True)),
         "cost_over_fixed": _mean_ratio([one.ours.gpu_h / one.played[FIXED].outcome.gpu_h for one in results]),
-        "drafter_follow_s": max(follow_s),
+        "drafter_follow_s": max(one.lacking_s for one in followed),
+        "drafter_surplus_s": max(one.surplus_s for one in followed),
         "num_cases": float(len(results)),
     }
     for one, ratio in zip(results, ratios, strict=True):

@@ -17,8 +17,9 @@ The cheapest expert whose share of refused requests keeps within the error budge
   with misses x (1 - E / N) / (1 - R / N): with none from N on. So experts learn of misses that the need did not foresee.
   Where R was more than any expert would have had, misses have another cause and do not count.
 
-To both come a prior, which counts as much as an hour of requests: the load doubles suddenly once an hour; and one refused
-request, so that few requests prove little (Laplace's rule of succession).
+To both come one refused request, so that few requests prove little (Laplace's rule of succession), and a prior: the load,
+averaged over some start-ups, doubles suddenly once an hour. An expert that had more ready than that load, by its headroom,
+its window or because replicas are whole, is charged with fewer refusals. The weight of the prior halves in the first hour.
 
 Evidence fades with a time constant of a day. ``season``: growth from this part of the day to the next on earlier days;
 experts with and without it compete.
@@ -37,6 +38,7 @@ WINDOWS = (1, 4, 13, 40)
 HEADROOMS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
 PRIOR_S = 3600.0
 PRIOR_STEP = 2.0
+LEVEL = 1  # of WINDOWS, over which the load that doubles is averaged
 MEMORY_S = 86_400.0
 DAY_S = 86_400.0
 SLOT_S = 600.0  # of the day's profile
@@ -106,7 +108,8 @@ class Forecast:
         self._num_seen, self._first_s = 0, 0.0
         self._paid, self._foreseen, self._observed = (np.zeros(len(experts)) for _ in range(3))
         self._num_requests = self._seconds = 0.0
-        self._prior = (start_s + period_s) / PRIOR_S * np.maximum(0.0, PRIOR_STEP - self._headroom)
+        self._step_share = (start_s + period_s) / PRIOR_S  # of time, during which a sudden step is not answered yet
+        self._stepped = np.zeros(len(experts))
         self._profile = DayProfile()
         self._chosen = int(np.argmax(self._headroom))
         self._choose_s = 0.0
@@ -128,10 +131,10 @@ class Forecast:
     def refused_share(self) -> Floats:
         """Of requests, by expert; by the prior alone before any was judged."""
         if not self._num_requests:
-            return self._prior
-        prior = PRIOR_S * self._num_requests / max(self._seconds, self._period_s)
+            return self._step_share * np.maximum(0.0, PRIOR_STEP - self._headroom)
+        prior = PRIOR_S / (PRIOR_S + self._seconds)
         refused = np.maximum(self._foreseen, self._observed) + 1.0
-        return (refused + prior * self._prior) / max(self._num_requests + prior, 1e-9)
+        return (refused + prior * self._step_share * self._stepped) / self._num_requests
 
     def add(self, now_s: float, need: float, num_ready: float, num_requests: float, num_missed: float) -> float:
         """Returns the number of targets to have, before rounding up.
@@ -166,6 +169,8 @@ class Forecast:
         ready = self._wanted.min(axis=0)
         foreseen = num_requests * _missing(need, ready)
         self._foreseen, self._observed = fade * self._foreseen + foreseen, fade * self._observed
+        stepped = num_requests * np.maximum(0.0, PRIOR_STEP - ready / max(self._level(), 1e-9))
+        self._stepped = fade * self._stepped + stepped
         self._num_requests = fade * self._num_requests + num_requests
         self._seconds = fade * self._seconds + self._period_s
         # Misses are known late: refusals after the time to first token, slow tokens when a request ends.
@@ -176,8 +181,15 @@ class Forecast:
 
     def _most(self, length: int) -> float:
         """Greatest of the newest needs."""
+        return float(self._newest(length).max())
+
+    def _level(self) -> float:
+        """Mean need."""
+        return float(self._newest(min(self._lens[LEVEL], self._num_seen)).mean())
+
+    def _newest(self, length: int) -> Floats:
         end = self._num_seen % len(self._needs)
-        return float(self._needs[np.arange(end - length, end)].max())
+        return self._needs[np.arange(end - length, end)]
 
     def _choose(self) -> None:
         refused = self.refused_share

@@ -5,7 +5,7 @@
 2. Drafters that are ready make a target serve more, so fewer targets do. A drafter is wanted where the targets that it saves
    take more GPUs than it does, or while GPUs are paid that nothing else uses.
 3. Targets go first: where GPUs are short, drafters give theirs up before requests are refused. Targets that drafters replace
-   end only when those drafters are ready, and drafters end only when the targets that they replaced are.
+   end only when those drafters are ready, and drafters end only when the targets that they replaced are, and suffice.
 
 Costs are GPUs, so that the plan is the cheapest per million tokens of those that meet the objectives.
 """
@@ -23,7 +23,7 @@ from router.scaling.service_rates import Objectives, ServiceRates
 
 PERIOD_S = 1.0  # between reports
 PLAN_S = 5.0  # between plans; the greatest need within it counts
-BUDGET_SHARE = 0.3  # of the requests that may miss their objectives, those that may for want of replicas: bursts are few
+BUDGET_SHARE = 0.2  # of the requests that may miss their objectives, those that may for want of replicas: bursts are few
 HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
 HOLD_S = 20.0  # for which a drafter stays once it was wanted: about as long as one takes to start
 LASTING_S = 120.0  # what ran for so long counts for drafters, whatever arrives
@@ -152,8 +152,8 @@ class FleetScaler:
         if not self._forecast.is_ready:  # an earlier scaler may have seen more of the load
             running = {name: drafters.num_wanted for name, drafters in report.drafters.items()}
             wanted = {name: max(num, running.get(name, 0)) for name, num in wanted.items()}
-        if report.targets.num_ready < self._targets(report, capacity, wanted):
-            wanted = {name: num or ready.get(name, 0) for name, num in wanted.items()}  # they end when targets are ready
+        if report.targets.num_ready < self._targets(report, max(need, capacity), wanted):
+            wanted = {name: num or ready.get(name, 0) for name, num in wanted.items()}  # they end when targets suffice
         drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
         num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
         num_targets = min(num_targets, self._most_targets(plan))

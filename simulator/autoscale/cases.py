@@ -11,7 +11,7 @@ from router.scaling.report import FleetSize
 from router.scaling.service_rates import DrafterSize, Objectives, ServiceRates, TargetSize, Workload
 from simulator.autoscale.arrivals import RATE_WINDOW_S, Arrivals, MadeUp, from_rates, scaled
 from simulator.autoscale.baselines import Fixed, QueueLength, ServeDefault, Utilisation
-from simulator.autoscale.fleet import Fleet, Outcome, Policy, StartUp, run
+from simulator.autoscale.fleet import Fleet, Outcome, Policy, Sample, StartUp, run
 from simulator.roofline import Placed, RooflineCost
 from simulator.scenario import AutoscaleScenario
 
@@ -134,12 +134,16 @@ def service_rates(scenario: AutoscaleScenario, drafting: bool = True) -> Service
     return ServiceRates(RooflineCost(target, placed), size, sizes)
 
 
-def drafter_follow_s(scenario: AutoscaleScenario, num_gpus: int) -> float:
-    """Longest time after a sudden change of load until the drafters that are ready are, and stay, as many as at its end.
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Longest times after a sudden change of load, by the number of drafters that are ready. A tenth is no difference."""
 
-    Phases of twenty minutes, at a tenth and at half of what the fleet serves, in turn. A tenth more or fewer is the
-    same.
-    """
+    lacking_s: float  # until there are, and stay, no fewer than at the end of the phase
+    surplus_s: float  # until there are, and stay, no more
+
+
+def drafters_following(scenario: AutoscaleScenario, num_gpus: int) -> Following:
+    """Phases of twenty minutes, at a tenth and at half of what the fleet serves, in turn."""
     fleet = _fleet(scenario, num_gpus, service_rates(scenario), 0.0)
     made = MadeUp("steps", ((0.0, 1.0), (1.0, 1.0)))
     most = (
@@ -152,14 +156,18 @@ def drafter_follow_s(scenario: AutoscaleScenario, num_gpus: int) -> float:
     limits = FleetLimits(fleet.max_gpus, min(scenario.min_targets, fleet.max_targets))
     scaler = FleetScaler(fleet.rates, fleet.objectives, limits, scenario.target_start_s, scenario.attainment)
     samples = run(fleet, arrivals, scaler, STEP_S, FleetSize(fleet.max_targets), STEP_S).samples
-    longest = 0.0
-    for phase in range(1, len(levels)):
-        begin_s = phase * PHASE_S
-        found = [one for one in samples if begin_s <= one.at_s < begin_s + PHASE_S - 1.0]
-        final = median(one.num_drafters for one in found[-300:])
-        away = [one.at_s for one in found[:SETTLING_SAMPLES] if abs(one.num_drafters - final) > 0.1 * final]
-        longest = max(longest, (away[-1] - begin_s + STEP_S) if away else 0.0)
-    return longest
+    phases = [following(samples, phase * PHASE_S) for phase in range(1, len(levels))]
+    return Following(max(one.lacking_s for one in phases), max(one.surplus_s for one in phases))
+
+
+def following(samples: Sequence[Sample], begin_s: float) -> Following:
+    """In the phase from then on."""
+    found = [one for one in samples if begin_s <= one.at_s < begin_s + PHASE_S - 1.0]
+    final = median(one.num_drafters for one in found[-300:])
+    settling = found[:SETTLING_SAMPLES]
+    lacking = [one.at_s for one in settling if one.num_drafters < 0.9 * final]
+    surplus = [one.at_s for one in settling if one.num_drafters > 1.1 * final]
+    return Following(*(times[-1] - begin_s + STEP_S if times else 0.0 for times in (lacking, surplus)))
 
 
 def _fleet(scenario: AutoscaleScenario, num_gpus: int, rates: ServiceRates, warm_up_s: float | None = None) -> Fleet:

@@ -16,8 +16,8 @@ from router.scaling.service_rates import Objectives, ServiceRates, TargetSize
 from simulator.autoscale import arrivals as traces
 from simulator.autoscale.arrivals import Arrivals
 from simulator.autoscale.baselines import Fixed, QueueLength, ServeDeployment, Utilisation
-from simulator.autoscale.cases import PHASE_S, Played, best
-from simulator.autoscale.fleet import Fleet, Outcome, StartUp, run
+from simulator.autoscale.cases import PHASE_S, Following, Played, best, drafters_following, following
+from simulator.autoscale.fleet import Fleet, Outcome, Sample, StartUp, run
 from simulator.scenario import AutoscaleScenario, read_scenario
 
 COST = TableCost((1, 2), (0.01, 0.0101))  # a prompt token takes 0.1 ms
@@ -184,6 +184,22 @@ def test_the_best_setting_is_the_cheapest_that_attains_enough() -> None:
     assert best(runs, 0.9999).outcome.gpu_h == 9.0
 
 
+def test_drafters_that_lack_and_surplus_ones_are_told_apart() -> None:
+    """From 100 s on: too few for 30 s, too many for another 50 s, then ten."""
+    num_ready = [2] * 130 + [14] * 50 + [10] * 1000
+    samples = [Sample(float(second), 1, num, 0.0, 0.0) for second, num in enumerate(num_ready)]
+    assert following(samples, 100.0) == Following(lacking_s=30.0, surplus_s=80.0)
+    assert following(samples, 200.0) == Following(lacking_s=0.0, surplus_s=0.0)
+
+
+@pytest.mark.slow
+def test_the_only_drafter_of_a_small_fleet_follows_a_sudden_load_within_a_minute() -> None:
+    """The forecast has less to keep ready than the need of the moment at first, and a plan for that has no drafter."""
+    scenario = read_scenario(simulate.find("autoscale"))
+    assert isinstance(scenario, AutoscaleScenario)
+    assert drafters_following(scenario, 8).lacking_s <= 60.0
+
+
 @pytest.mark.slow
 def test_the_study_plays_made_up_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = read_scenario(simulate.find("autoscale"))
@@ -196,4 +212,5 @@ def test_the_study_plays_made_up_arrivals(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0.9 < study.figures["slo_attainment.min"] <= 1.0
     assert 0.3 < study.figures["cost_over_serve_default"] < 1.5
     assert 0.0 < study.figures["drafter_follow_s"] < PHASE_S  # they settle; docs/measurements/autoscale.md has the goal
+    assert study.figures["drafter_surplus_s"] < PHASE_S
     assert autoscale.NO_DATA in said

@@ -187,6 +187,18 @@ def test_replicas_that_never_end_are_no_merit_of_an_expert() -> None:
     assert fed(floods, start_s=60.0)[0].refused_share[following] > 0.05  # the control
 
 
+def test_what_is_ready_beyond_the_load_serves_its_doubling() -> None:
+    following = 6  # headroom 1.1, the shortest window, without season
+    few, many = (fed([need] * 120, least=4)[0].refused_share[following] for need in (2.0, 20.0))
+    assert few < 0.001 < many
+
+
+def test_bursts_that_came_are_not_diluted_by_the_prior() -> None:
+    floods, following = [2.0] * 30 + [20.0] * 6, 6
+    early, late = (fed(floods * num, start_s=60.0)[0].refused_share[following] for num in (6, 200))
+    assert early > 0.8 * late > 0.05
+
+
 def test_the_day_before_foretells_the_morning() -> None:
     profile = DayProfile()
     night, morning = 6 * 3600.0, 6 * 3600.0 + SLOT_S
