@@ -5,6 +5,9 @@ given by the arrivals, so arms are compared by ``request_speed``: tokens per sec
 
 - ``outrider_over_best_fixed``: the default over the best of the fixed lengths, worst over the traces.
 - ``outrider_over_best_paper``: over the best of the papers' policies, worst over the traces.
+- ``ceiling_over_best_fixed.MACHINE.TRACE``: what rules of draft length and verification could win at the most there: the
+  best arm whose drafts are exactly the tokens that will be accepted, at most so many, over the best of the fixed lengths.
+  ``ceiling_over_best_fixed``: the least of these.
 - ``worst_over_plain.simulated``: over plain decoding, worst over batches of the closed loop, by goodput.
 - ``slo_attainment.adaspec``, ``.outrider``: requests that meet a TPOT objective which all have, and at which AdaSpec
   attains about 0.90, on the machine and trace where the default is least ahead. ``slo_goodput_over_adaspec``,
@@ -26,6 +29,7 @@ from benchmarks import policies_live
 from benchmarks.policy_scenarios import (
     ADASPEC_SLO,
     ARMS,
+    CEILING,
     DEFAULT,
     FIGURE_15,
     FIXED,
@@ -48,7 +52,7 @@ from benchmarks.routing import measured_cost
 from profiler.hardware import num_cores
 from router.overlap.gains import remote_bound
 from simulator.plots import Panel, plot
-from simulator.speculation import Arm, ArmResult, best, run_arm
+from simulator.speculation import Arm, ArmResult, run_arm
 
 PLOT = Path("outrider-policies.png")
 SLO_LEVELS = (0.8, 1.0, 1.2)  # of the P90 of plain decoding's TPOT
@@ -86,7 +90,7 @@ def run(options: BenchOptions) -> BenchResult:
         Job(machine, load, arm)
         for machine in machines
         for load in loads
-        for arm in ((*ARMS, *ABLATIONS) if load in ablated else ARMS)
+        for arm in (*ARMS, *(ABLATIONS if load in ablated else ()), *(CEILING if load.is_trace else ()))
     ]
     with ProcessPoolExecutor(num_cores(), get_context("spawn")) as processes:
         console.print(f"policies: {len(jobs)} simulations", highlight=False)
@@ -172,9 +176,16 @@ def figures(found: Mapping[Case, Results], closed: set[str]) -> dict[str, float]
     told: dict[str, float] = {}
     fixed, papers = [arm.name for arm in (PLAIN, *FIXED)], [arm.name for arm in PAPERS]
     for name, arms in (("fixed", fixed), ("paper", papers)):
-        ratios = {case: _over_best(case, results, arms, closed) for case, results in found.items()}
+        ratios = {case: _over(case, results, [DEFAULT.name], arms, closed) for case, results in found.items()}
         told[f"outrider_over_best_{name}"] = min(r for case, r in ratios.items() if case.workload not in closed)
         told[f"outrider_over_best_{name}.closed"] = min((r for c, r in ratios.items() if c.workload in closed), default=1.0)
+    ceilings = {
+        case: _over(case, results, [arm.name for arm in CEILING], fixed, closed)
+        for case, results in found.items()
+        if case.workload not in closed
+    }
+    told |= {f"ceiling_over_best_fixed.{case.machine}.{case.workload}": ratio for case, ratio in ceilings.items()}
+    told["ceiling_over_best_fixed"] = min(ceilings.values())
     over_plain = [
         results[DEFAULT.name].goodput / results[PLAIN.name].goodput
         for case, results in found.items()
@@ -184,11 +195,13 @@ def figures(found: Mapping[Case, Results], closed: set[str]) -> dict[str, float]
     return told
 
 
-def _over_best(case: Case, results: Results, names: Sequence[str], closed: set[str]) -> float:
-    def speed(result: ArmResult) -> float:
-        return _speed(case, result, closed)
+def _over(case: Case, results: Results, names: Sequence[str], others: Sequence[str], closed: set[str]) -> float:
+    """The best arm of ``names`` over the best of ``others``."""
 
-    return speed(results[DEFAULT.name]) / speed(results[best(results, names, speed)])
+    def best_speed(names: Sequence[str]) -> float:
+        return max(_speed(case, results[name], closed) for name in names if name in results)
+
+    return best_speed(names) / best_speed(others)
 
 
 def _slo_figures(objectives: Sequence[Sequence[Objective]]) -> dict[str, float]:

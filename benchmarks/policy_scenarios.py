@@ -54,6 +54,10 @@ DEFAULT = Arm("outrider", OutriderLength())
 ADASPEC_SLO = Arm("adaspec", AdaSpecLength(), "adaspec", planner=VerificationAlone)
 UNDER_SLO = (ADASPEC_SLO, DEFAULT, Arm("adaspec, chunks by objectives", AdaSpecLength(), "adaspec"), PLAIN)
 ARMS = (PLAIN, *FIXED, *PAPERS, DEFAULT)
+# The ceiling of all rules of lengths: the best of these, which draft the right tokens alone, up to so many.
+CEILING = tuple(
+    Arm(f"hindsight-{length}", FixedLength(num_tokens=length), "all", in_hindsight=True) for length in (1, 2, 3, 4, 6, 8)
+)
 # The papers' own ablations: AdaSpec, table 2 (with `adaspec`); FASER, figure 15 (with `fixed-4` and `faser`; no early exit).
 TABLE_2 = (Arm("threshold", ThresholdLength(), "all"), Arm("adaspec-", AdaSpecLength(), "all"))
 FIGURE_15 = (Arm("faser-overlap", FaserLength(), "all", "frontier"),)

@@ -1,6 +1,6 @@
 """Speculation policies on the same requests: each arm drafts, verifies and overlaps by other rules, all else equal."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from router.plan import SequenceView
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
 from router.slo import RoundLimits
+from simulator.hindsight import with_hindsight
 from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
 
 Floats = NDArray[np.float64]
@@ -34,13 +35,15 @@ class VerificationAlone(StepPlanner):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Rules of speculation. ``draft_length`` None: plain decoding. ``planner``: what reads the objectives."""
+    """Rules of speculation. ``draft_length`` None: plain decoding. ``planner``: what reads the objectives. ``in_hindsight``:
+    drafts end with the last token that will be accepted (`simulator/hindsight.py`)."""
 
     name: str
     draft_length: DraftLengthConfig | None
     verification: str = "outrider"
     overlap: str = "gain"
     planner: type[StepPlanner] = StepPlanner
+    in_hindsight: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def run_arm(
     spec = replace(spec, planner=lambda: arm.planner(ruled), sheds=False)
     if arm.draft_length is not None:
         spec = replace(spec, draft_length=arm.draft_length)
+    if arm.in_hindsight:
+        spec, load = with_hindsight(spec, load)
     if tpot_slo_s is not None:
         slo = Slo(tpot_s=tpot_slo_s, name="all")
         load = replace(load, requests=(replace(one, slo=slo) for one in load.requests))
@@ -119,8 +124,3 @@ def _result(outcome: SimulationResult, concurrency: int | None) -> ArmResult:
         1.0 - outcome.num_accepted / outcome.num_verified if outcome.num_verified else 0.0,
         outcome.num_verified * share / rounds if rounds else 0.0,
     )
-
-
-def best(results: Mapping[str, ArmResult], names: Iterable[str], value: Callable[[ArmResult], float]) -> str:
-    """The arm with the greatest value."""
-    return max((name for name in names if name in results), key=lambda name: value(results[name]))
