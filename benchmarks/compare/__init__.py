@@ -29,6 +29,7 @@ from engine.models.prepare import ensure_model
 BATCHES = (1, 8, 32)
 TRACE_LOAD = 0.5  # of the tokens a second that vLLM reaches at 8 streams
 TRACE_TOKENS = 48
+NUM_PAIRS = 6  # with a standard deviation of 0.05 of a ratio, which was measured, their median has 0.025
 PICTURE = Path("outrider-compare.png")
 _SEED = 3
 
@@ -39,7 +40,9 @@ def run(options: BenchOptions) -> BenchResult:
     - ``over_vllm.batch_B``, ``over_llama_cpp.batch_B``, ``over_transformers.batch_1``: best arm of Outrider over best of
       theirs, tokens a second; llama.cpp's at equal precision. ``over_vllm_bf16.batch_B``: vLLM's at equal precision.
     - ``vllm_target_overhead``: vLLM's tokens a second over those of Outrider on vLLM without drafting, the worst of
-      ``vllm_target_overhead.batch_B``; ``vllm_target_speedup.batch_B``: Outrider's pool on vLLM over vLLM plain.
+      ``vllm_target_overhead.batch_B``. A few percent are told apart by pairs of turns of these two alone, each pair with
+      prompts of its own: the median of NUM_PAIRS ratios.
+    - ``vllm_target_speedup.batch_B``: Outrider's pool on vLLM over vLLM plain.
     - ``tpot_mean_over_vllm``, ``tpot_p99_over_vllm`` on the trace: best of Outrider over best of vLLM.
     - ``identical_fraction.ARM``: answers with drafts that equal those without, of one system and precision.
     - ``tokens_per_s.ARM.batch_B``.
@@ -60,6 +63,7 @@ def run(options: BenchOptions) -> BenchResult:
         with running(arms, files) as servers:
             bench = _Bench(options, arms, servers, files, console)
             bench.throughput()
+            bench.overhead()
             try:
                 notes.append(bench.bursts())
             except PeerFailed as error:  # the figures so far took a quarter of an hour
@@ -79,13 +83,19 @@ class _Bench:
         self._per_stream = {1: 6, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
         per_round = sum(batch * number for batch, number in self._per_stream.items()) + self._num_trace
         self._random = random.Random(_SEED)
-        num_asks = NUM_SETS * (per_round * self._num_rounds + max(BATCHES))
+        per_pair = per_round - self._num_trace
+        per_run = per_round * self._num_rounds + per_pair * NUM_PAIRS + max(BATCHES) + self._per_stream[1]
+        num_asks = NUM_SETS * per_run
         self._prompts = iter(asyncio.run(tokenize(files.folder, options.prompts or options.data_prompts, num_asks)))
 
     def throughput(self) -> None:
-        warm = self._asks("warm", max(BATCHES), 8)
+        """Each server has served a full batch and then one stream for a while before the first turn: shapes are compiled,
+        and which drafter and length pay is known, as after a server's first minute."""
+        many = self._asks("warm", max(BATCHES), 8)
+        alone = self._asks("warm-1", self._per_stream[1], self._num_tokens)
         for arm in self._servers:
-            closed_loop(arm, warm[0][: arm.arm.max_streams], arm.arm.max_streams)
+            closed_loop(arm, many[0][: arm.arm.max_streams], arm.arm.max_streams)
+            closed_loop(arm, alone[arm.arm.prompt_set], 1)
         for number in range(self._num_rounds):
             for batch in BATCHES:
                 asked = self._asks(f"{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)
@@ -94,6 +104,19 @@ class _Bench:
                         turn = closed_loop(arm, asked[arm.arm.prompt_set], batch)
                         self.comparison.add(arm.arm, batch, turn)
                         self._say(f"{arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s")
+
+    def overhead(self) -> None:
+        """Of Outrider on vLLM, where both are there: pairs of turns without drafts, with the same prompts."""
+        pair = [arm for arm in self._servers if arm.arm in self.comparison.overhead_arms]
+        if len(pair) < 2:
+            return
+        for number in range(NUM_PAIRS):
+            for batch in BATCHES:
+                asked = self._asks(f"pair-{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)[0]
+                turns = {arm.arm: closed_loop(arm, asked, batch) for arm in _in_turn(pair, number)}
+                own, plain = (turns[arm].tokens_per_s for arm in self.comparison.overhead_arms)
+                self.comparison.add_overhead(batch, plain / own)
+                self._say(f"overhead of the target on vLLM, {batch} streams: {plain / own:.3f}")
 
     def bursts(self) -> str:
         """Of Outrider and vLLM. Returns what arrived, and by which client."""
@@ -124,11 +147,10 @@ class _Bench:
 
     def _asks(self, name: str, number: int, max_tokens: int) -> list[list[LoadRequest]]:
         """NUM_SETS sets of prompts that nobody was asked before: every system has a prefix cache, where a second arm of a
-        server would find the prompts of the first one. Prompts of one place have about one length, since a long prompt
-        takes as long as the answer; the sets get the longer ones in turn."""
+        server would find the prompts of the first one. Prompts of one place have one length, since a long prompt takes as
+        long as the answer."""
         drawn = sorted(islice(self._prompts, NUM_SETS * number), key=len)
-        places = [drawn[start : start + NUM_SETS] for start in range(0, len(drawn), NUM_SETS)]
-        places = [place[i % NUM_SETS :] + place[: i % NUM_SETS] for i, place in enumerate(places)]
+        places = [equally_long(drawn[start : start + NUM_SETS]) for start in range(0, len(drawn), NUM_SETS)]
         self._random.shuffle(places)
         return [
             [LoadRequest(f"{name}-{i}-{j}", place[i], max_tokens) for j, place in enumerate(places)] for i in range(NUM_SETS)
@@ -136,6 +158,13 @@ class _Bench:
 
     def _say(self, text: str) -> None:
         self._console.print(f"compare: {text}", highlight=False)
+
+
+def equally_long(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Cut in the middle to the length of the shortest: the template of a chat is at both ends."""
+    length = min(map(len, prompts))
+    head = length // 2
+    return [(*prompt[:head], *prompt[len(prompt) - (length - head) :]) for prompt in prompts]
 
 
 def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:

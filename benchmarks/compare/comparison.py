@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, TRANSFORMERS, VLLM, Arm
@@ -20,9 +21,16 @@ class Comparison:
         self._arms, self._batches = arms, batches
         self._turns: dict[tuple[Arm, int], list[Turn]] = {}
         self._bursts: dict[Arm, list[Turn]] = {}
+        self._overheads: dict[int, list[float]] = {}
+        precision = next((arm.precision for arm in arms if arm.family == OUTRIDER_VLLM), "")
+        self.overhead_arms = Arm(OUTRIDER_VLLM, precision, PLAIN), Arm(VLLM, precision, PLAIN)
 
     def add(self, arm: Arm, batch: int, turn: Turn) -> None:
         self._turns.setdefault((arm, batch), []).append(turn)
+
+    def add_overhead(self, batch: int, ratio: float) -> None:
+        """``ratio``: tokens a second of the second of ``overhead_arms`` over the first's, with the same prompts."""
+        self._overheads.setdefault(batch, []).append(ratio)
 
     def add_burst(self, arm: Arm, turn: Turn) -> None:
         self._bursts.setdefault(arm, []).append(turn)
@@ -50,9 +58,10 @@ class Comparison:
                 if own is not None and theirs is not None:
                     figures[f"{name}.batch_{batch}"] = own / theirs
             figures |= self._vllm_target(batch)
-        overheads = [value for name, value in figures.items() if name.startswith("vllm_target_overhead.")]
+        overheads = {batch: statistics.median(ratios) for batch, ratios in self._overheads.items()}
+        figures |= {f"vllm_target_overhead.batch_{batch}": ratio for batch, ratio in overheads.items()}
         if overheads:
-            figures["vllm_target_overhead"] = max(overheads)
+            figures["vllm_target_overhead"] = max(overheads.values())
         figures |= self._burst_figures() | self._identity()
         for (arm, batch), turns in self._turns.items():
             figures[f"tokens_per_s.{_slug(arm.name)}.batch_{batch}"] = _median_speed(turns)
@@ -60,17 +69,11 @@ class Comparison:
 
     def _vllm_target(self, batch: int) -> dict[str, float]:
         """Of arms of one precision."""
-        found = {
-            (arm.family, arm.drafting, arm.precision): _median_speed(t) for (arm, b), t in self._turns.items() if b == batch
-        }
-        precision = next((arm.precision for arm in self._arms if arm.family == OUTRIDER_VLLM), None)
-        plain = None if precision is None else found.get((VLLM, PLAIN, precision))
-        if plain is None or precision is None:
+        own, plain = self.overhead_arms
+        pool, plain_turns = (self._turns.get((arm, batch)) for arm in (replace(own, drafting=POOL), plain))
+        if not pool or not plain_turns:
             return {}
-        return {
-            f"vllm_target_overhead.batch_{batch}": plain / found[OUTRIDER_VLLM, PLAIN, precision],
-            f"vllm_target_speedup.batch_{batch}": found[OUTRIDER_VLLM, POOL, precision] / plain,
-        }
+        return {f"vllm_target_speedup.batch_{batch}": _median_speed(pool) / _median_speed(plain_turns)}
 
     def _burst_figures(self) -> dict[str, float]:
         figures = {}

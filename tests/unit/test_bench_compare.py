@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import last_words_of
+from benchmarks.compare import equally_long, last_words_of
 from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, aiperf_trace, bursty_arrivals, read_records, trace_arrivals
 from benchmarks.compare.comparison import Comparison
@@ -107,6 +107,12 @@ def test_arms_of_one_server_answer_different_prompts() -> None:
     assert {arm.prompt_set for arm in chosen_arms(True, [VLLM, LLAMA_CPP])} == {0}
 
 
+def test_prompts_of_one_place_are_equally_long_and_keep_both_ends_of_the_template() -> None:
+    cut = equally_long([(1, 2, 3, 4, 5), (1, 2, 6, 7, 8, 9, 5)])
+    assert cut == [(1, 2, 3, 4, 5), (1, 2, 8, 9, 5)]
+    assert equally_long([(1,), (2, 3)]) == [(1,), (3,)]
+
+
 def test_bursts_have_the_mean_rate_that_was_asked_for() -> None:
     arrivals = bursty_arrivals(4000, 5.0, seed=1)
     assert arrivals == sorted(arrivals)
@@ -159,10 +165,14 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
             comparison.add(arm, 1, Turn(speed * factor, (1 / speed,), (0.1,), ("text",)))
         if arm.family != LLAMA_CPP:
             comparison.add_burst(arm, Turn(speed, (1 / speed,) * 3, (0.1,) * 3, ()))
+    for ratio in (1.02, 3.0, 0.9):
+        comparison.add_overhead(1, ratio)
     figures = comparison.figures()
     assert figures["over_vllm.batch_1"] == pytest.approx(2.0)
     assert figures["over_llama_cpp.batch_1"] == pytest.approx(2.0)  # not of Q4
-    assert figures["vllm_target_overhead"] == pytest.approx(30 / 29)
+    assert figures["vllm_target_overhead"] == figures["vllm_target_overhead.batch_1"] == 1.02
+    assert {(arm.family, arm.drafting) for arm in comparison.overhead_arms} == {(OUTRIDER_VLLM, PLAIN), (VLLM, PLAIN)}
+    assert set(comparison.overhead_arms) <= set(arms)
     assert figures["vllm_target_speedup.batch_1"] == pytest.approx(50 / 30)
     assert figures["tpot_p99_over_vllm"] == pytest.approx(0.5)
     assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))
