@@ -22,6 +22,7 @@ from cluster.errors import OutriderError
 # Pieces per stream before a fault is injected.
 NUM_PIECES = 8
 POLL_S = 0.05
+RECOVERY_POLL_S = 0.2  # finding a server's processes takes some 20 ms of a core, which the server could use
 STATUS_AGE_S = 1.5  # the API's status is up to a second old
 DEADLINE_S = 300.0
 
@@ -79,9 +80,11 @@ class DisturbedServer:
     def phase(self, what: str) -> Iterator[None]:
         """Records processes that ended in this phase without being killed."""
         self.console.print(f"faults: {what}", highlight=False)
-        before = running(self.server)
+        before, num_words = running(self.server), self.server.num_words()
         yield
-        self.lost += [f"{name} ({what})" for name in lost(before, self.killed)]
+        if ended := lost(before, self.killed):
+            reasons = "; ".join(self.server.words_with(" is down: ", num_words))
+            self.lost += [f"{name} ({what}; the log: {reasons or 'says nothing of it'})" for name in ended]
 
     def kill(self, actor: str) -> psutil.Process:
         processes = self.server.workers(actor)
@@ -124,7 +127,7 @@ class DisturbedServer:
                 await asyncio.to_thread(injure)
                 tasks.append(asyncio.create_task(self._further_requests(asks, streams)))
                 while not await asyncio.to_thread(recovered, await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
-                    await asyncio.sleep(POLL_S)
+                    await asyncio.sleep(RECOVERY_POLL_S)
                 outcome.recovery_s = time.monotonic() - outcome.killed_s
                 outcome.answers = await streams
             finally:

@@ -1,13 +1,14 @@
-"""The rows of the fault table on a server with two targets: each fault many times, with streams under way."""
+"""Rows of the fault table: each fault many times, with streams under way, on several servers at the same time."""
 
 import asyncio
 import math
-import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,26 @@ import numpy as np
 import psutil
 
 from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.injections import ACTORS, hostile_clients, stopped, without_descriptors, without_disk
-from benchmarks.interposer import Interposer
+from benchmarks.injections import ACTORS
 from benchmarks.load import LoadRequest, TimedAnswer
+from benchmarks.recovery import Metrics, routes_again
 from benchmarks.redis_server import RedisServer
 from benchmarks.report import Cell
 from benchmarks.server import ServerProcess
-from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources, TransportConfig
+from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
+from deploy.local_ray import free_port
 
+SHOWN = (50, 99)  # percentiles of recoveries
 STALL_S = 3.0  # shorter than the silence after which a link counts as down
-CUT_OFF_S = 8.0  # longer
-REDIS_AWAY_S = 2.0
-DELAY_S = 0.3
-CLOCK_JUMP_S = 3600.0
-_ACTOR_OF = {"target": "TargetActor", "drafter": "DrafterActor", "router": "RouterActor", "supervisor": "PoolSupervisor"}
 TARGETS = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
+# Ray's pause between SIGTERM and SIGKILL, by default 5 s: a hung process does not notice the first.
+ENVIRONMENT = {"RAY_kill_worker_timeout_milliseconds": "500"}
 
 
 @dataclass(slots=True)
 class RowResult:
-    """``ends_streams``: streams may end with an error. ``complaints``: broken promises, one line each."""
+    """``ends_streams``: streams may end with an error. ``complaints``: broken promises, one line each. May be
+    used from any thread."""
 
     name: str
     ends_streams: bool = False
@@ -45,26 +46,41 @@ class RowResult:
     num_leaked: int = 0
     num_resumed: int = 0
     complaints: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def recovery(self, percent: float) -> float:
-        """Seconds; infinite if the server recovered from no run."""
-        return float(np.percentile([run.recovery_s for run in self.runs], percent)) if self.runs else math.inf
+    def recovery_s(self, percent: float) -> float | None:
+        """None if the server recovered from no run: JSON has no infinity."""
+        return float(np.percentile([run.recovery_s for run in self.runs], percent)) if self.runs else None
 
-    def judge(self, plain: Sequence[TimedAnswer]) -> None:
-        """The newest run."""
-        for undisturbed, answer in zip(plain, self.runs[-1].answers, strict=True):
-            if answer.error is not None and not self.ends_streams:
-                self.num_lost += 1
-                self.complaints.append(f"a stream ended: {answer.error}")
-            is_whole = answer.error is None
-            if answer.text != (undisturbed.text if is_whole else undisturbed.text[: len(answer.text)]):
-                self.num_wrong_tokens += undisturbed.num_tokens
-                self.complaints.append(f"{answer.text!r} instead of {undisturbed.text!r}")
+    def add(self, run: Disturbed, plain: Sequence[TimedAnswer], num_resumed: int, left: Sequence[str]) -> None:
+        """``plain``: the answers of a server that nothing disturbs. ``left``: what has leaked, one line each."""
+        with self._lock:
+            self.runs.append(run)
+            self.num_resumed += num_resumed
+            self.num_leaked += len(left)
+            self.complaints += left
+            for undisturbed, answer in zip(plain, run.answers, strict=True):
+                self._judge(undisturbed, answer)
+
+    def not_recovered(self, num_streams: int, reason: str) -> None:
+        with self._lock:
+            self.num_lost += num_streams
+            self.complaints.append(reason)
+
+    def _judge(self, undisturbed: TimedAnswer, answer: TimedAnswer) -> None:
+        if answer.error is not None and not self.ends_streams:
+            self.num_lost += 1
+            self.complaints.append(f"a stream ended: {answer.error}")
+        is_whole = answer.error is None
+        if answer.text != (undisturbed.text if is_whole else undisturbed.text[: len(answer.text)]):
+            self.num_wrong_tokens += undisturbed.num_tokens
+            self.complaints.append(f"{answer.text!r} instead of {undisturbed.text!r}")
 
     def cells(self) -> tuple[Cell, ...]:
         gap_s: Cell = "-" if self.ends_streams or not self.runs else max(run.max_gap_s for run in self.runs)
         counts = (len(self.runs), self.num_wrong_tokens, self.num_lost, self.num_leaked, self.num_resumed)
-        return (self.name, *counts, gap_s, self.recovery(50), self.recovery(99))
+        recovery_s = (self.recovery_s(percent) for percent in SHOWN)
+        return (self.name, *counts, gap_s, *("never" if one is None else one for one in recovery_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +93,39 @@ class Row:
     ends_streams: bool = False
 
 
-def measure_rows(
-    config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int
-) -> tuple[list[RowResult], list[str]]:
-    """Returns the rows, and processes that ended without being killed."""
-    with ExitStack() as stack:
-        redis = RedisServer(folder) if shutil.which("redis-server") else None
-        if redis is not None:
-            stack.callback(redis.stop)
-        interposer = stack.enter_context(Interposer(folder))
-        config = with_two_targets(config, folder, redis).model_copy(
-            update={"transport": TransportConfig(kind="grpc", host="127.0.0.1")}
-        )
-        rows = _LocalRows(stack.enter_context(ServerProcess(config, interposer.environment)), redis, interposer)
-        return rows.measure(rows.table(), asks, num_times), rows.lost
+class Turns:
+    """Each row once, then each again: who takes a turn measures it. A run that is cut short has each as often, give or take
+    one. May be used from any thread."""
+
+    def __init__(self, rows: Sequence[Row], num_times: int) -> None:
+        self._results = [RowResult(row.name, row.ends_streams) for row in rows]
+        self._left = deque((result, number + 1) for number in range(num_times) for result in self._results)
+
+    def take(self) -> tuple[RowResult, int] | None:
+        """A row, and how many times it has been taken with this one. None: it is over."""
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
+
+    def end(self) -> None:
+        self._left.clear()
+
+    def results(self) -> list[RowResult]:
+        """Of the rows that were measured."""
+        return [result for result in self._results if result.runs or result.complaints]
 
 
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
-    """Whose processes are restarted soon, however often they end."""
+    """At a port of its own. Its processes are restarted soon, however often they end."""
     state = FileStateConfig(folder=folder / "rows") if redis is None else RedisStateConfig(url=redis.url)
-    rarely = {"quarantine_restarts": 1000, "max_restart_backoff_ms": 1000}
+    supervision = {"quarantine_restarts": 1000, "max_restart_backoff_ms": 1000}
     return config.model_copy(
         update={
             "target": config.target.model_copy(update=TARGETS),
+            "api": config.api.model_copy(update={"port": free_port()}),
             "cluster": config.cluster.model_copy(update={"state": state}),
-            "supervision": config.supervision.model_copy(update=rarely),
+            "supervision": config.supervision.model_copy(update=supervision),
         }
     )
 
@@ -113,44 +137,43 @@ class FaultRows(DisturbedServer):
         super().__init__(server)
         self._num_processes = {actor: len(server.workers(actor)) for actor in ACTORS}
 
-    def measure(self, rows: Sequence[Row], asks: Sequence[LoadRequest], num_times: int) -> list[RowResult]:
-        """Each row once, then each again. SIGINT, or a server that does not recover, ends it early."""
-        results = [RowResult(row.name, row.ends_streams) for row in rows]
+    def table(self) -> list[Row]:
+        raise NotImplementedError
+
+    def measure(self, turns: Turns, asks: Sequence[LoadRequest]) -> None:
+        """Takes turns until there are none, or until the server does not recover; others may take those that are left."""
+        rows = {row.name: row for row in self.table()}
         plain = asyncio.run(self.undisturbed(asks))
-        try:
-            for number in range(num_times):
-                for row, result in zip(rows, results, strict=True):
-                    with self.phase(f"{row.name}, {number + 1} of {num_times}"):
-                        self._measure_once(row, result, asks, plain)
-        except KeyboardInterrupt:
-            self.console.print("faults: interrupted")
-        except (TimeoutError, FaultBenchFailed) as error:
-            result.num_lost += len(asks)
-            reason = str(error) or f"the server has not recovered within {DEADLINE_S:g} s: {self.server.last_words()}"
-            result.complaints.append(reason)
-        return [result for result in results if result.runs or result.complaints]
+        while (turn := turns.take()) is not None:
+            result, number = turn
+            try:
+                with self.phase(f"{result.name}, number {number}"):
+                    self._measure_once(rows[result.name], result, asks, plain)
+            except (TimeoutError, FaultBenchFailed) as error:
+                reason = f"the server has not recovered within {DEADLINE_S:g} s: {self.server.last_words()}"
+                result.not_recovered(len(asks), str(error) or reason)
+                return
 
     def _measure_once(self, row: Row, result: RowResult, asks: Sequence[LoadRequest], plain: Sequence[TimedAnswer]) -> None:
         num_resumed = self._num_resumed()
-        result.runs.append(asyncio.run(self._run(row, asks)))
-        result.judge(plain)
-        result.num_resumed += max(0, self._num_resumed() - num_resumed)  # a new API counts from 0
-        left = self._leaked()
-        result.num_leaked += len(left)
-        result.complaints += left
+        run = asyncio.run(self._run(row, asks))
+        num_resumed = max(0, self._num_resumed() - num_resumed)  # a new API counts from 0
+        result.add(run, plain, num_resumed, self._leaked())
 
     async def _run(self, row: Row, asks: Sequence[LoadRequest]) -> Disturbed:
         before = set() if row.replaces is None else set(self.server.workers(row.replaces))
         began_s = math.inf
+        routes = routes_again() if row.replaces == "RouterActor" else None
 
         def injure() -> None:
             nonlocal began_s
             began_s = time.monotonic()
             row.injure()
 
-        def recovered(_: object) -> bool:
+        def recovered(metrics: Metrics) -> bool:
             is_fresh = time.monotonic() > began_s + STATUS_AGE_S
-            return is_fresh and self._is_replaced(row.replaces, before) and self.is_linked() and self.all_ready()
+            is_back = self._is_replaced(row.replaces, before) and (routes is None or routes(metrics))
+            return is_fresh and is_back and self.is_linked() and self.all_ready()
 
         return await self.disturbed(asks, injure, recovered)
 
@@ -202,79 +225,21 @@ class FaultRows(DisturbedServer):
                 yield f"{found} processes of {actor}, not {num}"
 
 
-class _LocalRows(FaultRows):
-    """Rows on one machine, whose Ray cluster belongs to the server."""
+def measure_together(servers: Sequence[tuple[FaultRows, Turns]], asks: Sequence[LoadRequest]) -> None:
+    """SIGINT, or an error of the benchmark itself on one server, ends it as soon as the rows under way have ended."""
+    with ThreadPoolExecutor(len(servers), thread_name_prefix="fault rows") as executor:
+        measuring = [executor.submit(rows.measure, turns, asks) for rows, turns in servers]
+        try:
+            wait(measuring, return_when=FIRST_EXCEPTION)
+        except KeyboardInterrupt:
+            servers[0][0].console.print("faults: interrupted, the rows under way are the last", highlight=False)
+            _end(servers)
+        if any(one.done() and one.exception() is not None for one in measuring):
+            _end(servers)
+    for ended in measuring:
+        ended.result()
 
-    def __init__(self, server: ServerProcess, redis: RedisServer | None, interposer: Interposer) -> None:
-        super().__init__(server)
-        self._redis = redis
-        self._interposer = interposer
-        self._links = interposer.links
 
-    def table(self) -> list[Row]:
-        rows = [
-            *(Row(f"{name}_killed", partial(self.kill, actor), actor) for name, actor in _ACTOR_OF.items()),
-            *(Row(f"{name}_hangs", partial(self._hang, actor), actor) for name, actor in _ACTOR_OF.items()),
-            Row("api_killed", partial(self.kill, "ServeReplica"), "ServeReplica", ends_streams=True),
-            Row("supervisor_stalls", lambda: self._stall(self.server.workers("PoolSupervisor"))),
-            Row("ray_stalls", lambda: self._stall(self._ray_processes())),
-            Row("disk_full", lambda: self._deprive(without_disk, STALL_S)),
-            Row("descriptors_used_up", lambda: self._deprive(without_descriptors, STALL_S / 2)),
-            Row("hostile_clients", lambda: hostile_clients(self.target, STALL_S)),
-            Row("network_cut", lambda: self._cut(self._links.ports(), STALL_S)),
-            Row("target_cut_off", lambda: self._cut(self._links.ports()[:1], CUT_OFF_S)),
-            Row("network_delays", self._delay),
-            Row("network_resets", self._links.reset),
-            Row("clock_jumps", self._jump_clock),
-        ]
-        return rows if self._redis is None else [*rows, Row("redis_lost", partial(self._lose, self._redis))]
-
-    def is_linked(self) -> bool:
-        num = {actor: len(self.server.workers(actor)) for actor in ("TargetActor", "DrafterActor", "ServeReplica")}
-        return self._links.num_links() == num["TargetActor"] * (num["DrafterActor"] + num["ServeReplica"])
-
-    def _hang(self, actor: str) -> None:
-        """Suspends a process and never resumes it; its supervisor must kill it."""
-        process = self.server.workers(actor)[0]
-        self.killed.add(process)
-        process.suspend()
-
-    def _stall(self, processes: Sequence[psutil.Process]) -> None:
-        with ExitStack() as stack:
-            for process in processes:
-                stack.enter_context(stopped(process))
-            time.sleep(STALL_S)
-
-    def _deprive(self, of: Callable[[psutil.Process], AbstractContextManager[None]], seconds: float) -> None:
-        """Takes a resource from all processes of Outrider for ``seconds``."""
-        with ExitStack() as stack:
-            for actor in ACTORS:
-                for process in self.server.workers(actor):
-                    stack.enter_context(of(process))
-            time.sleep(seconds)
-
-    def _ray_processes(self) -> list[psutil.Process]:
-        found = [p for p in psutil.Process(self.server.pid).children(recursive=True) if p.name() in ("raylet", "gcs_server")]
-        if len(found) != 2:
-            raise FaultBenchFailed(f"a raylet and a GCS were expected, and found {found}")
-        return found
-
-    def _cut(self, ports: Sequence[int], seconds: float) -> None:
-        with self._links.cut(*ports):
-            time.sleep(seconds)
-
-    def _delay(self) -> None:
-        with self._links.delayed(DELAY_S):
-            time.sleep(STALL_S)
-
-    def _jump_clock(self) -> None:
-        """An hour back, then forward to the true time. The other way round, Serve would check no replica for an hour."""
-        for offset_s in (-CLOCK_JUMP_S, 0.0):
-            self._interposer.set_clock(offset_s)
-            time.sleep(STALL_S / 2)
-
-    @staticmethod
-    def _lose(redis: RedisServer) -> None:
-        redis.stop()
-        time.sleep(REDIS_AWAY_S)
-        redis.start()
+def _end(servers: Sequence[tuple[FaultRows, Turns]]) -> None:
+    for _, turns in servers:
+        turns.end()

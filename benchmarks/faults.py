@@ -1,8 +1,8 @@
 """Faults of a running server: killed processes, faulty peers, a long pass, missing resources.
 
 Streams must keep their tokens, no other process may end, and killed processes must return soon. The first server has one
-target, so that its loss shows to clients. `benchmarks.fault_rows` has the second one, with two, and `benchmarks.node_rows` a
-third one, on a Ray cluster of several nodes.
+target, so that its loss shows to clients. Then the rows of the fault table are measured on servers with two targets at the
+same time: those of `benchmarks.local_rows`, and one of `benchmarks.node_rows`, on a Ray cluster of several nodes.
 """
 
 import asyncio
@@ -10,13 +10,14 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import RowResult, measure_rows
+from benchmarks.fault_rows import SHOWN, FaultRows, RowResult, Turns, measure_together
 from benchmarks.injections import (
     is_refused,
     locked_state,
@@ -27,7 +28,8 @@ from benchmarks.injections import (
     without_descriptors,
 )
 from benchmarks.load import LoadRequest, TimedAnswer
-from benchmarks.node_rows import measure_node_rows
+from benchmarks.local_rows import start_local_rows
+from benchmarks.node_rows import start_node_rows
 from benchmarks.recovery import drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
@@ -46,6 +48,7 @@ OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
 NUM_TIMES = 20  # each row of the fault table
 NUM_ROW_STREAMS, NUM_ROW_TOKENS = 4, 64
+NUM_LOCAL_SERVERS = 2  # while one waits for a time-out, the other has the processors
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -61,8 +64,8 @@ def run(options: BenchOptions) -> BenchResult:
     - of the rows of the fault table, each 20 times (once if quick): ``num_wrong_tokens``, of streams whose text differs;
       ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at least 1.5 s.
 
-    SIGINT ends the repetitions on the second server, then those on the third, and what was measured is reported. All rows of
-    a server are repeated in turn, so that a shorter run has each as often, give or take one.
+    SIGINT ends the repetitions when the rows under way have ended, and what was measured is reported. All rows are repeated
+    in turn, so that a shorter run has each as often, give or take one.
 
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
@@ -79,9 +82,24 @@ def run(options: BenchOptions) -> BenchResult:
             outcome = _FaultBench(server, folder).all_faults(asks)
         asks = [replace(ask, max_tokens=NUM_ROW_TOKENS) for ask in asks[:NUM_ROW_STREAMS]]
         num_times = 1 if options.quick else NUM_TIMES
-        rows, lost = measure_rows(config, Path(temporary), asks, num_times)
-        node_rows, lost_there = measure_node_rows(config, Path(temporary), asks, num_times)
-        return _result(outcome, [*rows, *node_rows], [*lost, *lost_there])
+        rows, lost = _measure_rows(config, Path(temporary), asks, num_times)
+        return _result(outcome, rows, lost)
+
+
+def _measure_rows(
+    config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int
+) -> tuple[list[RowResult], list[str]]:
+    """Returns the rows, and processes that ended without being killed."""
+    with ExitStack() as stack:
+        local = [start_local_rows(stack, config, folder / f"local-{number}") for number in range(NUM_LOCAL_SERVERS)]
+        nodes = start_node_rows(stack, config, folder / "nodes", [rows.server for rows in local])
+        turns = Turns(local[0].table(), num_times)
+        servers: list[tuple[FaultRows, Turns]] = [(rows, turns) for rows in local]
+        if nodes is not None:
+            servers.append((nodes, Turns(nodes.table(), num_times)))
+        measure_together(servers, asks)
+    results = [result for turns in dict.fromkeys(turns for _, turns in servers) for result in turns.results()]
+    return results, [name for rows, _ in servers for name in rows.lost]
 
 
 def with_files(config: Config, folder: Path) -> Config:
@@ -122,6 +140,12 @@ class FaultOutcome:
     secret: str
     lost: Sequence[str]
     target_start_cpu_s: float
+
+
+def recoveries(rows: Sequence[RowResult]) -> dict[str, float]:
+    """Figures of the rows from which the server recovered."""
+    found = {f"{row.name}.recovery_p{percent}_s": row.recovery_s(percent) for row in rows for percent in SHOWN}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _FaultBench(DisturbedServer):
@@ -251,7 +275,7 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
             "handshake.stranger_refused": float(outcome.is_stranger_refused),
             "undisturbed.max_gap_s": undisturbed_gap_s,
             "undisturbed.num_proposed": sum(answer.num_proposed for answer in plain),
-            **{f"{row.name}.recovery_p{share}_s": row.recovery(share) for row in rows for share in (50, 99)},
+            **recoveries(rows),
         },
         tables=(
             Table(

@@ -156,15 +156,22 @@ async def ask_engine(client: EngineClient, ask: LoadRequest) -> TimedAnswer:
     return answer
 
 
-async def run_streams(ask_one: Asker, asks: Sequence[LoadRequest], num_streams: int) -> list[TimedAnswer]:
-    """Answers in the order of the requests, ``num_streams`` of which run at a time."""
+async def run_streams(
+    ask_one: Asker, asks: Sequence[LoadRequest], num_streams: int, deadline_s: float = REQUEST_DEADLINE_S
+) -> list[TimedAnswer]:
+    """Answers in the order of the requests, ``num_streams`` of which run at a time. One that takes longer than
+    ``deadline_s`` has an error."""
     waiting = iter(enumerate(asks))
     answers: dict[int, TimedAnswer] = {}
 
     async def stream() -> None:
         for i, ask in waiting:
-            async with asyncio.timeout(REQUEST_DEADLINE_S):
-                answers[i] = await ask_one(ask)
+            sent_s = time.monotonic()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    answers[i] = await ask_one(ask)
+            except TimeoutError:
+                answers[i] = TimedAnswer(sent_s, error=f"no answer within {deadline_s:g} s")
 
     await asyncio.gather(*(stream() for _ in range(num_streams)))
     return [answers[i] for i in range(len(asks))]

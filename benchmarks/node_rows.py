@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.fault_rows import FaultRows, Row, RowResult, with_two_targets
-from benchmarks.load import LoadRequest
+from benchmarks.fault_rows import ENVIRONMENT, FaultRows, Row, with_two_targets
 from benchmarks.redis_server import RedisServer
 from benchmarks.server import JoinedServer, ServerProcess
 from cluster.config import Config, Resources, TransportConfig
@@ -25,30 +24,36 @@ MACHINE = {"outrider-bench": "machine"}
 MEMORY = {"object_store_memory": OBJECT_STORE_BYTES}
 TARGET = Resources(cpus=1.85, gpus=0, threads=1, node_labels=MACHINE)
 DRAFTER = Resources(cpus=0.15, gpus=0, threads=1, node_labels=MACHINE)  # the API's 0.2 fit the head only
-SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    **ENVIRONMENT,
+}
 
 
-def measure_node_rows(
-    config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int
-) -> tuple[list[RowResult], list[str]]:
-    """As `benchmarks.fault_rows.measure_rows`. None without a redis-server, in which the GCS keeps its state."""
+def start_node_rows(stack: ExitStack, config: Config, folder: Path, others: Sequence[ServerProcess]) -> "NodeRows | None":
+    """None without a redis-server, in which the GCS keeps its state. ``stack`` ends it.
+
+    Args:
+        others: servers of this process.
+    """
     if not shutil.which("redis-server"):
-        return [], []
-    with ExitStack() as stack:
-        redis = RedisServer(folder)
-        stack.callback(redis.stop)
-        cluster = stack.enter_context(_ray_cluster(redis))
-        config = with_two_targets(config, folder, redis)
-        config = config.model_copy(
-            update={
-                "target": config.target.model_copy(update={"resources": TARGET}),
-                "drafters": tuple(one.model_copy(update={"resources": DRAFTER}) for one in config.drafters),
-                "cluster": config.cluster.model_copy(update={"ray_address": cluster.address}),
-                "transport": TransportConfig(kind="grpc", host="127.0.0.1"),
-            }
-        )
-        rows = _NodeRows(stack.enter_context(JoinedServer(config)), cluster)
-        return rows.measure(rows.table(), asks, num_times), rows.lost
+        return None
+    folder.mkdir()
+    redis = RedisServer(folder)
+    stack.callback(redis.stop)
+    cluster = stack.enter_context(_ray_cluster(redis))
+    config = with_two_targets(config, folder, redis)
+    config = config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"resources": TARGET}),
+            "drafters": tuple(one.model_copy(update={"resources": DRAFTER}) for one in config.drafters),
+            "cluster": config.cluster.model_copy(update={"ray_address": cluster.address}),
+            "transport": TransportConfig(kind="grpc", host="127.0.0.1"),
+        }
+    )
+    return NodeRows(stack.enter_context(JoinedServer(config, others)), cluster)
 
 
 @contextmanager
@@ -59,12 +64,17 @@ def _ray_cluster(redis: RedisServer) -> Iterator[Any]:
 
     with run_folder() as folder:
         head = {"num_cpus": 1, "temp_dir": str(folder / "ray"), "include_dashboard": False, **MEMORY}
-        os.environ["RAY_REDIS_ADDRESS"] = redis.url.removeprefix("redis://").removesuffix("/0")
+        of_head = {
+            "RAY_REDIS_ADDRESS": redis.url.removeprefix("redis://").removesuffix("/0"),
+            "RAY_TMPDIR": str(folder),  # where the cluster's address is noted; /tmp/ray need not exist
+        }
+        os.environ.update(of_head)
         try:
             # It is shut down below: its own hooks at exit need the main thread.
             cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         finally:
-            del os.environ["RAY_REDIS_ADDRESS"]  # of the head alone
+            for name in of_head:
+                del os.environ[name]
         try:
             for _ in range(NUM_MACHINES):
                 _add_machine(cluster)
@@ -77,7 +87,7 @@ def _add_machine(cluster: Any) -> None:
     cluster.add_node(num_cpus=MACHINE_CPUS, labels=MACHINE, **MEMORY)
 
 
-class _NodeRows(FaultRows):
+class NodeRows(FaultRows):
     def __init__(self, server: ServerProcess, cluster: Any) -> None:
         super().__init__(server)
         self._cluster = cluster

@@ -1,13 +1,18 @@
 """Memory and CPU time of a process and its descendants."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from deploy.process_tree import descendants
 
+ALL, HELD = ("Pss",), ("Pss_Anon", "Pss_Shmem")
+"""Parts of memory: with pages of files, or without. The kernel takes those back when it likes, and a process's share of them
+changes with what other programs have open."""
 
-def pss_bytes(pid: int) -> int:
+
+def pss_bytes(pid: int, parts: Sequence[str] = ALL) -> int:
     """Proportional set size: private pages and a share of shared ones. 0 for a process that has ended.
 
     Raises:
@@ -17,10 +22,10 @@ def pss_bytes(pid: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in parts)
 
 
-def tree_pss_bytes(pid: int) -> dict[str, int]:
+def tree_pss_bytes(pid: int, parts: Sequence[str] = ALL) -> dict[str, int]:
     """Bytes held by a process and its descendants, summed by process title."""
     held: dict[str, int] = {}
     for process in [psutil.Process(pid), *descendants(pid)]:
@@ -28,7 +33,7 @@ def tree_pss_bytes(pid: int) -> dict[str, int]:
             name = _title(process)
         except psutil.NoSuchProcess:
             continue
-        held[name] = held.get(name, 0) + pss_bytes(process.pid)
+        held[name] = held.get(name, 0) + pss_bytes(process.pid, parts)
     return held
 
 

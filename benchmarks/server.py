@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +64,7 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             text=True,
             env=self._environment | {"PYTHONUNBUFFERED": "1"},
+            process_group=0,  # Ctrl-C reaches the benchmark alone, which may report before it stops the server
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -109,6 +110,14 @@ class ServerProcess:
 
     def last_words(self, num_lines: int = 12) -> str:
         return "\n".join(self._words[-num_lines:]) or "it said nothing"
+
+    def num_words(self) -> int:
+        """Lines of output so far."""
+        return len(self._words)
+
+    def words_with(self, text: str, since: int) -> list[str]:
+        """Lines of output that contain a text, from the line of that number on."""
+        return [line for line in self._words[since:] if text in line]
 
     def stop(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -159,10 +168,15 @@ def signal_tree(pid: int, number: signal.Signals) -> None:
 
 
 class JoinedServer(ServerProcess):
-    """On a Ray cluster that this process started."""
+    """On a Ray cluster that this process started. ``others``: servers of this process, with Ray clusters of their own."""
+
+    def __init__(self, config: Config, others: Sequence[ServerProcess]) -> None:
+        super().__init__(config)
+        self._others = tuple(others)
 
     def _processes(self) -> list[psutil.Process]:
-        return descendants()
+        of_others = {process for other in self._others for process in descendants(other.pid)}
+        return [process for process in descendants() if process not in of_others]
 
 
 def _cmdline(process: psutil.Process) -> str:

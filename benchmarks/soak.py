@@ -3,6 +3,7 @@
 import asyncio
 import random
 import resource
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from itertools import count
 import numpy as np
 
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
-from benchmarks.process_usage import tree_pss_bytes
+from benchmarks.process_usage import HELD, tree_pss_bytes
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
@@ -24,31 +25,37 @@ PERIOD_S = 2.0  # of memory samples
 MAX_PROMPT_LEN, MAX_TOKENS = 200, 64
 NUM_HELD = 1000
 HELD_LEN = 8  # tokens of each of their prompts and answers
+HELD_S = 1200.0  # in which they must end
 TOKEN_IDS = (1000, 3000)  # of prompts: ordinary text in any vocabulary of this size
 
 
 def run(options: BenchOptions) -> BenchResult:
     """Figures:
 
-    - ``memory_growth``: of the server's processes (PSS), as a share of their memory, over the time after warming up, by a
-      line through the samples;
+    - ``memory_growth``: of the server's processes (PSS without pages of files), as a share of their memory, over the time
+      after warming up, by a line through the samples;
     - ``num_errors``, of all calls;
     - ``num_streams_held``: streams that were open at once, and ended with all their tokens.
+
+    SIGINT ends the saturation early; ``duration_s`` says how long it was.
     """
     config, duration_s = of_many_streams(local_config(options.model)), QUICK_S if options.quick else DURATION_S
     _allow_sockets(2 * NUM_HELD)
     with ServerProcess(config) as server:
         target = _target(server)
         samples: list[tuple[float, dict[str, int]]] = []
-        answers = asyncio.run(_saturated(server, target, duration_s, samples))
+        began_s = time.monotonic()
+        answers = asyncio.run(saturated(server, target, duration_s, samples))
+        duration_s = time.monotonic() - began_s
         rng = random.Random(2)
         asks = [LoadRequest(f"held-{i}", _prompt(rng, HELD_LEN), HELD_LEN) for i in range(NUM_HELD)]
-        held = asyncio.run(run_streams(target.ask, asks, NUM_HELD))
+        held = asyncio.run(run_streams(target.ask, asks, NUM_HELD, HELD_S))
     return _result(duration_s, samples, answers, held)
 
 
 def of_many_streams(config: Config) -> Config:
-    return config.model_copy(update={"api": config.api.model_copy(update={"max_concurrent_requests": 2 * NUM_HELD})})
+    limits = {"max_concurrent_requests": 2 * NUM_HELD, "request_deadline_s": HELD_S}
+    return config.model_copy(update={"api": config.api.model_copy(update=limits)})
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> float:
@@ -66,18 +73,24 @@ def num_at_once(answers: Sequence[TimedAnswer]) -> int:
     return int(max(np.cumsum([change for _, change in events]), default=0))
 
 
-async def _saturated(
+async def saturated(
     server: ServerProcess, target: HttpTarget, duration_s: float, samples: list[tuple[float, dict[str, int]]]
 ) -> list[TimedAnswer]:
+    """Answers of callers who ask again and again, until the time is over or SIGINT comes. ``samples`` gets
+    (seconds, memory by process)."""
     answers: list[TimedAnswer] = []
-    rng, numbers, end_s, ended = random.Random(1), count(), time.monotonic() + duration_s, threading.Event()
+    rng, numbers, ended = random.Random(1), count(), threading.Event()
+    is_over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.call_later(duration_s, is_over.set)
+    loop.add_signal_handler(signal.SIGINT, is_over.set)
 
     def sample() -> None:
         while not ended.wait(PERIOD_S):
-            samples.append((time.monotonic(), tree_pss_bytes(server.pid)))
+            samples.append((time.monotonic(), tree_pss_bytes(server.pid, HELD)))
 
     async def caller() -> None:
-        while time.monotonic() < end_s:
+        while not is_over.is_set():
             number = next(numbers)
             prompt, num_tokens = _prompt(rng, rng.randint(4, MAX_PROMPT_LEN)), rng.randint(1, MAX_TOKENS)
             answers.append(await target.ask(LoadRequest(f"soak-{number}", prompt, num_tokens, 0.8 * (number % 2), number)))
@@ -115,7 +128,9 @@ def _result(
             "tokens_per_s": sum(answer.num_tokens for answer in answers) / duration_s,
             "num_streams_held": num_at_once(held),
         },
-        tables=(Table("memory in MiB (PSS)", ("process", "after warming up", "at the end"), tuple(rows)),),
+        tables=(
+            Table("memory in MiB (PSS without pages of files)", ("process", "after warming up", "at the end"), tuple(rows)),
+        ),
         notes=tuple(sorted({f"an error: {error}" for error in errors})[:8]),
     )
 

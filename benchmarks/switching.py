@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.report import BenchOptions, BenchResult, Table
-from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
+from cluster.config import Config, DrafterConfig, FixedLength, ModelConfig, ModelOptions, NgramOptions, TargetConfig
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request, RoutingTable
@@ -32,6 +32,7 @@ DRAFT_LEN = 4
 BEFORE = 64  # tokens before the switch
 NUM_ROUNDS = 4  # of the new drafter, for its usual round time
 MAX_TOKENS = 160
+MAX_HOLD_S = 60.0
 NUM_BEFORE_TOLD = 2  # the pass during which the table arrives, and the one before drafters are informed
 FROM, TO = "lookup", "model"
 
@@ -57,14 +58,16 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def waiting_cluster(config: Config) -> EmbeddedCluster:
-    """Of a resolved configuration. The planner's passes are so expensive that it waits for every proposal: plain decoding
-    in the meantime would hide the stall."""
+    """Of a resolved configuration. Every pass waits for its proposals, of a fixed length: plain decoding in the meantime, or
+    for good where a busy machine makes drafts too slow to pay, would hide the stall."""
     from drafters.registry import make_drafter
     from engine.loading import load_target
 
     engine, model, _ = load_target(config)
     pool = {one.name: PoolEntry(make_drafter(one, model), one.max_draft_len) for one in config.drafters}
-    return EmbeddedCluster(engine, model, TableCost((1,), (1e4,)), pool, StepPlanner(PlannerSettings("all", 60.0)))
+    planner = StepPlanner(PlannerSettings("all", MAX_HOLD_S, overlap="barrier"))
+    draft_length = FixedLength(num_tokens=DRAFT_LEN)
+    return EmbeddedCluster(engine, model, TableCost((1,), (1e4,)), pool, planner, draft_length=draft_length)
 
 
 def config(model: str, prompt_len: int) -> Config:

@@ -1,13 +1,17 @@
 """What the fault and soak benchmarks conclude from answers and samples, and the injuries themselves."""
 
 import asyncio
-import math
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +21,13 @@ import psutil
 import pytest
 
 from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import FaultRows, Row, RowResult
+from benchmarks.fault_rows import FaultRows, Row, RowResult, Turns, measure_together
+from benchmarks.faults import recoveries
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
 from benchmarks.recovery import Metrics
-from benchmarks.soak import growth, num_at_once
+from benchmarks.report import BenchResult, Table
+from benchmarks.soak import NUM_STREAMS, growth, num_at_once, saturated
 from tests.support.waiting import eventually
 
 
@@ -30,8 +36,8 @@ def answer(text: str = "", error: str | None = None, sent_s: float = 0.0, took_s
 
 
 def judged(run: TimedAnswer, ends_streams: bool = False) -> tuple[int, int, int]:
-    row = RowResult("row", ends_streams, [Disturbed(0.0, [run])])
-    row.judge([answer("abcde")])
+    row = RowResult("row", ends_streams)
+    row.add(Disturbed(0.0, [run]), [answer("abcde")], 0, [])
     return row.num_wrong_tokens, row.num_lost, len(row.complaints)
 
 
@@ -46,12 +52,41 @@ def test_a_row_counts_wrong_tokens_and_lost_streams() -> None:
 
 def test_recovery_has_percentiles() -> None:
     row = RowResult("row", False, [Disturbed(0.0, [], seconds) for seconds in (1.0, 2.0, 3.0)])
-    assert (row.recovery(50), row.recovery(100)) == (2.0, 3.0)
+    assert (row.recovery_s(50), row.recovery_s(100)) == (2.0, 3.0)
 
 
 def test_growth_is_the_rise_of_a_line_over_its_start() -> None:
     assert growth([(float(t), 100.0 + t) for t in range(11)]) == pytest.approx(0.1)
     assert growth([(float(t), 100.0 + 3 * (t % 2)) for t in range(101)]) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_an_interrupt_ends_the_saturation_with_its_answers() -> None:
+    num_asked = 0
+
+    async def ask(request: LoadRequest) -> TimedAnswer:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2 * NUM_STREAMS:
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+        return answer()
+
+    here: Any = SimpleNamespace(pid=os.getpid(), ask=ask)
+    answers = asyncio.run(saturated(here, here, 3600.0, []))
+    assert len(answers) == num_asked >= 2 * NUM_STREAMS
+
+
+async def test_a_stream_that_does_not_end_in_time_has_an_error_and_the_others_their_answers() -> None:
+    async def ask_one(ask: LoadRequest) -> TimedAnswer:
+        if ask.id == "hangs":
+            await asyncio.Event().wait()
+        return TimedAnswer(0.0, num_tokens=ask.max_tokens)
+
+    asks = [LoadRequest(name, (1,), 3) for name in ("hangs", "ends")]
+    hanging, ended = await run_streams(ask_one, asks, 2, deadline_s=0.01)
+    assert hanging.error == "no answer within 0.01 s"
+    assert ended.error is None
+    assert ended.num_tokens == 3
 
 
 def test_streams_at_once_are_those_that_overlap_and_end_well() -> None:
@@ -95,22 +130,46 @@ def test_hostile_clients_come_and_go() -> None:
                     pass  # its end comes
 
 
-class Rows(FaultRows):
-    """On a server that is always well."""
+class EndedProcess:
+    pid = 7
 
-    def __init__(self) -> None:
+    def is_running(self) -> bool:
+        return False
+
+
+class Rows(FaultRows):
+    """On a server that is always well. ``injured``: the rows that it measured."""
+
+    def __init__(self, injure: Callable[["Rows", str], object] = lambda rows, name: None) -> None:
         answers = {
             "/v1/models": {"data": [{"id": "model"}]},
             "/v1/outrider/status": {"num_resumed": 0, "targets": []},
         }
         transport = httpx.MockTransport(lambda asked: httpx.Response(200, json=answers[asked.url.path]))
+        self._workers: dict[str, list[Any]] = {}
+        self._words = ["router is down: its loop has been stalled for 4.0 s; next start in 0.0 s"]
         server: Any = SimpleNamespace(
             config=SimpleNamespace(api=SimpleNamespace(host="127.0.0.1", port=1)),
             client=lambda: httpx.Client(base_url="http://server", transport=transport),
-            workers=lambda actor: [],
+            workers=lambda actor: self._workers.get(actor, []),
             last_words=lambda: "its last words",
+            num_words=lambda: 0,
+            words_with=lambda text, since: [line for line in self._words[since:] if text in line],
         )
         super().__init__(server)
+        self.injured: list[str] = []
+        self._injure = injure
+
+    def table(self) -> list[Row]:
+        return [Row(name, partial(self._injured, name)) for name in ("first", "second")]
+
+    def lose(self, actor: str) -> None:
+        """A process that ends by itself in the row that is measured."""
+        self._workers[actor] = [EndedProcess()]
+
+    def _injured(self, name: str) -> None:
+        self.injured.append(name)
+        self._injure(self, name)
 
     async def undisturbed(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
         return [answer("abcde")]
@@ -122,37 +181,79 @@ class Rows(FaultRows):
         return Disturbed(0.0, [answer("abcde")], recovery_s=2.0)
 
 
-def rows_until(error: BaseException) -> tuple[list[str], list[RowResult]]:
-    """Injuries and results if the second one of the second row raises."""
-    injured: list[str] = []
-
-    def second() -> None:
-        injured.append("second")
-        if injured.count("second") == 2:
-            raise error
-
-    table = [Row("first", lambda: injured.append("first")), Row("second", second)]
-    return injured, Rows().measure(table, [LoadRequest("r", (1,), 9)] * 3, 4)
+ASKS = [LoadRequest("r", (1,), 9)] * 3
 
 
-def test_all_rows_are_repeated_in_turn_until_an_interrupt() -> None:
-    injured, (first, second) = rows_until(KeyboardInterrupt())
-    assert injured == ["first", "second", "first", "second"]
-    assert (len(first.runs), len(second.runs)) == (2, 1)
-    assert (second.num_lost, second.complaints) == (0, [])
-    assert first.recovery(50) == 2.0
+def test_servers_take_the_rows_in_turn() -> None:
+    met = threading.Barrier(2, timeout=30.0)
+    both = [Rows(lambda rows, name: met.wait()), Rows(lambda rows, name: met.wait())]  # both measure at the same time
+    turns = Turns(both[0].table(), 4)
+    measure_together([(rows, turns) for rows in both], ASKS)
+    assert [len(rows.injured) for rows in both] == [4, 4]
+    assert [(row.name, len(row.runs), row.num_lost) for row in turns.results()] == [("first", 4, 0), ("second", 4, 0)]
+    assert turns.results()[0].recovery_s(50) == 2.0
 
 
-def test_a_server_that_does_not_recover_has_lost_its_streams() -> None:
-    injured, (first, second) = rows_until(TimeoutError())
-    assert injured == ["first", "second", "first", "second"]
-    assert second.num_lost == 3
+def test_an_interrupt_lets_the_rows_under_way_end() -> None:
+    def interrupt(rows: Rows, name: str) -> None:
+        time.sleep(0.1)  # the main thread waits by then
+        if rows.injured == ["first", "second", "first"]:
+            os.kill(os.getpid(), signal.SIGINT)
+            eventually(lambda: turns.take() is None, 30.0)
+
+    rows = Rows(interrupt)
+    turns = Turns(rows.table(), 10**4)
+    measure_together([(rows, turns)], ASKS)
+    assert {row.name: len(row.runs) for row in turns.results()}["second"] == 1
+    assert rows.injured == ["first", "second", "first"]
+    assert sum(row.num_lost for row in turns.results()) == 0
+
+
+def test_a_server_that_does_not_recover_has_lost_its_streams_and_others_go_on() -> None:
+    def fail(rows: Rows, name: str) -> None:
+        if name == "second":
+            has_failed.set()
+            raise TimeoutError
+
+    has_failed = threading.Event()
+    failing, well = Rows(fail), Rows(lambda rows, name: has_failed.wait(30.0))
+    turns = Turns(well.table(), 3)
+    measure_together([(failing, turns), (well, turns)], ASKS)
+    first, second = turns.results()
+    assert failing.injured[-1] == "second"
+    assert (len(first.runs), len(second.runs)) == (3, 2)
+    assert (first.num_lost, second.num_lost) == (0, 3)
     assert "its last words" in second.complaints[0]
-    assert (first.num_lost, len(second.runs)) == (0, 1)
+
+
+def test_an_error_of_the_benchmark_on_one_server_ends_the_others_too() -> None:
+    def fail(rows: Rows, name: str) -> None:
+        raise ConnectionResetError("while asking")
+
+    failing, well = Rows(fail), Rows(lambda rows, name: eventually(lambda: turns.take() is None, 30.0))
+    mine = Turns(failing.table(), 1)
+    turns = Turns(well.table(), 10**4)
+    with pytest.raises(ConnectionResetError):
+        measure_together([(failing, mine), (well, turns)], ASKS)
+    assert turns.take() is None
+    assert len(well.injured) <= 1
+
+
+def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -> None:
+    rows = Rows()
+    rows.lose("RouterActor")
+    with rows.phase("first"):
+        pass
+    (lost,) = rows.lost
+    assert lost.startswith("RouterActor 7 (first; the log: ")
+    assert "stalled for 4.0 s" in lost
 
 
 def test_a_row_from_which_the_server_never_recovered_is_shown() -> None:
-    assert RowResult("row", num_lost=4).cells() == ("row", 0, 0, 4, 0, 0, "-", math.inf, math.inf)
+    row = RowResult("row", num_lost=4)
+    assert row.cells() == ("row", 0, 0, 4, 0, 0, "-", "never", "never")
+    assert recoveries([row]) == {}
+    assert BenchResult("faults", {}, (Table("rows", ("",) * 9, (row.cells(),)),)).to_json()
 
 
 class EndlessServer(DisturbedServer):

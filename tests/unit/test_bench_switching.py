@@ -25,6 +25,6 @@ def test_requests_are_handed_over_both_ways(tmp_path: Path) -> None:
     folder = str(write_tiny_model(tmp_path, num_layers=4))
     config = resolve(switching.config(folder, 64), Inventory((Node("here", 2.0),)))
     with waiting_cluster(config) as cluster:
-        switches = measure(cluster, 64, 3)  # where a drafter gets no processor for a while, a request ends without it
+        switches = measure(cluster, 64, 3)
     assert switches[True]
     assert switches[False]
