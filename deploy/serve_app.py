@@ -22,6 +22,7 @@ from cluster.client import ClusterStatus
 from cluster.config import Config, PolicyConfig, SupervisionConfig
 from cluster.errors import LinkClosed
 from cluster.logs import log_as_configured
+from cluster.transport.tls import CertificateWatch
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
@@ -60,7 +61,10 @@ class ApiReplica:
                 answer: ClusterStatus = await supervisor.status.remote()
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
-            return watch.noted(answer)
+            status = watch.noted(answer)
+            if certificate is None:
+                return status
+            return replace(status, tls_not_after_s=await asyncio.to_thread(certificate.not_after_s))
 
         async def try_policy(policy: PolicyConfig | None, for_s: float) -> bool:
             try:
@@ -69,6 +73,7 @@ class ApiReplica:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
         wait_s, tls = self._config.api.resume_wait_s, self._config.cluster.tls
+        certificate = None if tls is None else CertificateWatch(tls)
         client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token, wait_s, tls)
 
         @asynccontextmanager
