@@ -113,10 +113,11 @@ def _target_resources(
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
     left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
     cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
-    # On a laptop drafters and target mostly take turns, so the target may use every core. vLLM's server leaves one.
+    # On a laptop drafters and target mostly take turns, so the target may use every core. vLLM's server leaves one to its
+    # scheduler, which here runs in the target's own thread: of two cores it would be half.
     most = max((node.num_threads for node in nodes.nodes), default=1.0)
     useful = min(nodes.num_threads / num_ranks, most, max_threads or most)
-    threads = 1 if on_gpu else max(1, int(useful) - (target.engine == "vllm"))
+    threads = 1 if on_gpu else max(1, int(useful) - (target.engine == "vllm" and useful > 2))
     return _filled(target.resources, cpus=cpus, gpus=1.0 if on_gpu else 0.0, threads=threads)
 
 

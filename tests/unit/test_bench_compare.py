@@ -181,10 +181,10 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
 def test_outrider_on_vllm_is_configured_as_a_server_would_and_in_the_precision_of_its_arm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server leaves a core to vLLM's scheduler."""
-    two_cores = replace(describe_environment(), num_cores=2)
-    monkeypatch.setattr("benchmarks.serve.describe_environment", lambda: two_cores)
+    """A server leaves a core of several to other processes."""
+    cores = replace(describe_environment(), num_cores=4)
+    monkeypatch.setattr("benchmarks.serve.describe_environment", lambda: cores)
     target = outrider_config(Arm(OUTRIDER_VLLM, "fp32", POOL), "smollm2-135m").target
-    assert target.resources.threads == 1
+    assert target.resources.threads == 3
     assert (target.engine, target.dtype, target.block_len) == ("vllm", "float32", 32)
     assert outrider_config(Arm(OUTRIDER, "bf16", POOL), "smollm2-135m").target.engine == "native"

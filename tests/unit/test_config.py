@@ -306,6 +306,12 @@ def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can
     assert resolve(named, server, max_threads=13).target.resources.threads == 40, "what the file names stays"
 
 
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (4, 3), (32, 31)])
+def test_a_vllm_target_on_cpus_leaves_a_core_of_more_than_two(num_cores: int, num_threads: int) -> None:
+    config = parsed("target: {engine: vllm}")
+    assert resolve(config, Inventory((Node("a", 64, num_cores=num_cores),))).target.resources.threads == num_threads
+
+
 def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
     rule = parsed("planner: {draft_length: {kind: fixed, num_tokens: 3}}").planner.draft_length
     assert rule == FixedLength(num_tokens=3)
