@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cluster.types import Commit, FinishReason, Request, Slo
 
-MAX_DEATHS = 4  # of targets under one request; it may itself be what ends them
+MAX_DEATHS = 4  # of targets under one request, or losses in a row without a token; it may itself be what ends them
 
 
 class Resumption:
@@ -59,8 +59,8 @@ class Resumption:
 
     @property
     def is_suspect(self) -> bool:
-        """It is probably what makes its targets fail."""
-        return self._num_deaths >= MAX_DEATHS or self._suspicion > 0
+        """It is probably what makes its targets fail, or it was lost so often without a token, whatever the cause."""
+        return max(self._num_deaths, self.num_fruitless) >= MAX_DEATHS or self._suspicion > 0
 
     def discount(self, alive: Collection[str]) -> bool:
         """Removes the deaths of targets whose processes are linked again: their links alone had failed. Since its last token

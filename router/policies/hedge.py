@@ -45,8 +45,8 @@ class Hedge:
 
     A drafter that nobody scores is known by its drafts alone. A request tries it while its optimistic value exceeds the best
     value: the optimistic one is as if _OPTIMISTIC_DRAFTS drafts more, of all requests, had been right in full (optimistic
-    initial values). What is slow, late or seldom right is so left after few drafts. Later a small share of requests explores
-    for a slot the drafter that they have seen least.
+    initial values), and catching up lowers it, too. What is slow, late or seldom right is so left after few drafts. Later a
+    small share of requests explores for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
     The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
@@ -123,15 +123,15 @@ class Hedge:
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)
         placed = own.place(rows)
-        tokens = np.maximum(lens + noise, 0.0)
-        tokens *= 1.0 - np.minimum(self._switching(requests, room.members, here) / self._config.payback_s, 1.0)
+        left = 1.0 - np.minimum(self._switching(requests, room.members, here) / self._config.payback_s, 1.0)
+        tokens = np.maximum(lens + noise, 0.0) * left
         stays = np.flatnonzero(placed & (here != NOWHERE))
         tokens[stays, here[stays]] *= 1.0 + self._config.hysteresis
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
         explorers = own.draw_explorers(rows, num_rounds, num_drafts, self._config)
-        for tries, drafters in (self._trials(values, optimistic / round_s, here, live), explorers):
+        for tries, drafters in (self._trials(values, optimistic * left / round_s, here, live), explorers):
             values[tries, drafters] = (1.0 + self._config.hysteresis) * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))

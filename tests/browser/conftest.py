@@ -27,7 +27,7 @@ from cluster.config import (
     TargetConfig,
 )
 from deploy.local_ray import free_port
-from tests.support.settings import API_KEY
+from tests.support.settings import ALWAYS_DRAFTED, API_KEY
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -46,7 +46,7 @@ HEADERS = {"authorization": f"Bearer {API_KEY}"}
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The default pool, as users see it, with an API key and a class of objectives."""
+    """The default pool, as users see it, with an API key and a class of objectives. It drafts whatever drafts are worth."""
     folder = tmp_path_factory.mktemp("dashboard")
     keys = folder / "keys"
     keys.write_text(f"{API_KEY}\n")
@@ -54,6 +54,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     config = Config(
         model=ModelConfig(name="smollm2-135m"),
         target=TargetConfig(device="cpu", kv_cache_gb=0.25),
+        planner=ALWAYS_DRAFTED,
         slo=SloConfig.model_validate(
             {"classes": {"interactive": {"ttft_ms": 2000, "tpot_ms": 80}, "batch": {}}, "shed": False}
         ),

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.server import ServerProcess
 from cluster.config import DrafterConfig, MemoryConfig, ModelOptions
 from drafters.footprint import footprint
-from tests.support.settings import small_config
+from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -36,7 +36,8 @@ def crowded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     room = taken["ngram"] + taken["six"] + taken["three"] // 2
     memory = MemoryConfig(cpu_gb=room / 2**30, min_residence_s=0.5)
     drafters = (lookup, three, six)
-    with ServerProcess(config.model_copy(update={"drafters": drafters, "memory": memory})) as server:
+    changes = {"drafters": drafters, "memory": memory, "planner": ALWAYS_DRAFTED}
+    with ServerProcess(config.model_copy(update=changes)) as server:
         yield server
 
 

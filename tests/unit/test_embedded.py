@@ -21,9 +21,11 @@ from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
+from router.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
 COST = TableCost((1, 32), (0.02, 0.03))
+MAX_HOLD_S = 10.0
 
 
 def request(i: int, max_tokens: int = 20, **parameters: Any) -> Request:
@@ -37,9 +39,9 @@ def drafter(error: float = 0.2) -> PoolEntry:
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    """It drafts although a toy's pass takes no longer than a draft."""
-    pool, lengths = {"a": drafter(), "b": drafter(0.9)}, FixedLength()
-    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, pool, draft_length=lengths) as running:
+    """It awaits and verifies all drafts although a toy's pass takes no longer than a draft, and on a busy machine less."""
+    pool, planner = {"a": drafter(), "b": drafter(0.9)}, StepPlanner(PlannerSettings("all", MAX_HOLD_S, overlap="barrier"))
+    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, pool, planner, draft_length=FixedLength()) as running:
         yield running
 
 

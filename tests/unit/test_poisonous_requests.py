@@ -45,6 +45,9 @@ class Target:
         base_len = self.submits[name].committed_len
         self._link[0].send(CommitRound((Commit(name, base_len, tuple(token_ids), finish=finish, error="of a test"),)))
 
+    def commit_unsoundly(self, name: str) -> None:
+        self._link[0].send(CommitRound((Commit(name, self.submits[name].committed_len + 1, (5,)),)))
+
     def die(self) -> None:
         self._listener.close()
 
@@ -193,6 +196,20 @@ async def test_requests_that_break_every_link_end(
     assert 2 < num_tries <= 4 * MAX_DEATHS * len(names)
     for name in names:
         assert (await cluster.ended(name)).finish is FinishReason.ERROR
+
+
+async def test_a_request_whose_commits_are_unsound_ends(cluster: Cluster) -> None:
+    """A target whose link is dropped for such commits is linked again, as the same process."""
+    first = cluster.targets[0]
+    cluster.ask("unsound")
+    for _ in range(2 * MAX_DEATHS):
+        await first.gets("unsound")
+        first.commit_unsoundly("unsound")
+        first.submits.clear()
+        first.reset(first.name)
+    last = await cluster.ended("unsound")
+    assert last.finish is FinishReason.ERROR
+    assert f"lost {2 * MAX_DEATHS} times" in (last.error or "")
 
 
 async def test_a_reset_of_the_last_link_is_no_evidence(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def test_a_live_target_refuses_what_its_streams_delay_too_much_and_takes_the_res
         streams = [client.generate(request(f"stream{i}", Slo(), max_tokens=90)) for i in range(6)]
         for stream in streams:
             await anext(stream)
-        # By the cost model the prompt takes 66 ms, and the rows of six streams 97 ms.
-        with pytest.raises(Unattainable, match=r"would come after 0\.16 s, the objective leaves 0\.1\d s") as refused:
+        # By the cost model the prompt takes 66 ms, and the rows of six streams 97 ms. Of the 130 ms the call has used some.
+        with pytest.raises(Unattainable, match=r"would come after 0\.16 s, the objective leaves 0\.[01]\d s") as refused:
             await anext(client.generate(replace(tight, arrival_s=time.monotonic())))
         assert refused.value.retry_after_s >= 1.0
         answers = [commit async for commit in client.generate(request("lax", Slo(60.0, 60.0, "lax")))]
