@@ -320,6 +320,7 @@ def test_panels_of_timestamps_say_that_they_show_the_time_left() -> None:
         assert panel["title"].startswith("Time until ")
         assert panel["description"].startswith("Seconds until the first of these expires: ")
         assert "POSIX" not in panel["description"]
+        assert re.search(r"\.\.| expires\.", panel["description"]) is None
         assert all(target["expr"].endswith(" - time()") for target in panel["targets"])
 
 
