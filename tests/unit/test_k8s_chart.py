@@ -18,6 +18,7 @@ from deploy.grafana import dashboard
 from deploy.k8s.render import values_for
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_templates, problems, render, typos
+from tests.support.metrics import exported
 
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
@@ -269,12 +270,6 @@ def test_the_application_has_the_deployments_that_the_chart_configures(tmp_path:
 def test_the_dashboard_is_the_one_that_the_metrics_make() -> None:
     same = (CHART / "dashboards" / "outrider.json").read_text() == dashboard()
     assert same, "run: outrider metrics dashboard >k8s/chart/dashboards/outrider.json"
-
-
-def exported() -> set[str]:
-    """Names of all series of /metrics."""
-    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-    return {f"outrider_{m.name}{suffix}" for m in METRICS for suffix in suffixes[m.kind]} | {"outrider_cluster_up"}
 
 
 def alerts() -> list[dict[str, str]]:
