@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 SLICE_S = 0.25  # of a wait: the resolution at which the supervisor notices that it did not run
 NOTED_S = 1.0  # a check during which it did not run for so long is logged
+MAX_EXCUSED = 3  # time-outs in a row that pauses of the supervisor excuse; a long pause counts as one
 
 
 async def start(process: Process, timeout_s: float) -> Any:
@@ -30,18 +31,20 @@ async def wait_failure(process: Process, config: SupervisionConfig, timeout_fact
     Time in which this process itself did not run (a paused or starved machine, SIGSTOP of the whole cluster) does not count:
     the other process has probably not run either. It does not count for a process on another machine either, although that
     one may have run: there a failure is found later by that time. A process that does not run while this one does is
-    replaced.
+    replaced, and so is one that is not well after MAX_EXCUSED time-outs of such time: else a busy machine would spare a
+    process that hangs.
     """
     period_s = config.health_period_ms / 1e3
     timeout_s = config.health_timeout_ms * timeout_factor / 1e3
     ended = asyncio.ensure_future(process.ended())
     answer: asyncio.Future[float] | None = None
+    excuses = _Excuses(timeout_s)
     try:
         while True:
-            lost_s = await _wait({ended}, period_s)
+            lost_s = await _wait({ended}, period_s, excuses)
             # One rank may hang while another ends because of it.
             answer = asyncio.ensure_future(process.stalled_s())
-            lost_s += await _wait({ended, answer}, timeout_s)
+            lost_s += await _wait({ended, answer}, timeout_s, excuses)
             if ended.done():
                 return ended.result()
             if lost_s > NOTED_S:
@@ -50,23 +53,42 @@ async def wait_failure(process: Process, config: SupervisionConfig, timeout_fact
                 return f"it did not answer within {timeout_s:g} s"
             if (stalled_s := answer.result()) > timeout_s + lost_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"
+            if stalled_s <= timeout_s:
+                excuses = _Excuses(timeout_s)
     finally:
         ended.cancel()
         if answer is not None:
             _discard(answer)
 
 
-async def _wait(futures: Collection[asyncio.Future[Any]], timeout_s: float) -> float:
-    """Waits for the first of them, at most ``timeout_s`` of the time in which this process ran. Returns the seconds in which
-    it did not: those by which the slices of the wait ended late."""
+class _Excuses:
+    """Of one process, since it was last well."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._left_s = MAX_EXCUSED * timeout_s
+
+    def take(self, late_s: float) -> float:
+        """Returns how much of a pause of this process does not count: all or nothing. A pause of the whole machine is one,
+        however long; many short ones in a row are a busy machine, on which the other process should run as well."""
+        if self._left_s <= 0:
+            return 0.0
+        self._left_s -= min(late_s, self._timeout_s)
+        return late_s
+
+
+async def _wait(futures: Collection[asyncio.Future[Any]], timeout_s: float, excuses: _Excuses) -> float:
+    """Waits for the first of them, at most ``timeout_s`` and the time that ``excuses`` allow. Returns that time: seconds by
+    which the slices of the wait ended late."""
     clock = asyncio.get_running_loop().time
     left_s, lost_s, done = timeout_s, 0.0, set[asyncio.Future[Any]]()
     while left_s > 0 and not done:
         slice_s, began_s = min(SLICE_S, left_s), clock()
         done, _ = await asyncio.wait(futures, timeout=slice_s, return_when=asyncio.FIRST_COMPLETED)
-        took_s = clock() - began_s
-        left_s -= slice_s
-        lost_s += max(0.0, took_s - slice_s)
+        late_s = max(0.0, clock() - began_s - slice_s)
+        excused_s = excuses.take(late_s)
+        left_s -= slice_s + late_s - excused_s
+        lost_s += excused_s
     return lost_s
 
 

@@ -185,8 +185,8 @@ def _panel(metric: Metric) -> dict[str, Any]:
     if metric.kind == "counter":
         queries = [(f"sum{by} (rate({name}_total{RANGE}))", legend or "per second")]
     elif metric.name.endswith("_timestamp_seconds"):
-        what = text.removeprefix("POSIX time at which ").removesuffix(" expires.")
-        title, text = TIMESTAMP_TITLES[metric.name], f"Seconds until the first of these expires: {what}."
+        what = text.removeprefix("POSIX time at which ").replace(" expires.", ".", 1)
+        title, text = TIMESTAMP_TITLES[metric.name], f"Seconds until the first of these expires: {what}"
         queries = [(f"min{by} ({name}) - time()", legend or "time left")]
     elif metric.kind == "gauge":
         queries = [(f"{'avg' if metric.mean else 'sum'}{by} ({name})", legend or "value")]

@@ -63,8 +63,8 @@ class InlineDrafters:
 
 class ColocatedDrafters:
     """Decides for each batch size whether a drafter in the target's process is queried: its drafts must save more time than
-    the target waits for them. What must be sent to a drafter that is not queried waits in its outbox. ``names``: of those
-    drafters."""
+    the target waits for them. What must be sent to a drafter that is not queried waits in its outbox, all but the ends of
+    sessions. ``names``: of those drafters."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._gates = {name: BreakEvenGate() for name in names}

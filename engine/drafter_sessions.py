@@ -239,10 +239,11 @@ class DrafterSessions:
 
     def flush(self) -> None:
         for name, outbox in tuple(self._outboxes.items()):
-            if not outbox.is_pending or (self._sequences and not self._colocated.is_queried(name)):
-                continue
             try:
-                outbox.flush(self.table.version)
+                if not self._sequences or self._colocated.is_queried(name):
+                    outbox.flush(self.table.version)
+                else:  # the rest waits; sessions of ended requests would stay in its memory
+                    outbox.flush_releases(self.table.version)
             except LinkClosed as gone:
                 self.link_down(outbox.link, str(gone))
 

@@ -30,11 +30,6 @@ class DrafterOutbox:
     _budgets: dict[str, DraftBudget] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is anything to send."""
-        return bool(self._opens or self._extends or self._budgets or self._releases)
-
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
         self.scoring.discard(sequence.request.id)
@@ -81,7 +76,7 @@ class DrafterOutbox:
 
     def flush(self, table_version: int) -> None:
         """Sends what is pending. Raises LinkClosed as ``_send``."""
-        while self.is_pending:
+        while self._opens or self._extends or self._budgets or self._releases:
             opens = self._next_opens()
             later = self._opens.keys() - opens.keys()
             message = DraftRound(
@@ -103,6 +98,12 @@ class DrafterOutbox:
                 del self._opens[request_id]
             self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
             self._extends.clear()
+            self._releases.clear()
+
+    def flush_releases(self, table_version: int) -> None:
+        """Sends the pending releases, and keeps the rest. Raises LinkClosed as ``_send``."""
+        message = DraftRound(table_version, releases=tuple(self._releases))
+        if message.releases and _send(self.link, message, len(message.releases), MAX_PENDING_RELEASES):
             self._releases.clear()
 
     def _open(self, sequence: LiveSequence, budget: DraftBudget, proposers: tuple[str, ...]) -> None:

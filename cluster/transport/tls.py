@@ -47,24 +47,42 @@ def check(files: TlsConfig) -> None:
     _chain_not_after_s(files, _read(files))
 
 
+class _FaultLog:
+    """Logs why files are unusable once, until the reason changes: they are read for each link and each status."""
+
+    def __init__(self, effect: str) -> None:
+        self._effect = effect
+        self._logged: str | None = None
+
+    def note(self, fault: InvalidField | None) -> None:
+        """None: the files are usable."""
+        reason = None if fault is None else str(fault)
+        if reason is not None and reason != self._logged:
+            _log.warning("%s: %s", self._effect, reason)
+        self._logged = reason
+
+
 class CertificateWatch:
     """Until when ``files``, which may be replaced, make links. The constructor raises InvalidField as ``check``."""
 
     def __init__(self, files: TlsConfig) -> None:
         self._files = files
+        self._faults = _FaultLog("no new links: the certificate files are unusable")
         self._contents = _read(files)
         self._not_after_s = _chain_not_after_s(files, self._contents)
 
     def not_after_s(self) -> float:
         """POSIX time at which the first certificate expires that links need: the process's own, an intermediate of
         ``cert_file`` or the authority of ``ca_file``. The present time while the files, which each call reads again, are
-        unusable: dials fail, and listeners keep the last usable files."""
+        unusable, for a reason that is logged: dials fail, and listeners keep the last usable files."""
         try:
             contents = _read(self._files)
             if contents != self._contents:
                 self._not_after_s, self._contents = _chain_not_after_s(self._files, contents), contents
-        except InvalidField:
+        except InvalidField as error:
+            self._faults.note(error)
             return time.time()
+        self._faults.note(None)
         return self._not_after_s
 
 
@@ -79,6 +97,7 @@ def server_credentials(files: TlsConfig) -> grpc.ServerCredentials:
     """Of a listener. Raises InvalidField as ``check``; files that become unusable later are logged, and not used."""
     in_use = _read(files)
     _check(files, in_use)
+    faults = _FaultLog("the certificate in use is kept, its files were replaced by unusable ones")
 
     def replaced() -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC before each handshake. None: nothing has changed."""
@@ -86,12 +105,14 @@ def server_credentials(files: TlsConfig) -> grpc.ServerCredentials:
         try:
             contents = _read(files)
             if contents == in_use:
+                faults.note(None)
                 return None
             _check(files, contents)
             configuration = _configuration(files, contents)
         except InvalidField as error:
-            _log.warning("the certificate in use is kept, its files were replaced by unusable ones: %s", error)
+            faults.note(error)
             return None
+        faults.note(None)
         in_use = contents
         return configuration
 

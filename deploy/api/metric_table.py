@@ -230,7 +230,8 @@ METRICS = (
     Metric(
         "tls_not_after_timestamp_seconds",
         "gauge",
-        "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires.",
+        "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires. "
+        "Unusable files count as expiring now; the log has the reason.",
         read=lambda status: [] if status.tls_not_after_s is None else [((), status.tls_not_after_s)],
     ),
     Metric(

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs name only files, modules, settings, commands and targets of make that exist."""
+"""README, CONTRIBUTING and docs name only files, modules, settings, metrics, commands and targets of make that exist."""
 
 import re
 import shlex
@@ -14,6 +14,7 @@ from benchmarks import BENCHES
 from benchmarks.simulate import names as scenario_names
 from cluster.config import Config
 from deploy.cli import app
+from tests.support.metrics import exported
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -27,17 +28,21 @@ FILE = rf"(?:{SOURCE}|safetensors|json|yaml|npz)"
 DOTTED = re.compile(rf"`([a-z_]+(?:\.(?!{FILE}`)[A-Za-z_]\w*)+)`")
 DEFINED = re.compile(rf"((?:`\w+`(?:, | and ))*`\w+`)\s(?:in |of |\()`((?:\w+/)+\w+\.{SOURCE})`")  # `Name` in `path`
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")
+METRIC = re.compile(r"\boutrider_\w+")
 SPAN = re.compile(r"`([^`\n]+)`")
+METRICS = exported() | {name.removesuffix("_bucket") for name in exported()}  # pages name histograms without a suffix
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(\.\w+)?")
 
 
 def wrong_names(text: str, folder: Path = ROOT) -> list[str]:
-    """What a page in ``folder`` names and does not exist. Dotted names of the pages of measurements are figures."""
+    """What a page in ``folder`` names and does not exist. In the pages of measurements, dotted names and names that begin as
+    metrics do are figures."""
     wrong = [path for path in {*PATH.findall(text), *FOLDER.findall(text)} if not _exists(path, folder)]
     wrong += [f"{name} in {path}" for names, path in DEFINED.findall(text) for name in _undefined(names, path)]
     wrong += [name for name in BARE.findall(text) if not any(_tracked(name))]
     if folder.name != "measurements":
         wrong += [name for name in DOTTED.findall(text) if not _is_dotted_name(name)]
+        wrong += sorted(set(METRIC.findall(text)) - METRICS)
     wrong += [f"({path}#{anchor})" for path, anchor in LINK.findall(text) if not _is_link(path, anchor, text, folder)]
     wrong += [f"{line}: {reason}" for line in _commands(text) if (reason := _wrong_in(line)) is not None]
     return wrong
@@ -167,6 +172,7 @@ def test_all_that_a_page_names_exists(page: Path) -> None:
         "    outrider train --out x \\\n        --no-such-option 1",
         "`outrider models fly`",
         "`make nothing`",
+        "`outrider_requests_totl`",
     ],
 )
 def test_what_does_not_exist_is_found(text: str) -> None:
@@ -177,7 +183,7 @@ def test_what_exists_is_accepted() -> None:
     text = """
     `router/router.py`, `tests/unit/test_api_*.py`, `router/policies/NAME.py`, `bf16.c`, `router.router.Router`,
     `target.dtype`, `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/router.py`,
-    [page](docs/operations.md#models), `config.json`, `model.safetensors`
+    [page](docs/operations.md#models), `config.json`, `model.safetensors`, `outrider_requests_total{status="429"}`
 
         OUTRIDER_CPU=avx2 outrider bench drafters [--quick] [--prompts FILE] --expect 'speedup.best.batch_1>=1.4'   # comment
         outrider models prepare smollm2-135m

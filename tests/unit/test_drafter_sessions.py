@@ -1,7 +1,7 @@
 """What the round makes of what its drafters say."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
-from engine.sequences import Sequences
+from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router import assignment
 from router.assignment import Positions
@@ -208,3 +208,41 @@ def test_reports_of_outcomes_are_summed_for_metrics() -> None:
     for report in (OutcomeReport(10, 4, 3, 20), OutcomeReport(2, 1, 0, 5)):
         drafters.receive(link, ProposalRound(0, outcomes=(report,)), 1.0)
     assert telemetry.drafter("d").counts().outcomes == OutcomeReport(12, 5, 3, 25)
+
+
+def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
+    """What else it must know waits until it is queried; sessions of ended requests would stay in its memory."""
+    sequences, companions = Sequences(MODEL), ColocatedDrafters(("d",))
+    drafters = DrafterSessions(sequences, Telemetry(), RoutingTable(0, defaults=(("d",),)), companions)
+    link = Link()
+    drafters.link_up(link)
+
+    def add(name: str, chain: tuple[str, ...] | None = None) -> LiveSequence:
+        request = Request(name, (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0, chain=chain)
+        sequence = sequences.add(request)
+        drafters.assign(sequence)
+        return sequence
+
+    def end(sequence: LiveSequence) -> None:
+        sequences.remove(sequence.request.id)
+        drafters.release(sequence)
+
+    first, second = add("first"), add("second")
+    add("of the target alone", ())
+    drafters.flush()
+    assert len(link.sent.pop().opens) == 2
+    companions.choose(1, ())  # none of the requests of the pass has it
+    unsent = add("unsent")
+    drafters.publish(second, Commit("second", 3, (5,)), 1.0)
+    end(first)
+    end(unsent)
+    drafters.flush()
+    drafters.flush()
+    (message,) = link.sent
+    assert set(message.releases) == {"first", "unsent"}
+    assert replace(message, releases=()) == DraftRound(0)
+    companions.choose(1, ("d",))
+    drafters.flush()
+    assert [one.request_id for one in link.sent[-1].extends] == ["second"]
+    assert not link.sent[-1].opens
+    assert not link.sent[-1].releases

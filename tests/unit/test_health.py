@@ -1,29 +1,52 @@
 """Health checks of the supervisor on one process."""
 
 import asyncio
-import time
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from actors import health
 from tests.support.supervision import FAST, PretendedProcess
 
+TIMEOUT_S = FAST.health_timeout_ms / 1e3
+
+
+class PausableLoop(asyncio.SelectorEventLoop):
+    """While the machine is paused, its clock goes on and nothing runs."""
+
+    paused_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.paused_s
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=PausableLoop) as runner:
+        runner.run(test)
+
+
+def pause(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, PausableLoop)
+    loop.paused_s += seconds
+
 
 class PausedWith(PretendedProcess):
-    """The first check finds it, and the supervisor, stopped for a while; later ones find it running."""
+    """The first check finds it, and the supervisor, stopped for ten minutes; later ones find it running."""
 
     num_checks = 0
 
     async def stalled_s(self) -> float:
         self.num_checks += 1
         if self.num_checks == 1:
-            time.sleep(0.2)  # noqa: ASYNC251 - the machine is paused: nothing else runs either
-            return 0.2
+            pause(600.0)
+            return 600.0
         return await super().stalled_s()
 
 
 def test_a_check_during_which_the_supervisor_was_stopped_decides_nothing() -> None:
-    async def run() -> None:
+    async def check() -> None:
         process = PausedWith("drafter-0", "info")
         watching = asyncio.ensure_future(health.wait_failure(process, FAST, 1))
         while process.num_checks < 3:
@@ -32,42 +55,88 @@ def test_a_check_during_which_the_supervisor_was_stopped_decides_nothing() -> No
         process.unread = 60.0
         assert await watching == "its loop has been stalled for 60.0 s"
 
-    asyncio.run(run())
+    run(check())
 
 
 class StarvedWith(PretendedProcess):
     """It answers after a time in which the machine serves neither it nor the supervisor, but for moments."""
 
     num_answers = 0
+    num_well = 0  # of the next answers: its loop is not stalled
 
     async def stalled_s(self) -> float:
-        for _ in range(5):
-            time.sleep(0.4 * FAST.health_timeout_ms / 1e3)  # noqa: ASYNC251 - nothing runs
+        for _ in range(4):
+            pause(0.4 * TIMEOUT_S)
             await asyncio.sleep(0)
         self.num_answers += 1
-        return 1.9 * FAST.health_timeout_ms / 1e3
+        if self.num_well:
+            self.num_well -= 1
+            return 0.0
+        return 1.4 * TIMEOUT_S
 
 
-def test_time_in_which_the_supervisor_is_starved_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fine_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "SLICE_S", 0.1 * TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("fine_slices")
+def test_time_in_which_the_supervisor_is_starved_does_not_count() -> None:
     """The process is silent and stalled for longer than it may be, in wall time."""
-    monkeypatch.setattr(health, "SLICE_S", FAST.health_timeout_ms / 1e4)
 
-    async def run() -> None:
+    async def check() -> None:
         process = StarvedWith("router", "info")
         watching = asyncio.ensure_future(health.wait_failure(process, FAST, 1))
-        while process.num_answers < 3:
-            assert not watching.done(), watching.result()
-            await asyncio.sleep(FAST.health_period_ms / 1e3)
+        for num_checks in (2, 5, 8):
+            while process.num_answers < num_checks:
+                assert not watching.done(), watching.result()
+                await asyncio.sleep(0)
+            process.num_well = 1
         process.silent = True
         process.die("killed")
         assert await watching == "killed"
 
-    asyncio.run(run())
+    run(check())
+
+
+@pytest.mark.usefixtures("fine_slices")
+def test_a_process_that_is_never_well_is_replaced_however_starved_the_supervisor_is() -> None:
+    async def check() -> None:
+        process = StarvedWith("router", "info")
+        watching = asyncio.ensure_future(health.wait_failure(process, FAST, 1))
+        while not watching.done():
+            assert process.num_answers < 5
+            await asyncio.sleep(0)
+        reasons = ("its loop has been stalled for 0.1 s", "it did not answer within 0.05 s")
+        assert watching.result() in reasons, "the later, as the wait is no longer lengthened"
+
+    run(check())
+
+
+@pytest.mark.usefixtures("fine_slices")
+@pytest.mark.parametrize("pause_s", [0.0, 600.0])
+def test_short_pauses_of_the_supervisor_lengthen_the_wait_for_an_answer_by_a_few_timeouts(pause_s: float) -> None:
+    """One long pause among them is left out."""
+
+    async def check() -> None:
+        process = PretendedProcess("router", "info", silent=True)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        watching = asyncio.ensure_future(health.wait_failure(process, FAST, 1))
+        await asyncio.sleep(0.05 * TIMEOUT_S)
+        pause(pause_s)
+        while not watching.done():
+            await asyncio.sleep(0.05 * TIMEOUT_S)
+            pause(0.8 * TIMEOUT_S)
+        assert watching.result() == "it did not answer within 0.05 s"
+        assert 3 * TIMEOUT_S < clock() - began_s - pause_s < 7 * TIMEOUT_S
+
+    run(check())
 
 
 def test_a_process_that_alone_is_silent_is_replaced() -> None:
-    async def run() -> None:
+    async def check() -> None:
         process = PretendedProcess("router", "info", silent=True)
         assert await health.wait_failure(process, FAST, 2) == "it did not answer within 0.1 s"
 
-    asyncio.run(run())
+    run(check())

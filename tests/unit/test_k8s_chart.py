@@ -18,6 +18,7 @@ from deploy.grafana import dashboard
 from deploy.k8s.render import values_for
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_templates, problems, render, typos
+from tests.support.metrics import exported
 
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
@@ -271,12 +272,6 @@ def test_the_dashboard_is_the_one_that_the_metrics_make() -> None:
     assert same, "run: outrider metrics dashboard >k8s/chart/dashboards/outrider.json"
 
 
-def exported() -> set[str]:
-    """Names of all series of /metrics."""
-    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-    return {f"outrider_{m.name}{suffix}" for m in METRICS for suffix in suffixes[m.kind]} | {"outrider_cluster_up"}
-
-
 def alerts() -> list[dict[str, str]]:
     return list(yaml.safe_load((CHART / "rules" / "alerts.yaml").read_text())["alerts"])
 
@@ -320,6 +315,7 @@ def test_panels_of_timestamps_say_that_they_show_the_time_left() -> None:
         assert panel["title"].startswith("Time until ")
         assert panel["description"].startswith("Seconds until the first of these expires: ")
         assert "POSIX" not in panel["description"]
+        assert re.search(r"\.\.| expires\.", panel["description"]) is None
         assert all(target["expr"].endswith(" - time()") for target in panel["targets"])
 
 

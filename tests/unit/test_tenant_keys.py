@@ -1,0 +1,213 @@
+"""Tenants of a file: their keys, and what the audit log and the dashboard show of their calls."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ObservabilityConfig
+from cluster.errors import InvalidField
+from deploy.api.audit import AuditLog
+from deploy.api.keys import ApiKeys, KeyFiles
+from deploy.api.outcome import Outcome
+from router.budgets import Limits
+from tests.support.api import chat_body, saying, serving
+from tests.support.asgi import CHAT
+from tests.support.tenants import auth, limited
+
+TENANTS = """
+tenants:
+  - name: search
+    keys: [sk-one, "sha256:{digest}"]
+    weight: 3
+    requests_per_minute: 6
+    tokens_per_minute: 600
+    burst_minutes: 0.5
+    max_concurrent_requests: 2
+  - name: chat
+    keys: [sk-chat]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(TENANTS.format(digest=hashlib.sha256(b"sk-two").hexdigest()))
+    return path
+
+
+def test_keys_of_a_tenant_are_one_tenant(file: Path) -> None:
+    keys = ApiKeys.from_file(file)
+    search = keys.check("Bearer sk-one")
+    assert search == keys.check("Bearer sk-two")
+    assert (search.name, search.weight, search.max_concurrent) == ("search", 3, 2)
+    assert search.limits == Limits(6, 600, 0.5)
+    chat = keys.check("Bearer sk-chat")
+    assert (chat.limits, chat.weight, chat.max_concurrent) == (Limits(), 1, None)
+    assert chat.salt != search.salt
+    assert list(keys.tenants) == ["search", "chat"]
+    assert "sk-" not in repr(vars(keys))
+
+
+def test_the_documented_file_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    text = page[page.index("tenants:\n") :].split("```")[0]
+    path = tmp_path / "keys"
+    for digit in "ab":
+        text = text.replace("<hex>", digit * 64, 1)
+    path.write_text(text)
+    search = ApiKeys.from_file(path).tenants["search"]
+    assert (search.weight, search.max_concurrent, search.limits) == (2, 32, Limits(600, 200_000, 0.5))
+
+
+def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-one\nsk-two\n")
+    before = ApiKeys.from_file(path).check("Bearer sk-two")
+    path.write_text("sk-zero\nsk-one\nsk-two\n")
+    keys = ApiKeys.from_file(path)
+    assert keys.check("Bearer sk-two").salt == before.salt
+    assert keys.check("Bearer sk-one").salt != before.salt
+
+
+def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, file: Path) -> None:
+    operators = tmp_path / "operators"
+    operators.write_text("tenants:\n- {name: chat, keys: [sk-operator]}\n- {name: other, keys: [sk-other]}")
+    keys = KeyFiles(file, operators).callers
+    assert keys is not None
+    tenant, operator, other = (keys.check(f"Bearer {key}") for key in ("sk-chat", "sk-operator", "sk-other"))
+    assert (tenant.name, operator.name) == ("chat", "operator chat")
+    assert len({tenant.salt, operator.salt, other.salt}) == 3
+    assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("tenants: []", "tenants"),
+        ("tenants: sk-secret", "line 1"),
+        ("tenants:\n- {name: a, keys: [sk-secret], color: red}", "unknown key"),
+        ("tenants:\n- {name: a, keys: [sk-secret 1]}", "must list keys"),
+        ("tenants:\n- {name: a, keys: sk-secret}", "must list keys"),
+        ("tenants:\n- {name: a, keys: []}", "must list keys"),
+        ("tenants:\n- {name: a, keys: [sk-secret]}\n- {name: a, keys: [sk-other]}", "names must differ"),
+        ("tenants:\n- {name: a, keys: [sk-secret]}\n- {name: b, keys: [sk-secret]}", "listed twice"),
+        ("tenants:\n- {name: a, keys: [sk-secret], weight: 0}", "weight"),
+        ("tenants:\n- {name: a, keys: [sk-secret], tokens_per_minute: 0.5}", "tokens_per_minute"),
+        ("tenants:\n- {name: a, keys: [sk-secret}", "is not YAML"),
+        ("tenants:\n- {name: a, keys: *sk-secret}", "line 2: is not YAML"),
+        ("tenants:\n- {name: a, keys: !sk-secret x}", "line 2: is not YAML"),
+        ("tenants:\n- sk-secret: a", "line 2: unknown key; known here: name, keys"),
+        ("tenants:\n- {sk-secret: a, sk-secret: b}", "line 2: is a duplicate key"),
+        ("tenants:\n- {name: a, keys: [x]}\nsk-secret: a", "line 3: unknown key"),
+        ("tenants:\n- {name: a, keys: ['sha256:beef']}", "line 2: tenants[0].keys: must have 64 hexadecimal digits"),
+    ],
+)
+def test_a_faulty_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(InvalidField, match="api_keys_file") as raised:
+        ApiKeys.from_file(path)
+    assert reason in str(raised.value)
+    assert "sk-" not in str(raised.value)
+
+
+async def test_a_changed_file_is_read_again_and_a_faulty_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deploy.api.keys.REFRESH_S", 0.0)
+
+    async def codes() -> list[int]:
+        return [(await http.post(CHAT, json=chat_body(), headers=auth(key))).status_code for key in ("sk-one", "sk-new")]
+
+    async with limited(tmp_path, requests_per_minute=3) as (http, _):
+        path = tmp_path / "keys"
+        before = path.read_text()
+        assert await codes() == [200, 401]
+        path.write_text("tenants: []")
+        assert await codes() == [200, 401]
+        assert "the former API keys stay in use" in caplog.text
+        path.write_text(before.replace("sk-two", "sk-new"))
+        assert await codes() == [200, 429]  # of the same budget
+        path.write_text("sk-new\n")
+        assert await codes() == [401, 200]
+        path.unlink()
+        assert await codes() == [401, 200]
+
+
+def test_files_are_not_looked_at_for_each_call(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-one\n")
+    files = KeyFiles(path, None)
+    assert not files.refresh(0.0)
+    path.write_text("sk-another\n")
+    assert not files.refresh(4.9)
+    assert files.refresh(5.0)
+    assert not files.refresh(99.0)
+
+
+async def test_the_audit_log_has_a_line_for_each_call_and_no_text(tmp_path: Path, file: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    observability = ObservabilityConfig(audit_log_file=path)
+    async with serving(saying("the answer"), api_keys_file=file, observability=observability) as (http, _):
+        marked = chat_body(messages=[{"role": "user", "content": "marker-in-prompt"}])
+        usage = (await http.post(CHAT, json=marked, headers=auth("sk-one") | {"x-request-id": "mine"})).json()["usage"]
+        await http.post(CHAT, json=marked, headers=auth("sk-wrong"))
+        await http.get("/health")  # probes write none
+        moved = path.rename(tmp_path / "audit.1")
+        await http.post(CHAT, json=marked | {"stream": True}, headers=auth("sk-chat"))
+    assert path.stat().st_mode & 0o777 == 0o600
+    first, refused = map(json.loads, moved.read_text().splitlines())
+    (last,) = map(json.loads, path.read_text().splitlines())
+    assert (first["request_id"], first["tenant"], first["model"], first["route"], first["status"]) == (
+        *("mine", "search", "scripted", CHAT),
+        200,
+    )
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert first["time"].endswith("Z")
+    assert first["duration_ms"] > 0
+    assert ("tenant" in refused, refused["model"], refused["status"]) == (False, None, 401)
+    assert (last["tenant"], last["status"], last["completion_tokens"]) == ("chat", 200, usage["completion_tokens"])
+    written = moved.read_text() + path.read_text()
+    assert "marker" not in written
+    assert "answer" not in written
+    assert "sk-" not in written
+
+
+def test_an_audit_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="audit_log_file"):
+        AuditLog(tmp_path / "missing" / "audit")
+
+
+def test_calls_go_on_while_the_audit_log_cannot_be_opened_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = AuditLog(folder / "audit")
+    outcomes = [Outcome(name, "GET", "/v1/models", 200, 0.1, None, None) for name in ("first", "lost", "last")]
+    log.write(outcomes[0], 0.0)
+    shutil.rmtree(folder)
+    log.write(outcomes[1], 0.0)
+    assert "No such file" in capsys.readouterr().err
+    folder.mkdir()
+    log.write(outcomes[2], 0.0)
+    log.close()
+    (line,) = map(json.loads, (folder / "audit").read_text().splitlines())
+    assert line["request_id"] == "last"
+
+
+async def test_the_dashboard_shows_a_tenant_its_own_calls_and_operators_all(tmp_path: Path, file: Path) -> None:
+    operators = tmp_path / "operators"
+    operators.write_text("sk-operator\n")
+    async with serving(saying("the answer"), api_keys_file=file, operator_keys_file=operators) as (http, _):
+        for key in ("sk-one", "sk-chat", "sk-one"):
+            await http.post(CHAT, json=chat_body(), headers=auth(key))
+        seen = {
+            key: (await http.get("/v1/outrider/dashboard", headers=auth(key))).json()
+            for key in ("sk-two", "sk-chat", "sk-operator")
+        }
+    tenants = {key: [one["tenant"] for one in data["requests"]] for key, data in seen.items()}
+    assert tenants == {"sk-two": ["search"] * 2, "sk-chat": ["chat"], "sk-operator": ["search", "chat", "search"]}
+    rounds = {key: {row[1] for row in data["rounds"]} for key, data in seen.items()}
+    assert rounds == {"sk-two": {1, 3}, "sk-chat": {2}, "sk-operator": {1, 2, 3}}

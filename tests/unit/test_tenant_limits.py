@@ -1,0 +1,219 @@
+"""Limits of tenants: budgets, refusals and refunds, and shares of the queue."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.errors import LinkClosed
+from cluster.types import Request
+from deploy.api.admission import Admission
+from deploy.api.budgets import Budgets
+from deploy.api.metrics import MAX_TENANTS, Metrics
+from deploy.api.settings import ApiSettings
+from deploy.api.tenants import Tenant
+from router.budgets import Limits
+from tests.support.api import MODEL, chat_body, completion_body, finishing, saying, token_ids
+from tests.support.asgi import CHAT
+from tests.support.scripted import Step
+from tests.support.tenants import auth, limited
+
+COMPLETIONS = "/v1/completions"
+
+
+async def test_too_many_requests_are_refused_with_the_time_to_wait(tmp_path: Path) -> None:
+    async with limited(tmp_path, requests_per_minute=2) as (http, cluster):
+        first, second = [await http.post(CHAT, json=chat_body(), headers=auth(key)) for key in ("sk-one", "sk-two")]
+        assert (first.status_code, second.status_code) == (200, 200)
+        assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, second)] == ["1", "0"]
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-reset-requests"].endswith("s")
+        refused = await http.post(CHAT, content=b"not read", headers=auth("sk-one"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 25 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert "x-ratelimit-limit-tokens" not in refused.headers
+        assert (await http.get("/v1/models", headers=auth("sk-one"))).status_code == 200
+        assert len(cluster.requests) == 2
+        metrics = (await http.get("/metrics")).text
+        assert 'outrider_tenant_over_budget_total{budget="requests",tenant="limited"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("per_minute", "burst_minutes", "num_taken", "reset"),
+    [
+        (60, 1.0, 0, "0s"),
+        (60_000, 1.0, 17, "17ms"),
+        (40, 1.0, 1, "1.5s"),
+        (60, 1.0, 59, "59s"),
+        (10, 6.0, 60, "6m0s"),
+        (40, 60.0, 41, "1m1.5s"),
+        (1, 60.0, 60, "1h0m0s"),
+        (1, 1440.0, 1440, "24h0m0s"),
+    ],
+)
+def test_times_of_headers_are_written_as_openai_writes_them(
+    per_minute: int, burst_minutes: float, num_taken: int, reset: str
+) -> None:
+    tenant = Tenant("a", limits=Limits(per_minute, burst_minutes=burst_minutes))
+    budgets = Budgets(lambda *_: None)
+    budgets.set_tenants([tenant])
+    for _ in range(num_taken):
+        budgets.take_request(tenant, 0.0)
+    assert dict(budgets.headers(tenant, 0.0))[b"x-ratelimit-reset-requests"] == reset.encode()
+
+
+async def test_a_tenant_over_its_budget_takes_nothing_from_another(tmp_path: Path) -> None:
+    async with limited(tmp_path, requests_per_minute=1) as (http, _):
+        codes = [(await http.post(CHAT, json=chat_body(), headers=auth("sk-one"))).status_code for _ in range(3)]
+        assert codes == [200, 429, 429]
+        free = [await http.post(CHAT, json=chat_body(), headers=auth("sk-free")) for _ in range(9)]
+        assert {answer.status_code for answer in free} == {200}
+        assert not [name for name in free[0].headers if name.startswith("x-ratelimit")]
+
+
+def remaining(answer: httpx.Response) -> int:
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+async def test_max_tokens_are_charged_at_first_and_the_unused_given_back(tmp_path: Path) -> None:
+    """The budget holds one call's max_tokens, so the second fits only if the first gave back what it did not use."""
+    async with limited(tmp_path, saying("the answer"), tokens_per_minute=200) as (http, _):
+        body = completion_body(max_tokens=150)
+        first = await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))
+        used = first.json()["usage"]
+        assert remaining(first) == 200 - used["prompt_tokens"] - 150
+        second = await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))
+        assert second.status_code == 200
+        assert 0 <= remaining(second) - (remaining(first) - used["total_tokens"]) <= 4  # what a second or so brings
+        metrics = (await http.get("/metrics")).text
+        expected = f'outrider_tenant_tokens_total{{kind="output",tenant="limited"}} {2 * used["completion_tokens"]}.0'
+        assert expected in metrics
+
+
+async def test_tokens_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    def stays(request: Request) -> list[Step]:
+        return [release, *finishing(request, token_ids("the answer"))]
+
+    release = asyncio.Event()
+    async with limited(tmp_path, stays, tokens_per_minute=200) as (http, cluster):
+        body = completion_body(max_tokens=150)
+        running = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=auth("sk-one")))
+        await cluster.asked(1)
+        refused = await http.post(COMPLETIONS, json=body, headers=auth("sk-two"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) > 20
+        assert len(cluster.requests) == 1
+        release.set()
+        assert (await running).status_code == 200
+        usage = running.result().json()["usage"]
+        metrics = (await http.get("/metrics")).text
+        assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}\n" in metrics  # of the refused call none
+        never = await http.post(COMPLETIONS, json=completion_body(max_tokens=220), headers=auth("sk-two"))
+        assert (never.status_code, never.json()["error"]["code"]) == (400, "tokens_per_minute_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat_body(max_completion_tokens=150)),
+        ("/v1/responses", {"model": MODEL, "input": "what is it?", "max_output_tokens": 150}),
+        (CHAT, chat_body()),
+    ],
+)
+async def test_the_refusal_of_a_call_that_never_fits_names_no_field_that_the_call_lacks(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with limited(tmp_path, tokens_per_minute=100) as (http, _):
+        refused = await http.post(path, json=body, headers=auth("sk-one"))
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "tokens_per_minute_exceeded", None)
+        assert "max_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_fails_gives_back_what_it_did_not_use(tmp_path: Path, stream: bool) -> None:
+    async with limited(tmp_path, lambda _: [LinkClosed("gone")], tokens_per_minute=200) as (http, _):
+        body = completion_body(max_tokens=150, stream=stream)
+        for _ in range(4):  # each would take three quarters of the budget
+            assert (await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))).status_code == 503
+
+
+async def test_a_client_that_leaves_gets_back_what_it_did_not_use(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    async with limited(tmp_path, lambda _: [never], tokens_per_minute=200) as (http, cluster):
+        body = completion_body(max_tokens=150)
+        for count in range(1, 5):
+            call = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=auth("sk-one")))
+            await cluster.asked(count)
+            call.cancel()
+            await asyncio.wait([call])
+
+
+async def test_a_call_wider_than_the_tenant_s_limit_is_refused(tmp_path: Path) -> None:
+    async with limited(tmp_path, max_concurrent_requests=2) as (http, _):
+        assert (await http.post(CHAT, json=chat_body(n=2), headers=auth("sk-one"))).status_code == 200
+        refused = await http.post(CHAT, json=chat_body(n=3), headers=auth("sk-one"))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        assert (await http.post(CHAT, json=chat_body(n=3), headers=auth("sk-free"))).status_code == 200
+
+
+def _admission(**tenants: Tenant) -> Admission:
+    settings = ApiSettings(max_concurrent=3, max_sequences=1, max_n=1, max_queued=64)
+    admission = Admission(settings)
+    admission.set_tenants(tenants)
+    return admission
+
+
+async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
+    admission = _admission(narrow=Tenant("narrow", max_concurrent=1))
+    order: list[str] = []
+    leave = {name: asyncio.Event() for name in ("narrow 1", "narrow 2", "other")}
+
+    async def call(name: str) -> None:
+        async with admission.admitted(1, name.split()[0]):
+            order.append(name)
+            await leave[name].wait()
+
+    tasks = []
+    for name in leave:
+        tasks.append(asyncio.create_task(call(name)))
+        await asyncio.sleep(0)
+    assert order == ["narrow 1", "other"]
+    assert (admission.num_queued, admission.num_running) == (1, 2)
+    leave["narrow 1"].set()
+    await asyncio.wait(tasks[:1])
+    await asyncio.sleep(0)
+    assert order == ["narrow 1", "other", "narrow 2"]
+    for event in leave.values():
+        event.set()
+    await asyncio.gather(*tasks)
+    assert (admission.num_queued, admission.num_running) == (0, 0)
+
+
+async def test_shares_of_the_queue_are_as_the_weights() -> None:
+    admission = _admission(heavy=Tenant("heavy", weight=3.0))
+    order: list[str] = []
+
+    async def call(tenant: str) -> None:
+        async with admission.admitted(1, tenant, 10):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    async with admission.admitted(3, "busy"):
+        tasks = [asyncio.create_task(call(tenant)) for tenant in ["light"] * 20 + ["heavy"] * 20]
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert 14 <= order[:20].count("heavy") <= 16
+
+
+def test_tenants_cannot_make_any_number_of_series() -> None:
+    metrics = Metrics(600.0)
+    for i in range(2 * MAX_TENANTS):
+        metrics.record_tenant(f"t{i}", 1, 1)
+        metrics.record_over_budget(f"t{i}", "tokens")
+    text = metrics.render(None).decode()
+    assert text.count("outrider_tenant_over_budget_total{") == MAX_TENANTS + 1
+    assert f'outrider_tenant_over_budget_total{{budget="tokens",tenant="other"}} {MAX_TENANTS}.0' in text
