@@ -220,18 +220,21 @@ METRICS = (
         "counter",
         "Continuations of requests at another target, after the loss of theirs.",
         read=lambda status: [((), float(status.num_resumed))],
+        own=True,
     ),
     Metric(
         "supervisor_kills",
         "counter",
         "Times that this process killed a supervisor that did not answer, for Ray to start another.",
         read=lambda status: [((), float(status.num_supervisor_kills))],
+        own=True,
     ),
     Metric(
         "tls_not_after_timestamp_seconds",
         "gauge",
         "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires.",
         read=lambda status: [] if status.tls_not_after_s is None else [((), status.tls_not_after_s)],
+        own=True,
     ),
     Metric(
         "scale_events",
