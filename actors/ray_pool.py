@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
+from actors.metrics_exchange import MetricsExchange
 from actors.processes import Process, ProcessEnded
 from actors.rank import RankActor, RankProcesses
 from actors.ray_groups import Groups, named_actors, named_groups
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
+from cluster.client import ReplicaMetrics
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured
@@ -252,6 +255,7 @@ class PoolSupervisor(Supervisor):
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._owner: str | None = None
+        self._exchange = MetricsExchange()
 
     def deployment(self) -> Deployment:
         return self._deployment
@@ -275,6 +279,10 @@ class PoolSupervisor(Supervisor):
 
     def pids(self) -> dict[str, int]:
         return super().pids() | {SUPERVISOR: os.getpid()}
+
+    def exchange_metrics(self, own: ReplicaMetrics) -> tuple[ReplicaMetrics, ...]:
+        """As `MetricsExchange.give`."""
+        return self._exchange.give(own, time.monotonic())
 
 
 async def _resources() -> dict[str, float]:

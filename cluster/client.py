@@ -114,6 +114,14 @@ class ClusterStatus:
     tls_not_after_s: float | None = None  # POSIX time at which a certificate of this machine's links expires; None: no TLS
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """What one replica of the API has counted."""
+
+    replica: str
+    page: bytes  # in Prometheus' text format
+
+
 class EngineClient(Protocol):
     """Access to the targets. Implementations: over links, and in process."""
 

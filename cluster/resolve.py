@@ -19,7 +19,8 @@ from cluster.inventory import Inventory
 LOOKUP_CPUS = 0.1
 MODEL_ON_CPU_CPUS = 0.5
 WITH_GPU_CPUS = 1.0
-CONTROL_CPUS = 0.5  # left to the API, the router and the supervisor
+API_CPUS = 0.2  # of a replica of the API
+CONTROL_CPUS = 0.3  # left to the router and the supervisor
 MIN_TARGET_CPUS = 0.5
 
 
@@ -49,7 +50,8 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     state = config.cluster.state
     if isinstance(state, FileStateConfig):
         state = state.model_copy(update={"folder": state.folder.expanduser()})
-    resources = _target_resources(target, device, drafters, nodes, max_threads)
+    kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
+    resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
     return config.model_copy(
         update={
             "target": target.model_copy(update={"device": device, "resources": resources}),
@@ -105,13 +107,18 @@ def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes:
 
 
 def _target_resources(
-    target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory, max_threads: int | None
+    target: TargetConfig,
+    device: str,
+    drafters: Sequence[DrafterConfig],
+    nodes: Inventory,
+    kept_cpus: float,
+    max_threads: int | None,
 ) -> Resources:
     num_ranks, on_gpu = target.most * target.tensor_parallel, device == "cuda"
     used = sum(d.most * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
     # Ranks on CPUs share what drafters leave, up to the largest machine's.
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
-    left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
+    left = min((nodes.num_cpus - used - kept_cpus) / num_ranks, largest)
     cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
     # On a laptop drafters and target mostly take turns, so the target may use every core. vLLM's server leaves one to its
     # scheduler, which here runs in the target's own thread: of two cores it would be half.

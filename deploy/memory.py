@@ -9,6 +9,7 @@ from profiler.hardware import available_memory_bytes
 
 # Measured: Ray, Serve and the small processes, without weights and KV caches.
 BASE_BYTES = int(1.3 * 2**30)
+API_BYTES = int(0.13 * 2**30)  # of each replica of the API after the first
 
 
 def check_memory(config: Config) -> None:
@@ -20,7 +21,8 @@ def check_memory(config: Config) -> None:
     if target.device == "cuda" or config.cluster.ray_address is not None:
         return
     num_ranks = target.most * target.tensor_parallel
-    needed, free = BASE_BYTES + num_ranks * target_footprint(config).total, available_memory_bytes()
+    base = BASE_BYTES + (config.api.replicas - 1) * API_BYTES
+    needed, free = base + num_ranks * target_footprint(config).total, available_memory_bytes()
     if needed <= free:
         return
     held = held_dtype(target.dtype)

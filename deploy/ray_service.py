@@ -28,11 +28,12 @@ from actors.ray_pool import SUPERVISOR, Deployment
 from cluster.config import Config, load, show
 from cluster.logs import log_as_configured
 from cluster.placement import PlacementError, drafter_name, target_name
+from cluster.resolve import API_CPUS
 from deploy.api.settings import ApiSettings
 from deploy.deployment import DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
-from deploy.serve_app import API_CPUS, MAX_SERVE_QUEUED, ApiReplica
+from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import ensure_model
@@ -161,7 +162,7 @@ def app(arguments: Arguments) -> Any:
     api: Any = serve.deployment(
         serve.ingress()(JoinedApiReplica),
         name="api",
-        num_replicas=1,
+        num_replicas=config.api.replicas,
         max_ongoing_requests=MAX_CLIENTS,
         max_queued_requests=MAX_SERVE_QUEUED,
         backpressure_config=BackpressureConfig(

@@ -1,8 +1,8 @@
-"""The HTTP API as a Ray Serve application: an ingress replica with links of its own to the targets."""
+"""The HTTP API as a Ray Serve application: ingress replicas, each with links of its own to the targets."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,14 @@ from actors.gateway import LinkClient
 from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
 from actors.supervisor import TARGET_TIMEOUT_FACTOR
-from cluster.client import ClusterStatus
+from cluster.client import ClusterStatus, ReplicaMetrics
 from cluster.config import Config, PolicyConfig, SupervisionConfig
 from cluster.errors import LinkClosed
 from cluster.logs import log_as_configured
+from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch
 from deploy.api.app import create_app
+from deploy.api.metrics_page import Peers
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
@@ -31,7 +33,6 @@ from deploy.haproxy import MAX_CLIENTS
 logger = logging.getLogger(__name__)
 
 APP = "outrider"
-API_CPUS = 0.2
 # Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
 FIRST_LINK_S = 5.0
@@ -54,7 +55,8 @@ class ApiReplica:
         assert directory.model is not None
         supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
 
-        watch = SupervisorWatch(supervisor, self._config.supervision)
+        replica = serve.get_replica_context().replica_tag  # of a replica that replaces another, a new one
+        watch = SupervisorWatch(supervisor, self._config.supervision, is_first_replica)
 
         async def status() -> ClusterStatus:
             try:
@@ -72,9 +74,17 @@ class ApiReplica:
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
+        async def exchange(page: bytes) -> Sequence[bytes]:
+            try:
+                others = await supervisor.exchange_metrics.remote(ReplicaMetrics(replica, page))
+            except RayActorError as error:
+                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            return [one.page for one in others]
+
         wait_s, tls = self._config.api.resume_wait_s, self._config.cluster.tls
         certificate = None if tls is None else CertificateWatch(tls)
-        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token, wait_s, tls)
+        name = f"api-{replica}"
+        client = self._client = LinkClient(name, directory.model, directory.addresses, status, self._token, wait_s, tls)
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -93,7 +103,8 @@ class ApiReplica:
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
         settings = ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability)
-        return create_app(client, tokenizer, settings, lifespan, try_policy)
+        peers = Peers(replica, exchange) if settings.num_replicas > 1 else None
+        return create_app(client, tokenizer, settings, lifespan, try_policy, peers)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""
@@ -103,10 +114,14 @@ class ApiReplica:
 
 class SupervisorWatch:
     """Kills a supervisor that hangs, which nothing else would notice: targets serve on without it, and Ray restarts only
-    what has ended. The next supervisor finds all processes."""
+    what has ended. The next supervisor finds all processes.
 
-    def __init__(self, supervisor: Any, config: SupervisionConfig) -> None:
+    ``is_on_duty``: whether this replica of the API watches. One at a time may, since a second kill would hit the successor.
+    """
+
+    def __init__(self, supervisor: Any, config: SupervisionConfig, is_on_duty: Callable[[], bool]) -> None:
         self._supervisor = supervisor
+        self._is_on_duty = is_on_duty
         self._period_s = config.health_period_ms / 1e3
         self._timeout_s = config.health_timeout_ms * TARGET_TIMEOUT_FACTOR / 2e3  # of one question; two are asked
         self._num_killed = 0
@@ -122,13 +137,17 @@ class SupervisorWatch:
         """Until cancelled."""
         timeout_s, num_missed = self._timeout_s, 0
         while True:
+            if not self._is_on_duty():
+                num_missed = 0
+                await asyncio.sleep(self._period_s)
+                continue
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._supervisor.pids.remote()
                 timeout_s, num_missed = self._timeout_s, 0
             except TimeoutError:
                 num_missed += 1
-                if num_missed < 2:  # this process may have stood still itself
+                if num_missed < 2 or not self._is_on_duty():  # this process may have stood still itself
                     continue
                 logger.error("the supervisor has not answered for %g s: it is killed, and Ray starts another", 2 * timeout_s)
                 self._num_killed += 1
@@ -150,6 +169,11 @@ class SupervisorWatch:
             logger.exception("could not kill the supervisor")  # asked again, and killed then
 
 
+def is_first_replica() -> bool:
+    """Whether this replica has Serve's rank 0, as one replica has at a time. When it ends, another gets it."""
+    return bool(serve.get_replica_context().rank.rank == 0)
+
+
 async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) -> None:
     """Passes every change of the targets' addresses to the client, until cancelled."""
     while True:
@@ -167,7 +191,7 @@ async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) 
 
 
 def run_application(config: Config, directory: Directory, model_folder: str, token: str) -> None:
-    """Returns when the replica is ready and the proxy listens. Raises Serve's errors."""
+    """Returns when the replicas are ready and the proxy listens. Raises Serve's errors."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
@@ -175,7 +199,7 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
     deployment: Any = serve.deployment(
         serve.ingress()(ApiReplica),
         name="api",
-        num_replicas=1,
+        num_replicas=config.api.replicas,
         max_ongoing_requests=MAX_CLIENTS,
         max_queued_requests=MAX_SERVE_QUEUED,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=retry_after_s),

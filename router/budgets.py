@@ -1,4 +1,8 @@
-"""Budgets of a tenant: requests and tokens per minute, each a token bucket. Times are in seconds of one clock."""
+"""Budgets of a tenant: requests and tokens per minute, each a token bucket. Times are in seconds of one clock.
+
+Replicas of a server divide them: each has a bucket of 1 / ``num_replicas`` of the size and of the rate. A bucket holds at
+least one request, so that a burst may reach ``num_replicas`` requests where less is allowed; the rate is never exceeded.
+"""
 
 from dataclasses import dataclass
 
@@ -10,6 +14,7 @@ class Limits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output
     burst_minutes: float = 1.0  # size of a bucket: what an idle tenant may use at once
+    num_replicas: int = 1  # that divide these limits
 
 
 UNLIMITED = Limits()
@@ -43,13 +48,16 @@ class TokenBucket:
 
 
 class Budget:
-    """The buckets of ``limits``; None: unlimited."""
+    """One replica's buckets of ``limits``; None: unlimited."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.requests = _bucket(limits.requests_per_minute, limits.burst_minutes)
-        self.tokens = _bucket(limits.tokens_per_minute, limits.burst_minutes)
+        self.requests = _bucket(limits.requests_per_minute, limits)
+        self.tokens = _bucket(limits.tokens_per_minute, limits)
 
 
-def _bucket(per_minute: int | None, burst_minutes: float) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(max(1.0, per_minute * burst_minutes), per_minute / 60.0)
+def _bucket(per_minute: int | None, limits: Limits) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    share = per_minute / limits.num_replicas
+    return TokenBucket(max(1.0, share * limits.burst_minutes), share / 60.0)

@@ -116,12 +116,14 @@ class ApiConfig(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    # Processes that answer clients. Each gets an equal part of the limits below and of the tenants'.
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
     api_keys_file: Path | None = None  # one key per line, or tenants with limits; None: no authentication
     operator_keys_file: Path | None = None  # further keys, which may also switch the policy; None: nobody may
     share_between_keys: bool = False  # whether a tenant profits from what others left in caches and drafters
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
-    max_concurrent_requests: Count = 256  # sequences in flight; further calls are queued
-    max_queued_requests: Count = 256  # queued calls; more are refused with 429
+    max_concurrent_requests: Count = 256  # sequences in flight in all replicas; further calls are queued
+    max_queued_requests: Count = 256  # queued calls in all replicas; more are refused with 429
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = (
@@ -132,6 +134,7 @@ class ApiConfig(Section):
     tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = None
     reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
+    at_most = (("replicas", "max_concurrent_requests"), ("replicas", "max_queued_requests"))
 
 
 class ObservabilityConfig(Section):

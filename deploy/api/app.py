@@ -20,6 +20,7 @@ from deploy.api.cors import Cors
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import add_page
 from deploy.api.errors import install_handlers
+from deploy.api.metrics_page import Peers
 from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
 from deploy.api.policy_trial import PolicyTrialRequest, TryPolicy
@@ -42,9 +43,13 @@ def create_app(
     settings: ApiSettings,
     lifespan: Lifespan[Any] | None = None,
     try_policy: TryPolicy | None = None,
+    peers: Peers | None = None,
 ) -> FastAPI:
-    """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable file."""
-    service = Service(client, tokenizer, settings, try_policy)
+    """The OpenAI-compatible app of ``client``, which the caller closes. ``peers`` None: it is the only replica of the API.
+
+    Raises InvalidField: an unusable file.
+    """
+    service = Service(client, tokenizer, settings, try_policy, peers)
     tracing = _tracing_of(settings.observability)
     audit_file = settings.observability.audit_log_file
     audit = None if audit_file is None else AuditLog(audit_file)
@@ -52,7 +57,7 @@ def create_app(
     @asynccontextmanager
     async def recording(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with service.dashboard.recording():
+            async with service.dashboard.recording(), service.metrics_page.kept_known():
                 if lifespan is None:
                     yield
                 else:
@@ -126,7 +131,7 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(await service.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await service.metrics_page.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_guarded_routes(app: FastAPI, service: Service) -> None:

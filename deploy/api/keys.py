@@ -29,11 +29,12 @@ class ApiKeys:
         self._tenants = dict(tenants)
 
     @classmethod
-    def from_file(cls, path: Path) -> "ApiKeys":
+    def from_file(cls, path: Path, num_replicas: int = 1) -> "ApiKeys":
         """One key per line, plain or as ``name:sha256-hex``, each a tenant without limits; blank lines and lines that start
-        with ``#`` are skipped. Or YAML, as in docs/operations.md.
+        with ``#`` are skipped. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
 
-        Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
+        Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text. Or a
+        limit cannot be divided.
         """
         try:
             if path.stat().st_mode & stat.S_IROTH:
@@ -45,7 +46,10 @@ class ApiKeys:
         except ConfigError as error:
             faults = "; ".join(str(without_text(problem)) for problem in error.problems)
             raise InvalidField("api_keys_file", str(path), faults) from None
-        return cls(tenants)
+        try:
+            return cls({digest: tenant.shared_by(num_replicas) for digest, tenant in tenants.items()})
+        except ValueError as error:
+            raise InvalidField("api_keys_file", str(path), str(error)) from error
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
@@ -83,8 +87,9 @@ class KeyFiles:
     Raises InvalidField: a file cannot be used. Of a later change that is only logged, and the former keys stay.
     """
 
-    def __init__(self, keys_file: Path | None, operators_file: Path | None) -> None:
+    def __init__(self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1) -> None:
         self._files = keys_file, operators_file
+        self._num_replicas = num_replicas
         self._looked_s = float("-inf")
         self._seen = self._stamps()
         self.operators: ApiKeys | None = None
@@ -108,7 +113,7 @@ class KeyFiles:
         return True
 
     def _read(self) -> None:
-        keys, operators = (None if file is None else ApiKeys.from_file(file) for file in self._files)
+        keys, operators = (None if file is None else ApiKeys.from_file(file, self._num_replicas) for file in self._files)
         self.operators = operators
         self.callers = keys if keys is None or operators is None else keys.plus(operators)
 

@@ -29,6 +29,7 @@ class Metric:
         vllm: vLLM's names for it, without the prefix ``vllm:``, each with the labels that it keeps beside ``model_name``.
             Other labels are aggregated.
         mean: aggregate by the mean, else by the sum.
+        own: read from a part of the status that is of this process.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Metric:
     read: Callable[[ClusterStatus], Readings] | None = None
     vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mean: bool = False
+    own: bool = False
 
 
 def counter(name: str, text: str, *vllm: str, labels: tuple[str, ...] = ()) -> Metric:

@@ -220,12 +220,14 @@ METRICS = (
         "counter",
         "Continuations of requests at another target, after the loss of theirs.",
         read=lambda status: [((), float(status.num_resumed))],
+        own=True,
     ),
     Metric(
         "supervisor_kills",
         "counter",
         "Times that this process killed a supervisor that did not answer, for Ray to start another.",
         read=lambda status: [((), float(status.num_supervisor_kills))],
+        own=True,
     ),
     Metric(
         "tls_not_after_timestamp_seconds",
@@ -233,6 +235,7 @@ METRICS = (
         "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires. "
         "Unusable files count as expiring now; the log has the reason.",
         read=lambda status: [] if status.tls_not_after_s is None else [((), status.tls_not_after_s)],
+        own=True,
     ),
     Metric(
         "scale_events",

@@ -1,13 +1,16 @@
 """``/metrics`` for Prometheus: the rows of ``metric_table``, under their own names and vLLM's."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from cluster.client import ClusterStatus
 from cluster.histograms import HistogramCounts
@@ -20,6 +23,7 @@ from deploy.api.metric_table import METRICS, objective_counts
 
 MAX_DOMAINS = 32
 MAX_TENANTS = 256  # with series of their own
+REPLICA = "api_replica"  # a label
 _FAMILIES: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -29,9 +33,15 @@ _OWN: dict[str, Any] = {"namespace": "outrider", "registry": None}
 
 
 class Metrics:
-    """Has its own registry, so that a process can have several apps. ``deadline_s``: time limit of a call."""
+    """In no registry, so that a process can have several apps.
 
-    def __init__(self, deadline_s: float) -> None:
+    Args:
+        deadline_s: time limit of a call.
+        replica: name of this replica of the API, a label of what only it knows; None: it is the only one.
+    """
+
+    def __init__(self, deadline_s: float, replica: str | None = None) -> None:
+        self._label = {} if replica is None else {REPLICA: replica}
         self._counters = {row.name: Counter(row.name, row.text, row.labels, **_OWN) for row in _held("counter")}
         self._gauges = {row.name: Gauge(row.name, row.text, row.labels, **_OWN) for row in _held("gauge")}
         self._histograms = {
@@ -49,9 +59,8 @@ class Metrics:
         self._labelled = cache(lambda name, label: self._counters[name].labels(label))
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
             self._counters["choices_finished"].labels(reason.value)  # rates need an initial zero
-        self._registry = CollectorRegistry()
-        self._exported = _Exported(self._counters | self._gauges | self._histograms)
-        self._registry.register(self._exported)
+        self._held = self._counters | self._gauges | self._histograms
+        self._model: str | None = None  # label of vLLM's names; known after the first status
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         """As ``deploy.api.choice.OnTokens``."""
@@ -129,15 +138,71 @@ class Metrics:
         for choice in choices:
             self._counters["slo_shed"].labels(choice.request.slo.name or OTHER).inc()
 
-    def render(self, status: ClusterStatus | None) -> bytes:
-        """Prometheus' text format. ``status`` None: the cluster does not answer, and its metrics are left out."""
-        self._exported.status = status
+    def own(self, status: ClusterStatus | None) -> Mapping[str, Family]:
+        """What only this replica knows, as it is now, by the names of the table."""
+        families = {}
+        for row in METRICS:
+            if row.read is None:
+                (family,) = self._held[row.name].collect()
+                # The client exports the time of creation as another series.
+                kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            elif row.own and status is not None:
+                family = _read(row, row.read(status))
+                kept = family.samples
+            else:
+                continue
+            family.samples = [sample._replace(labels={**sample.labels, **self._label}) for sample in kept]
+            families[row.name] = family
+        return families
+
+    def render(
+        self, status: ClusterStatus | None, own: Mapping[str, Family] | None = None, others: Iterable[bytes] = ()
+    ) -> bytes:
+        """Prometheus' text format.
+
+        Args:
+            status: None: the cluster does not answer, and its metrics are left out.
+            own: of `own`; None: as it is now.
+            others: what only other replicas know, each as ``exposition`` returns it.
+        """
         if status is not None:
-            self._exported.model = status.model
-        return generate_latest(self._registry)
+            self._model = status.model
+        of_others: defaultdict[str, list[Sample]] = defaultdict(list)
+        for one in others:
+            for family in text_string_to_metric_families(one.decode()):
+                of_others[family.name] += family.samples
+        return exposition(self._exported(status, self.own(status) if own is None else own, of_others))
+
+    def _exported(
+        self, status: ClusterStatus | None, own: Mapping[str, Family], of_others: Mapping[str, Sequence[Sample]]
+    ) -> Iterable[Family]:
+        yield GaugeMetricFamily("outrider_cluster_up", "1 if the cluster answers, else 0.", value=status is not None)
+        for row in METRICS:
+            family = own.get(row.name)
+            if family is None:
+                if row.read is None or status is None:
+                    continue
+                family = _read(row, row.read(status))
+            family.samples = [*family.samples, *of_others.get(family.name, ())]
+            yield family
+            if self._model is not None:
+                yield from (_alias(family, row, name, kept, self._model) for name, kept in row.vllm.items())
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
+
+
+def exposition(families: Iterable[Family]) -> bytes:
+    """In Prometheus' text format."""
+    return generate_latest(_Given(families))
+
+
+class _Given(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
 
 
 def _bounded(label: str, seen: set[str], most: int) -> str:
@@ -159,32 +224,6 @@ def _buckets(row: Metric, deadline_s: float) -> tuple[float, ...]:
     return (*row.buckets, deadline_s) if is_time and deadline_s > row.buckets[-1] else row.buckets
 
 
-class _Exported(Collector):
-    """Collects the table on each scrape, so that series of removed targets and drafters disappear."""
-
-    def __init__(self, held: dict[str, Counter | Gauge | Histogram]) -> None:
-        self.status: ClusterStatus | None = None
-        self.model: str | None = None  # label of vLLM's names; known after the first status
-        self._held = held
-
-    def collect(self) -> Iterable[Family]:
-        yield GaugeMetricFamily("outrider_cluster_up", "1 if the cluster answers, else 0.", value=self.status is not None)
-        for row in METRICS:
-            for family in self._families(row):
-                yield family
-                if self.model is not None:
-                    yield from (_alias(family, row, name, kept, self.model) for name, kept in row.vllm.items())
-
-    def _families(self, row: Metric) -> Iterable[Family]:
-        if row.read is None:
-            for family in self._held[row.name].collect():
-                # The client exports the time of creation as another series.
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
-        elif self.status is not None:
-            yield _read(row, row.read(self.status))
-
-
 def _read(row: Metric, readings: Readings) -> Family:
     """The family of a row that is read from the status."""
     family: Any = _FAMILIES[row.kind](f"outrider_{row.name}", row.text, labels=row.labels)
@@ -199,11 +238,12 @@ def _read(row: Metric, readings: Readings) -> Family:
 
 
 def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model: str) -> Family:
-    """The family under another name, with the labels ``model_name`` and ``kept``."""
+    """The family under another name, with the labels ``model_name`` and ``kept``, and REPLICA if it has one: a sum over
+    replicas would fall when one ends."""
     alias = Family(f"vllm:{name}", row.text, family.type)
     values: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
     for sample in family.samples:
-        labels = {label: value for label, value in sample.labels.items() if label in (*kept, "le")}
+        labels = {label: value for label, value in sample.labels.items() if label in (*kept, REPLICA, "le")}
         suffix = sample.name.removeprefix(family.name)
         values.setdefault((suffix, tuple(labels.items())), []).append(sample.value)
     if not values and family.type == "counter" and not kept:

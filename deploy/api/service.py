@@ -33,6 +33,7 @@ from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import KeyFiles
 from deploy.api.metrics import Metrics
+from deploy.api.metrics_page import MetricsPage, Peers
 from deploy.api.params import (
     Prompt,
     check_call,
@@ -64,13 +65,18 @@ class Service:
     """State shared by all calls. Methods may raise any error of ``errors.as_api_error``."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, try_policy: TryPolicy | None = None
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        settings: ApiSettings,
+        try_policy: TryPolicy | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self.metrics = Metrics(settings.request_timeout_s)
+        self.metrics = Metrics(settings.request_timeout_s, None if peers is None else peers.own_name)
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file)
+        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.num_replicas)
         self._budgets = Budgets(self.metrics.record_over_budget)
         self.calls = SharedLimit(settings.max_calls)
         self._bodies = BodyReader(settings)
@@ -81,7 +87,9 @@ class Service:
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
         self.policy_trials = PolicyTrials(self._bodies, lambda: self._keys.operators, try_policy, self.status)
-        self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued)
+        self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
+        self.metrics_page = MetricsPage(self.metrics, self.status, peers)
+        self.metrics.queued.set_function(lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
@@ -235,13 +243,6 @@ class Service:
             "targets": {target.name: target.state for target in status.targets},
             "drafters": {drafter.name: drafter.state for drafter in status.drafters},
         }
-
-    async def render_metrics(self) -> bytes:
-        self.metrics.queued.set(self._admission.num_queued)
-        try:
-            return self.metrics.render(await self.status())
-        except LinkClosed:
-            return self.metrics.render(None)
 
     async def _call(
         self,

@@ -15,8 +15,9 @@ _UNOBSERVED = ObservabilityConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Limits are per process. A *sequence* is one choice of one prompt: a call has ``prompts * n`` sequences."""
+    """Limits are those of one process. A *sequence* is one choice of one prompt: a call has ``prompts * n`` sequences."""
 
+    num_replicas: int = _DEFAULTS.replicas  # of the API; a tenant's limits are divided by it
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
     operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: nobody may switch the policy
     share_between_keys: bool = _DEFAULTS.share_between_keys
@@ -48,16 +49,24 @@ class ApiSettings:
     def from_config(
         cls, config: ApiConfig, slo: SloConfig = _NO_CLASSES, observability: ObservabilityConfig = _UNOBSERVED
     ) -> "ApiSettings":
-        """From sections of the configuration. Other limits keep their defaults or follow from it."""
-        max_sequences = min(max(cls().max_sequences, config.max_choices), config.max_concurrent_requests)
+        """From sections of the configuration. Other limits keep their defaults or follow from it.
+
+        Running sequences and queued calls are divided among the replicas and rounded down, so that all together never exceed
+        what is configured.
+        """
+        max_concurrent, max_queued = (
+            limit // config.replicas for limit in (config.max_concurrent_requests, config.max_queued_requests)
+        )
+        max_sequences = min(max(cls().max_sequences, config.max_choices), max_concurrent)
         return cls(
+            num_replicas=config.replicas,
             api_keys_file=config.api_keys_file,
             operator_keys_file=config.operator_keys_file,
             share_between_keys=config.share_between_keys,
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
-            max_concurrent=config.max_concurrent_requests,
-            max_queued=config.max_queued_requests,
+            max_concurrent=max_concurrent,
+            max_queued=max_queued,
             max_sequences=max_sequences,
             max_n=min(config.max_choices, max_sequences),
             request_timeout_s=float(config.request_deadline_s),

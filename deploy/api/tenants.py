@@ -23,9 +23,21 @@ class Tenant:
     name: str = ""
     salt: str = ""  # of what it caches; empty: shared with all without one
     weight: float = 1.0  # of its share
-    max_concurrent: int | None = None  # sequences in flight; further calls wait
+    max_concurrent: int | None = None  # sequences in flight in this process; further calls wait
     limits: Limits = UNLIMITED
     sees_all: bool = False  # the timelines of others' calls
+
+    def shared_by(self, num_replicas: int) -> "Tenant":
+        """With the part of its limits that one of ``num_replicas`` may give, rounded down. Raises ValueError: one would give
+        no sequence."""
+        if self.max_concurrent is not None and self.max_concurrent < num_replicas:
+            few = f"must be at least api.replicas ({num_replicas}), got {self.max_concurrent}"
+            raise ValueError(f"max_concurrent_requests of {self.name} {few}")
+        return replace(
+            self,
+            max_concurrent=None if self.max_concurrent is None else self.max_concurrent // num_replicas,
+            limits=self.limits if self.limits == UNLIMITED else replace(self.limits, num_replicas=num_replicas),
+        )
 
 
 NOBODY = Tenant(sees_all=True)  # where no keys are configured

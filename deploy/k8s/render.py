@@ -60,6 +60,8 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
     if "gateway" in groups:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
     values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config)}
+    if config.api.replicas > 1:  # a pod for each
+        groups["gateway"] = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.api.replicas)
     values["additionalWorkerGroups"] = groups
     if options.models_claim:
         values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}

@@ -38,7 +38,13 @@ def _fields(required: str = "", **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
 
 
-_RELABELING = _fields("sourceLabels action", sourceLabels={"type": "array"}, regex=_TEXT, action={"enum": ["keep", "drop"]})
+_RELABELING = {
+    "anyOf": [
+        _fields("sourceLabels action", sourceLabels={"type": "array"}, regex=_TEXT, action={"enum": ["keep", "drop"]}),
+        _fields("regex action", regex=_TEXT, action={"enum": ["labeldrop"]}),
+        _fields("targetLabel replacement", targetLabel=_TEXT, replacement=_TEXT),
+    ]
+}
 _ENDPOINT = _fields("port", port=_TEXT, path=_TEXT, interval=_TEXT, relabelings={"type": "array", "items": _RELABELING})
 _ALERT = _fields(
     "alert expr for labels annotations", **dict.fromkeys(("alert", "expr", "for"), _TEXT), labels=_TEXTS, annotations=_TEXTS

@@ -1,7 +1,10 @@
 """The dashboard's files and data. Its page is tested in a browser (tests/browser)."""
 
 import asyncio
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,17 +82,70 @@ async def test_only_what_is_new_is_sent() -> None:
     async with serving() as (http, _):
         await http.post(CHAT, json=chat_body())
         first = (await http.get(DATA)).json()
-        query = {"epoch": first["epoch"], "after": first["version"], "sample": 10**6}
+        query = {"after": [f"{'0' * 16}.{10**6}.{10**6}", f"{first['epoch']}.{first['version']}.{10**6}"]}
         second = (await http.get(DATA, params=query)).json()
         assert (second["requests"], second["rounds"], second["samples"]) == ([], [], [])
         await http.post(CHAT, json=chat_body())
         third = (await http.get(DATA, params=query)).json()
         assert [one["number"] for one in third["requests"]] == [2]
-        of_another_process = {**query, "epoch": "0"}
+        of_another_process = {"after": query["after"][:1]}
         assert len((await http.get(DATA, params=of_another_process)).json()["requests"]) == 2
 
 
-@pytest.mark.parametrize("wrong", ["-1", "x", "1e3", "9" * 40, "١", ""])
+MERGED = """
+import { Store } from "./store.js";
+const seconds = performance.now() / 1000;
+const answer = (epoch, number, sample, clock) => ({
+  epoch, num_replicas: 2, version: 10 + number, now_s: seconds + clock, interval_s: 2, status: null, num_queued: 1,
+  requests: [{ number, arrived_s: seconds + clock - number, ended_s: null, num_tokens: 3 }],
+  rounds: [[1, number, seconds + clock, 0, 3, 2, 2, "ngram"]],
+  drafts: { ngram: [[2, 2, number]] },
+  samples: [{ number: sample, at_s: seconds + clock - sample }],
+});
+const store = new Store();
+const seen = [];
+const see = () => seen.push({
+  query: store.query, numQueued: store.numQueued, drafts: store.drafts.ngram,
+  samples: store.samples.map((one) => one.number),
+  requests: store.listedRequests(9).map((one) => [one.epoch, one.number, one.rounds.length, one.ended_s]),
+});
+for (const one of [answer("a", 2, 5, 1000), answer("b", 1, 9, -1000), answer("a", 2, 6, 1000), answer("c", 3, 1, 0)]) {
+  store.apply(one);
+  see();
+}
+console.log(JSON.stringify(seen));
+"""
+
+
+def test_the_page_merges_what_replicas_of_the_api_answer() -> None:
+    """Their clocks differ. A third one is the successor of the one that has not answered for the longest time."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    ran = subprocess.run(
+        [
+            node,
+            "--input-type=module",
+            "--eval",
+            MERGED.replace("./store.js", f"{page_paths()[f'{PAGE}/store.js'].as_uri()}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    one, both, again, replaced = json.loads(ran.stdout)
+    assert (one["query"], one["requests"]) == ("after=a.12.5", [["a", 2, 1, None]])
+    assert (both["query"], both["numQueued"]) == ("after=a.12.5&after=b.11.9", 2)
+    assert both["requests"] == [["b", 1, 1, None], ["a", 2, 1, None]], "the newest first, by one clock"
+    assert (both["drafts"], both["samples"]) == ([[2, 2, 2], [2, 2, 1]], [9])
+    assert again["requests"] == [["b", 1, 1, None], ["a", 2, 2, None]]
+    assert again["samples"] == [9], "of the replica with the longest history"
+    assert (replaced["query"], replaced["samples"]) == ("after=a.12.6&after=c.13.1", [5, 6])
+    assert replaced["requests"] == [["a", 2, 2, None], ["c", 3, 1, None]]
+
+
+@pytest.mark.parametrize("wrong", ["1", f"{'0' * 16}.1", *(f"{'0' * 16}.1.{n}" for n in ("-1", "1e3", "9" * 40, "١", ""))])
 async def test_a_wrong_version_is_a_400(wrong: str) -> None:
     async with serving() as (http, _):
         response = await http.get(DATA, params={"after": wrong})

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +76,7 @@ async def test_a_supervisor_that_hangs_is_killed_and_the_status_says_so(monkeypa
     pids = Hanging(4)
     supervisor, kills = SimpleNamespace(pids=pids), list[Any]()
     monkeypatch.setattr(serve_app.ray, "kill", lambda actor, no_restart: kills.append((actor, no_restart)))
-    watch = serve_app.SupervisorWatch(supervisor, QUICK)
+    watch = serve_app.SupervisorWatch(supervisor, QUICK, lambda: True)
     assert watch.noted(STATUS) is STATUS
     watching = asyncio.create_task(watch.run())
     await eventually(lambda: pids.num_asked > 7)
@@ -85,3 +86,26 @@ async def test_a_supervisor_that_hangs_is_killed_and_the_status_says_so(monkeypa
     assert status.num_supervisor_kills == 2
     assert status.notes[0] == "another"
     assert "killed, 2 times" in status.notes[1]
+
+
+async def test_a_supervisor_is_killed_only_by_the_replica_on_duty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duty moves with the first kill: had both watched, the second would have killed as well."""
+    on_duty, killers = "first", list[str]()
+    supervisor = SimpleNamespace(pids=Hanging(10**9))
+
+    def killed(actor: object, no_restart: bool) -> None:
+        nonlocal on_duty
+        killers.append(on_duty)
+        on_duty = "second"
+
+    monkeypatch.setattr(serve_app.ray, "kill", killed)
+    watches = {
+        name: serve_app.SupervisorWatch(supervisor, QUICK, partial(lambda name: name == on_duty, name))
+        for name in ("first", "second")
+    }
+    watching = [asyncio.create_task(watch.run()) for watch in watches.values()]
+    await eventually(lambda: len(killers) == 3)
+    for task in watching:
+        task.cancel()
+    assert killers == ["first", "second", "second"]
+    assert [watch.noted(STATUS).num_supervisor_kills for watch in watches.values()] == [1, 2]

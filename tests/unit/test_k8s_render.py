@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.config import (
+    ApiConfig,
     Config,
     DrafterConfig,
     NgramOptions,
@@ -103,6 +104,17 @@ def test_groups_grow_and_shrink_as_the_file_lets_replicas(tmp_path: Path) -> Non
         held = for_cluster(config.model_copy(update={"drafters": pool}))
         place(held, pods_of(values | {"additionalWorkerGroups": {"drafters": group | {"replicas": num_pods}}}))
     assert [problem for manifest in render(values) for problem in problems(manifest)] == []
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_each_replica_of_the_api_has_a_gateway(replicas: int) -> None:
+    manifests = render(values_for(Config(api=ApiConfig(replicas=replicas))))
+    assert [problem for manifest in manifests for problem in problems(manifest)] == []
+    service = only(manifests, "RayService")["spec"]
+    groups = {group["groupName"]: group for group in service["rayClusterConfig"]["workerGroupSpecs"]}
+    assert _bounds(groups["gateway"]) == (replicas, replicas, replicas)
+    (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
+    assert {one["name"]: one["num_replicas"] for one in application["deployments"]} == {"cluster": 1, "api": replicas}
 
 
 def _bounds(group: dict[str, Any]) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """The data that the dashboard reads, and the recording of it."""
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,17 +19,21 @@ from deploy.api.errors import bad_request, shorten
 from deploy.api.tenants import NOBODY, Tenant
 
 PATH = "/v1/outrider/dashboard"
-_MAX_DIGITS = 18
+_AFTER = re.compile(r"([0-9a-f]{16})\.([0-9]{1,18})\.([0-9]{1,18})")
 
 
 class DashboardData:
-    """One per process. It shows the caller's requests of this process, and the status of the whole cluster."""
+    """One per process. It shows the caller's requests of this process, and the status of the whole cluster. The page merges
+    the answers of the ``num_replicas`` of the API."""
 
-    def __init__(self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int]) -> None:
+    def __init__(
+        self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int], num_replicas: int = 1
+    ) -> None:
         self.timelines = Timelines()
         self._history = History(status, num_queued)
         self._status = status
         self._num_queued = num_queued
+        self._num_replicas = num_replicas
         self._epoch = secrets.token_hex(8)  # versions count from the start of this process
 
     @asynccontextmanager
@@ -43,10 +48,9 @@ class DashboardData:
                 await task
 
     async def answer(self, request: Request) -> JSONResponse:
-        """What changed since the answer of that ``epoch`` with the versions ``after`` and ``sample``; without them, all."""
-        after, sample = _count(request, "after"), _count(request, "sample")
-        if request.query_params.get("epoch") != self._epoch:
-            after = sample = 0
+        """What changed since the answer of this process that a parameter ``after`` names, as EPOCH.VERSION.SAMPLE; without
+        one, all. The caller names the last answer of each process."""
+        after, sample = self._named(request)
         status: ClusterStatus | None = None
         fault: str | None = None
         try:
@@ -58,6 +62,7 @@ class DashboardData:
         tenant = None if caller.sees_all else caller.name
         answer = {
             "epoch": self._epoch,
+            "num_replicas": self._num_replicas,
             "version": timelines.version,
             "now_s": time.monotonic(),
             "interval_s": INTERVAL_S,
@@ -71,10 +76,13 @@ class DashboardData:
         }
         return JSONResponse(answer, headers={"cache-control": "no-store"})
 
-
-def _count(request: Request, name: str) -> int:
-    """Raises ApiError (400)."""
-    given = request.query_params.get(name, "0")
-    if not (given.isascii() and given.isdecimal() and len(given) <= _MAX_DIGITS):
-        raise bad_request(name, f"must be a count, got {shorten(given)}")
-    return int(given)
+    def _named(self, request: Request) -> tuple[int, int]:
+        """Raises ApiError (400)."""
+        version, sample = 0, 0
+        for given in request.query_params.getlist("after"):
+            found = _AFTER.fullmatch(given)
+            if found is None:
+                raise bad_request("after", f"must be EPOCH.VERSION.SAMPLE of an answer, got {shorten(given)}")
+            if found[1] == self._epoch:
+                version, sample = int(found[2]), int(found[3])
+        return version, sample

@@ -45,7 +45,7 @@ applications:
           label_selector:
             outrider/pool: gateway
       - name: api
-        num_replicas: 1
+        num_replicas: {{ (default dict .Values.modelSpec.config.api).replicas | default 1 }}
         ray_actor_options:
           num_cpus: 0.2
           label_selector:

@@ -1,4 +1,5 @@
-// What the page knows: merged answers of the dashboard's endpoint, and figures derived from them.
+// What the page knows: merged answers of the dashboard's endpoint, and figures derived from them. A poll is answered by any
+// replica of the API: each knows its own requests, drafts and history, and has its own clock. Times here are of the page's clock.
 
 const MAX_REQUESTS = 40;
 const MAX_ROUNDS = 600; // of a request
@@ -18,50 +19,80 @@ function difference(later, earlier, name) {
 
 export class Store {
   constructor() {
-    this.reset("");
-  }
-
-  reset(epoch) {
-    this.epoch = epoch;
-    this.version = 0;
+    this.replicas = new Map(); // by epoch, in the order of their last answers
     this.status = null;
     this.now = 0;
     this.interval = 2;
-    this.numQueued = 0;
     this.requests = new Map();
-    this.drafts = {};
-    this.samples = [];
     this.newRounds = [];
     this.past = []; // drafters' counters of the last polls
   }
 
+  /** What is known of each replica, since the page cannot choose which one answers. */
   get query() {
-    const sample = this.samples.at(-1)?.number ?? 0;
-    return `epoch=${this.epoch}&after=${this.version}&sample=${sample}`;
+    return [...this.replicas].map(([epoch, one]) => `after=${epoch}.${one.version}.${one.samples.at(-1)?.number ?? 0}`).join("&");
   }
 
   apply(answer) {
-    if (answer.epoch !== this.epoch) this.reset(answer.epoch);
-    this.version = answer.version;
+    this.now = performance.now() / 1000;
+    const replica = this.#replicaOf(answer);
+    const timed = (one, ...names) => ({ ...one, ...Object.fromEntries(names.map((name) => [name, one[name] === null ? null : one[name] + replica.offset])) });
     this.status = answer.status;
-    this.now = answer.now_s;
     this.interval = answer.interval_s;
-    this.numQueued = answer.num_queued;
-    this.drafts = answer.drafts;
-    this.samples = [...this.samples, ...answer.samples].slice(-MAX_SAMPLES);
+    replica.version = answer.version;
+    replica.numQueued = answer.num_queued;
+    replica.drafts = answer.drafts;
+    replica.samples = [...replica.samples, ...answer.samples.map((one) => timed(one, "at_s"))].slice(-MAX_SAMPLES);
+    const keyOf = (number) => `${answer.epoch}.${number}`;
     for (const request of answer.requests) {
-      const known = this.requests.get(request.number);
-      this.requests.set(request.number, { ...request, rounds: known?.rounds ?? [] });
+      const known = this.requests.get(keyOf(request.number));
+      this.requests.set(keyOf(request.number), { ...timed(request, "arrived_s", "ended_s"), epoch: answer.epoch, rounds: known?.rounds ?? [] });
     }
-    this.newRounds = answer.rounds.map(roundOf);
-    for (const round of this.newRounds) this.requests.get(round.request)?.rounds.push(round);
+    this.newRounds = answer.rounds.map((one) => timed(roundOf(one), "at"));
+    for (const round of this.newRounds) this.requests.get(keyOf(round.request))?.rounds.push(round);
     this.#trim();
     if (this.status) this.#remember();
   }
 
+  /** The replica that answers. Of more than there are, those that have not answered for the longest time are forgotten. */
+  #replicaOf(answer) {
+    const offset = this.now - answer.now_s;
+    const first = { offset, begun: (answer.samples[0]?.at_s ?? answer.now_s) + offset, samples: [] };
+    const replica = this.replicas.get(answer.epoch) ?? first;
+    this.replicas.delete(answer.epoch);
+    this.replicas.set(answer.epoch, replica);
+    for (const epoch of [...this.replicas.keys()].slice(0, -answer.num_replicas)) {
+      this.replicas.delete(epoch);
+      for (const [key, request] of this.requests) if (request.epoch === epoch) this.requests.delete(key);
+    }
+    return replica;
+  }
+
+  get numQueued() {
+    return [...this.replicas.values()].reduce((sum, one) => sum + one.numQueued, 0);
+  }
+
+  /** Those of the replica with the longest history: but for its own queue they are of the whole cluster. */
+  get samples() {
+    const [oldest] = [...this.replicas.values()].sort((a, b) => a.begun - b.begun);
+    return oldest?.samples ?? [];
+  }
+
+  /** By drafter: draft length, accepted tokens, and how many drafts of a replica had both. */
+  get drafts() {
+    const found = {};
+    for (const { drafts } of this.replicas.values()) {
+      for (const [name, counts] of Object.entries(drafts)) (found[name] ??= []).push(...counts);
+    }
+    return found;
+  }
+
+  #newestFirst() {
+    return [...this.requests].sort(([, a], [, b]) => b.arrived_s - a.arrived_s || b.number - a.number);
+  }
+
   #trim() {
-    const numbers = [...this.requests.keys()].sort((a, b) => b - a);
-    for (const old of numbers.slice(MAX_REQUESTS)) this.requests.delete(old);
+    for (const [key] of this.#newestFirst().slice(MAX_REQUESTS)) this.requests.delete(key);
     for (const request of this.requests.values()) {
       if (request.rounds.length > MAX_ROUNDS) request.rounds.splice(0, request.rounds.length - MAX_ROUNDS);
     }
@@ -75,7 +106,7 @@ export class Store {
 
   /** Newest first; those that run before those that have ended. */
   listedRequests(limit) {
-    const all = [...this.requests.values()].sort((a, b) => b.number - a.number);
+    const all = this.#newestFirst().map(([, one]) => one);
     const live = all.filter((one) => one.ended_s === null);
     return [...live, ...all.filter((one) => one.ended_s !== null)].slice(0, limit);
   }
@@ -89,7 +120,7 @@ export class Store {
     return { proposed: drafter.num_proposed, accepted: drafter.num_accepted, recent: false };
   }
 
-  /** Mean length of a drafter's verified drafts, and of what was accepted of them, as this process counted. */
+  /** Mean length of a drafter's verified drafts, and of what was accepted of them, as the API counted. */
   lengthOf(name) {
     let drafts = 0, proposed = 0, accepted = 0;
     for (const [length, right, count] of this.drafts[name] ?? []) {

@@ -1,0 +1,183 @@
+"""Several replicas of the API: what each may give of the limits, and metrics of all of them by any of them."""
+
+import json
+import multiprocessing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import httpx
+import pytest
+
+from actors.metrics_exchange import LOST_S, MetricsExchange
+from cluster.client import ReplicaMetrics
+from cluster.config import ApiConfig
+from cluster.errors import InvalidField, LinkClosed
+from deploy.api.app import create_app
+from deploy.api.audit import AuditLog
+from deploy.api.keys import ApiKeys
+from deploy.api.metrics_page import Peers
+from deploy.api.outcome import Outcome
+from deploy.api.settings import ApiSettings
+from router.budgets import Budget, Limits
+from tests.support.api import chat_body, model_info, saying, tokenizer
+from tests.support.asgi import CHAT
+from tests.support.scripted import ScriptedClient
+from tests.support.waiting import DEADLINE_S
+from tests.unit.test_api_metrics import Series, parsed, value
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_shares_of_the_server_s_limits_never_exceed_them(replicas: int) -> None:
+    settings = ApiSettings.from_config(ApiConfig(replicas=replicas, max_concurrent_requests=100, max_queued_requests=50))
+    for share, limit in ((settings.max_concurrent, 100), (settings.max_queued, 50)):
+        assert limit - replicas < replicas * share <= limit
+    assert settings.max_sequences <= settings.max_concurrent
+
+
+@pytest.mark.parametrize("limit", ["max_concurrent_requests", "max_queued_requests"])
+def test_limits_that_leave_a_replica_nothing_are_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match=rf"replicas \(3\) must be at most {limit} \(2\)"):
+        ApiConfig.model_validate({"replicas": 3, limit: 2})
+
+
+@pytest.mark.parametrize(("per_minute", "burst", "replicas"), [(600, 1.0, 4), (601, 0.5, 3), (1, 1.0, 2), (5, 10.0, 7)])
+def test_replicas_together_keep_to_a_budget(per_minute: int, burst: float, replicas: int) -> None:
+    """In a burst, and in the ten minutes after it, each replica gives all that it has."""
+    budgets = [Budget(Limits(per_minute, None, burst, replicas)) for _ in range(replicas)]
+    num_given = 0
+    for second in range(601):
+        for budget in budgets:
+            assert budget.requests is not None
+            while budget.requests.wait_s(1, float(second)) <= 0:
+                budget.requests.take(1, float(second))
+                num_given += 1
+    at_once = max(replicas, per_minute * burst)
+    assert 10 * per_minute - replicas <= num_given <= at_once + 10 * per_minute
+
+
+def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 5, tokens_per_minute: 900}\n")
+    tenant = ApiKeys.from_file(path, 2).tenants["search"]
+    assert tenant.max_concurrent == 2
+    tokens = Budget(tenant.limits).tokens
+    assert tokens is not None
+    assert tokens.size == 450
+    with pytest.raises(InvalidField, match=r"max_concurrent_requests of search must be at least api.replicas \(6\), got 5"):
+        ApiKeys.from_file(path, 6)
+
+
+class Exchange:
+    """The supervisor's, for replicas of this process. ``is_away``: it does not answer."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self._kept = MetricsExchange()
+
+    def peers(self, name: str) -> Peers:
+        async def exchange(page: bytes) -> Sequence[bytes]:
+            if self.is_away:
+                raise LinkClosed("the supervisor is away")
+            return [one.page for one in self._kept.give(ReplicaMetrics(name, page), 0.0)]
+
+        return Peers(name, exchange)
+
+
+@asynccontextmanager
+async def replicas(exchange: Exchange, *names: str) -> AsyncIterator[list[httpx.AsyncClient]]:
+    async with AsyncExitStack() as stack:
+        clients = []
+        for name in names:
+            cluster = ScriptedClient(model_info(), saying("the answer"))
+            app = create_app(cluster, tokenizer(), ApiSettings(num_replicas=len(names)), peers=exchange.peers(name))
+            transport = httpx.ASGITransport(app)
+            clients.append(await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://api")))
+        yield clients
+
+
+async def scraped(http: httpx.AsyncClient) -> Series:
+    return parsed((await http.get("/metrics")).text)
+
+
+def answered(series: Series) -> dict[str, float]:
+    """Chats that were answered, by replica."""
+    names = {dict(labels)["api_replica"] for name, labels in series if name == "outrider_requests_in_flight"}
+    wanted = {name: {"api_replica": name, "endpoint": CHAT, "status": "200"} for name in names}
+    found = {name: series.get(("outrider_requests_total", frozenset(labels.items()))) for name, labels in wanted.items()}
+    return {name: count or 0.0 for name, count in found.items()}
+
+
+async def test_any_replica_exports_the_metrics_of_all() -> None:
+    exchange = Exchange()
+    async with replicas(exchange, "one", "two") as (first, second):
+        for http in (first, second, second):
+            assert (await http.post(CHAT, json=chat_body())).status_code == 200
+        await scraped(first)
+        series = await scraped(second)
+        assert answered(series) == {"one": 1, "two": 2}
+        for name in ("outrider_completion_tokens_total", "outrider_ttft_seconds_count", "outrider_requests_resumed_total"):
+            assert value(series, name, api_replica="one") <= value(series, name, api_replica="two"), name
+        ours, vllm = "outrider_completion_tokens_total", "vllm:generation_tokens_total"
+        assert value(series, vllm, model_name="scripted", api_replica="one") == value(series, ours, api_replica="one") > 0
+        cluster_wide = [labels for name, labels in series if name == "outrider_target_ready"]
+        assert [set(dict(labels)) for labels in cluster_wide] == [{"target"}], "of the cluster there is one series"
+
+
+async def test_a_counter_never_falls_from_one_scrape_to_the_next() -> None:
+    """Whichever replica answers: Prometheus would take a fall for a restart and count everything twice."""
+    async with replicas(Exchange(), "one", "two") as clients:
+        seen = {"one": 0.0, "two": 0.0}
+        for i in range(12):
+            await clients[i % 2].post(CHAT, json=chat_body())
+            counts = answered(await scraped(clients[i // 2 % 2]))
+            assert all(count >= seen[name] for name, count in counts.items()), (counts, seen)
+            seen |= counts
+
+
+async def test_without_the_supervisor_a_replica_exports_its_own_metrics() -> None:
+    exchange = Exchange()
+    async with replicas(exchange, "one", "two") as (first, second):
+        await scraped(second)
+        exchange.is_away = True
+        assert answered(await scraped(first)) == {"one": 0}
+
+
+async def test_the_only_replica_has_no_label() -> None:
+    app = create_app(ScriptedClient(model_info(), saying("the answer")), tokenizer(), ApiSettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+        assert not [labels for _, labels in await scraped(http) if "api_replica" in dict(labels)]
+
+
+def test_the_metrics_of_a_lost_replica_are_dropped() -> None:
+    exchange = MetricsExchange()
+    one, two, later = (ReplicaMetrics(name, page) for name, page in (("one", b"1"), ("two", b"2"), ("two", b"3")))
+    assert exchange.give(one, 0.0) == ()
+    assert exchange.give(two, LOST_S) == (one,)
+    assert exchange.give(later, LOST_S + 0.1) == ()
+    assert exchange.give(one, LOST_S + 0.2) == (later,)
+
+
+LEN, NUM_LINES = 10_000, 500
+
+
+def write_audit(file: Path, name: str, together: Barrier) -> None:
+    log = AuditLog(file)
+    together.wait(DEADLINE_S)
+    for _ in range(NUM_LINES):
+        log.write(Outcome(name * LEN, "POST", CHAT, 200, 0.5, None, None, ""), 0.0)
+
+
+def test_audit_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    """Each line is longer than a page, and than a buffer of Python's."""
+    file, spawn = tmp_path / "audit", multiprocessing.get_context("spawn")
+    together = spawn.Barrier(3)
+    writers = [spawn.Process(target=write_audit, args=(file, name, together)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(DEADLINE_S)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    ids = [json.loads(line)["request_id"] for line in file.read_text().splitlines()]
+    assert sorted(ids) == sorted(name * LEN for name in "abc" for _ in range(NUM_LINES))
