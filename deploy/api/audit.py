@@ -13,8 +13,8 @@ from deploy.api.outcome import Outcome
 
 
 class AuditLog:
-    """One JSON object a line, appended in one write to a file that only its owner can read. Several processes may share it. A file
-    that was moved away is begun anew.
+    """One JSON object a line, appended in one write to a file that only its owner can read. Several processes may share it.
+    A file that was moved away is begun anew.
 
     Raises InvalidField: the file cannot be written.
     """
