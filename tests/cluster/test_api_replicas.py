@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +16,7 @@ from tests.support.waiting import eventually, gauge
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 NUM_STREAMS = 8
-NUM_TOKENS = 240
+NUM_TOKENS = 80
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def plain(server: ServerProcess) -> Mapping[int, str]:
     streamed.wait_end()
     assert not streamed.errors
     with server.client() as http:
-        eventually(lambda: sum(finished(http).values()) == NUM_STREAMS)
+        eventually(lambda: sum(finished(http).values()) > NUM_STREAMS)  # the launch has made a call, too
     return streamed.texts
 
 
@@ -81,7 +82,7 @@ def test_a_killed_replica_takes_only_its_own_streams_and_comes_back(server: Serv
         killed.kill()
         streamed.wait_end()
         assert streamed.texts.items() <= plain.items()
-        assert {type(error) for error in streamed.errors.values()} == {httpx.RemoteProtocolError}, streamed.errors
+        assert {type(error) for error in streamed.errors.values()} == {openai.APIConnectionError}, streamed.errors
         assert len(streamed.texts) + len(streamed.errors) == NUM_STREAMS
         eventually(lambda: len(names(http)) == 2 and len(names(http) - known) == 1)
         (survivor,) = known & names(http)

@@ -21,7 +21,7 @@ class Streamed:
     max_tokens: int
     drafting: str = "auto"
     texts: dict[int, str] = field(default_factory=dict)
-    errors: dict[int, openai.OpenAIError | httpx.TransportError] = field(default_factory=dict)
+    errors: dict[int, openai.OpenAIError] = field(default_factory=dict)
     flowing: list[threading.Event] = field(default_factory=list)
 
     def start(self, num_streams: int) -> None:
@@ -57,7 +57,7 @@ class Streamed:
                     if len(pieces) == 5:
                         self.flowing[i].set()
                 self.texts[i] = "".join(pieces)
-            except (openai.OpenAIError, httpx.TransportError) as error:  # the client does not wrap those within a stream
+            except openai.OpenAIError as error:
                 self.errors[i] = error
 
 
