@@ -168,7 +168,7 @@ def app(arguments: Arguments) -> Any:
         backpressure_config=BackpressureConfig(
             status_code=429, retry_after_s=ApiSettings.from_config(config.api).retry_after_s
         ),
-        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_timeout_s=DRAIN_S,  # streams that are under way end, as those of a target do
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )
