@@ -13,7 +13,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=4096)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-Milliseconds = Annotated[float, Field(gt=0, le=60_000)]
+Milliseconds = Annotated[float, Field(ge=0.001, le=60_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -10,7 +10,7 @@ from cluster.types import Slo
 
 CUSTOM = "custom"  # class of requests that state objectives of their own
 
-TtftMs = Annotated[float, Field(gt=0, le=600_000)]
+TtftMs = Annotated[float, Field(ge=0.001, le=600_000)]  # in seconds above 0, too
 
 
 class SloClass(Section):

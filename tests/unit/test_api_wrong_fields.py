@@ -177,6 +177,8 @@ DEEPER: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "slo.ttft_ms", {"slo": {"ttft_ms": 0}}),
     (CHAT, "slo.tpot_ms", {"slo": {"tpot_ms": "5"}}),
     (CHAT, "slo.tpot_ms", {"slo": {"tpot_ms": 1e9}}),
+    (CHAT, "slo.tpot_ms", {"slo": {"tpot_ms": 5e-324}}),  # 0 seconds, in which no token can come
+    (CHAT, "slo.ttft_ms", {"slo": {"ttft_ms": 5e-324}}),
     (CHAT, "metadata.a", {"metadata": {"a": 5}}),
     (COMPLETIONS, "prompt.1", {"prompt": ["a", 5]}),
     (COMPLETIONS, "prompt.1", {"prompt": ["a", ""]}),
