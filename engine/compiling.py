@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 120.0
 VERSION_TIMEOUT_S = 10.0
 TILE_SIZES = Path(__file__).parent / "cpu" / "tile_sizes.c"
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno")
+# GCC for Zen 2 and 3 fuses a product and a sum or not by the shape of the code: a row would depend on those beside it.
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "--param=avoid-fma-max-bits=0")
 
 
 class NoCompiler(OutriderError):

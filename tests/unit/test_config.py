@@ -121,7 +121,7 @@ zzz: 1
         ("target:\n  early_exit: auto\n  device: cuda", "target.early_exit", 2, "must be off on cuda, got 'auto'"),
         ("slo: {default: fast}", "slo", 1, "default must be one of classes (there are none), got 'fast'"),
         ("slo:\n  classes: {custom: {}}", "slo", 1, "classes must not be named 'custom'"),
-        ("slo:\n  classes:\n    fast: {tpot_ms: 0}", "slo.classes.fast.tpot_ms", 3, "must be greater than or equal to 0.001, got 0"),
+        ("slo:\n  classes:\n    fast: {tpot_ms: 0}", "slo.classes.fast.tpot_ms", 3, "greater than or equal to 0.001, got 0"),
         ("slo:\n  classes:\n    fast: {tpt_ms: 5}", "slo.classes.fast.tpt_ms", 3, "did you mean 'tpot_ms'?"),
         ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),

@@ -21,6 +21,7 @@ from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
 from engine.batch_layout import PackedSpan, lay_out, pack
+from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
@@ -155,9 +156,10 @@ def test_the_bias_of_dsparks_sequential_head_lies_in_memory_once(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = load_network(write_dspark(tmp_path, tiny_model_folder), target_rows(tiny_model_folder))
-    ops = Keeps(network.config.shape, torch.bfloat16)
+    dtype = product_dtype(torch.bfloat16, CPU)
+    ops = Keeps(network.config.shape, dtype)
     monkeypatch.setattr(sequential, "make_ops", lambda *_, **__: ops)
-    sequential.SequentialStage(network, torch.bfloat16, CPU, Sampler(257, (256,)))
+    sequential.SequentialStage(network, dtype, CPU, Sampler(257, (256,)))
     assert network.markov_head is not None
     assert ops.weights[-1].data_ptr() == network.markov_head.markov_w2.weight.data_ptr()
 
