@@ -98,9 +98,9 @@ def _switch_policy(page: Page) -> None:
     expect(page.get_by_role("button", name="Try it")).to_be_disabled()
     page.get_by_label("never their tokens").check()
     page.get_by_role("button", name="Try it").click()
-    expect(now).to_contain_text("tries the policy fixed for another")
+    expect(now).to_contain_text("tries the policy fixed for another", timeout=ANSWER_MS)
     page.get_by_role("button", name="End the trial").click()
-    expect(now).to_contain_text("follows the policy hedge")
+    expect(now).to_contain_text("follows the policy hedge", timeout=ANSWER_MS)
     expect(page.locator("#policy-error")).to_have_text("")
 
 
