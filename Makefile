@@ -1,4 +1,5 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | check | proto | sbom | audit        README.md says what each needs.
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-clients | check | proto | sbom | audit
+# README.md says what each needs.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
 PYTHON ?= python3
@@ -12,8 +13,9 @@ CONFIG ?=
 ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo vllm))
 VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
+CLIENTS := .clients
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser check proto sbom audit
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-clients check proto sbom audit
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -92,6 +94,15 @@ test-browser: setup $(VENV)/.browser
 
 $(VENV)/.browser: $(VENV)/.dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	touch $@
+
+# Other people's clients against a real server: langchain-tests, lm-eval, aiperf, schemathesis, in an environment of their own.
+test-clients: setup $(VENV)/.dev $(CLIENTS)/.installed
+	OUTRIDER_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest $(ARGS) tests/cluster/test_clients.py tests/unit/test_api_fuzz.py
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --no-compile -r tests/clients/requirements.txt
 	touch $@
 
 check: $(VENV)/.dev

@@ -18,7 +18,7 @@ CLIENTS = Path(__file__).parents[1] / "clients"
 def test_other_people_s_clients(server: ServerProcess, model_folder: Path) -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:
-        pytest.skip(f"{VARIABLE} names no virtual environment with the packages of tests/clients/requirements.txt")
+        pytest.skip("make test-clients runs it")
     outcome = subprocess.run(
         [Path(folder) / "bin" / "python", "-m", "pytest", "-q", "-c", CLIENTS / "pytest.ini", CLIENTS],
         env={

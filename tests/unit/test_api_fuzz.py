@@ -20,7 +20,7 @@ CLIENTS = Path(__file__).parents[1] / "clients"
 def test_no_case_of_schemathesis_breaks_the_server() -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:
-        pytest.skip(f"{VARIABLE} names no virtual environment with the packages of tests/clients/requirements.txt")
+        pytest.skip("make test-clients runs it")
     cluster = ScriptedClient(model_info(), saying("the answer"), drafters=("ngram",))
     with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
         outcome = subprocess.run(
