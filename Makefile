@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-clients | check | proto | sbom | audit
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-nightly | test-clients | check | proto | sbom | audit
 # README.md says what each needs.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -15,7 +15,7 @@ VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
 CLIENTS := .clients
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-clients check proto sbom audit
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -67,13 +67,17 @@ $(VLLM_VENV)/.model: $(VLLM_VENV)/.installed
 serve: setup$(if $(ENGINE),-$(ENGINE))
 	exec $(if $(ENGINE),$(VLLM_VENV)/bin,$(BIN))/outrider serve $(CONFIG)
 
-# Everything that runs on any machine. Redis tests need a server's program, not a running server. Tests that start no Ray
+# Everything that runs on any machine, but what is nightly. Redis tests need a server's program, not a running server. Tests that start no Ray
 # cluster run in two processes; their products are single-threaded (tests/conftest.py). Arguments of pytest: ARGS=-x
-EXCLUDED := not gpu and not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
+EXCLUDED := not gpu and not vllm and not browser and not nightly$(if $(shell command -v redis-server),, and not redis)
 test: test-local test-ray
 
 test-local: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and not ray' --numprocesses 2 --dist worksteal --durations 20 $(ARGS)
+
+# Tests that take too long for each commit.
+test-nightly: setup $(VENV)/.dev
+	$(BIN)/pytest -m nightly --durations 20 $(ARGS)
 
 # Unit tests without Ray, the embedded model, compiled kernels or training: within 3 minutes on 2 cores.
 test-fast: $(VENV)/.dev

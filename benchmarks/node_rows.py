@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -68,13 +69,9 @@ def _ray_cluster(redis: RedisServer) -> Iterator[Any]:
             "RAY_REDIS_ADDRESS": redis.url.removeprefix("redis://").removesuffix("/0"),
             "RAY_TMPDIR": str(folder),  # where the cluster's address is noted; /tmp/ray need not exist
         }
-        os.environ.update(of_head)
-        try:
+        with patch.dict(os.environ, of_head):
             # It is shut down below: its own hooks at exit need the main thread.
             cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-        finally:
-            for name in of_head:
-                del os.environ[name]
         try:
             for _ in range(NUM_MACHINES):
                 _add_machine(cluster)

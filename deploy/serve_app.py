@@ -25,6 +25,7 @@ from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch
 from deploy.api.app import create_app
+from deploy.api.background import running
 from deploy.api.metrics_page import Peers
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
@@ -88,17 +89,14 @@ class ApiReplica:
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            tasks = (
-                asyncio.create_task(follow_targets(client, supervisor, directory), name="follow targets"),
-                asyncio.create_task(watch.run(), name="watch the supervisor"),
-            )
             try:
-                await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
-                yield
+                async with (
+                    running(follow_targets(client, supervisor, directory), "follow targets"),
+                    running(watch.run(), "watch the supervisor"),
+                ):
+                    await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
+                    yield
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import isotonic_regression, minimize
 
 from cluster.errors import ModelUnavailable
 from profiler.reliability import auroc, expected_calibration_error
@@ -227,6 +226,8 @@ def _most_probable(
         gradient = np.array([-(slopes * scaled).sum(), slopes.sum(), (slopes * margins).sum()]) + away / deviation
         return float(np.logaddexp(0.0, wrong).sum() + 0.5 * (away**2).sum()), gradient
 
+    from scipy.optimize import minimize
+
     log_t, offset, weight = minimize(loss, mean, jac=True, method="BFGS").x.tolist()
     return log_t, offset, weight
 
@@ -250,6 +251,8 @@ def fit_by_grid(records: Records) -> TemperatureScaling:
 
 def fit_isotonic(records: Records) -> IsotonicScaling:
     """Isotonic least-squares regression per position."""
+    from scipy.optimize import isotonic_regression
+
     raw = np.cumprod(records.confidences, axis=-1)
     maps: list[tuple[Floats, Floats]] = []
     for k in range(records.max_len):

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
-from scipy.optimize import isotonic_regression, nnls
 
 from router.matching import Floats
 
@@ -227,6 +226,8 @@ def _columns(points: Sequence[LatencyPoint]) -> tuple[Floats, Floats, Floats]:
 
 def _non_negative(columns: Sequence[Floats], seconds: Floats) -> tuple[list[float], float]:
     """Non-negative coefficients of least relative squares, and the residual."""
+    from scipy.optimize import nnls
+
     design = np.stack(columns, axis=1) / seconds[:, None]
     scale = np.maximum(np.linalg.norm(design, axis=0), 1e-300)
     coefficients, error = nnls(design / scale, np.ones_like(seconds))
@@ -272,6 +273,8 @@ def _monotone(values: Floats, weights: Floats) -> Floats:
 
 
 def _isotonic(values: Floats, weights: Floats, axis: int) -> Floats:
+    from scipy.optimize import isotonic_regression
+
     v, w = np.moveaxis(values, axis, 0), np.moveaxis(weights, axis, 0)
     columns = [isotonic_regression(v[:, k], weights=w[:, k]).x for k in range(v.shape[1])]
     return np.moveaxis(np.stack(columns, axis=1), 0, axis)

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
+from deploy.api.background import running
 from deploy.api.metrics import Metrics, exposition
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,8 @@ class MetricsPage:
         if self._peers is None:
             yield
             return
-        task = asyncio.create_task(self._hand_over(self._peers), name="hand over metrics")
-        try:
+        async with running(self._hand_over(self._peers), "hand over metrics"):
             yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     async def _hand_over(self, peers: Peers) -> None:
         while True:

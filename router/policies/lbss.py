@@ -29,7 +29,6 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
-from scipy.optimize import linear_sum_assignment
 
 from cluster.config import LbssPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, lessons
@@ -114,6 +113,8 @@ class Lbss:
         return chosen
 
     def _exploit(self, requests: Sequence[RequestView], room: FreeCapacity) -> list[str]:
+        from scipy.optimize import linear_sum_assignment
+
         pool = self._means.of_pool(room.drafters)
         weights = np.array([list(self._means.of_request(r.request_id, pool).values()) for r in requests])
         slots = np.repeat(np.arange(len(room.drafters)), [room.num_free(drafter) for drafter in room.drafters])

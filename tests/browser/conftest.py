@@ -27,6 +27,7 @@ from cluster.config import (
     TargetConfig,
 )
 from deploy.local_ray import free_port
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, API_KEY
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         api=ApiConfig(port=free_port(), api_keys_file=keys, operator_keys_file=keys),
         cluster=ClusterConfig(state=FileStateConfig(folder=folder / "state")),
     )
-    with ServerProcess(config) as server:
+    with served(config) as server:
         yield server
 
 

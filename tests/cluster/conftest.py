@@ -12,6 +12,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 
 from benchmarks.server import ServerProcess
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 
 
@@ -19,5 +20,5 @@ from tests.support.settings import ALWAYS_DRAFTED, small_config
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Who drafts shows in the figures, whatever the drafts are worth on this machine."""
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    with ServerProcess(config.model_copy(update={"planner": ALWAYS_DRAFTED})) as server:
+    with served(config.model_copy(update={"planner": ALWAYS_DRAFTED})) as server:
         yield server

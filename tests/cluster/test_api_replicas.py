@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server import ServerProcess
+from tests.support.servers import served
 from tests.support.settings import small_config
 from tests.support.streaming import Streamed
 from tests.support.waiting import eventually, gauge
@@ -22,7 +23,7 @@ NUM_TOKENS = 80
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    with ServerProcess(config.model_copy(update={"api": config.api.model_copy(update={"replicas": 2})})) as server:
+    with served(config.model_copy(update={"api": config.api.model_copy(update={"replicas": 2})})) as server:
         yield server
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.server import ServerProcess
 from cluster.config import ChainPolicy, DrafterConfig, ModelOptions, RouterConfig
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
@@ -32,7 +33,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "router": RouterConfig(policy=ChainPolicy(), slot_ms=100),
         "planner": ALWAYS_DRAFTED,
     }
-    with ServerProcess(config.model_copy(update=changes)) as server:
+    with served(config.model_copy(update=changes)) as server:
         yield server
 
 

@@ -79,7 +79,12 @@ def test_a_signal_ends_a_serving_cluster_without_a_trace(server: ServerProcess) 
 
 
 @pytest.mark.parametrize(
-    ("stage", "number"), [("raylet", signal.SIGTERM), ("ray::PoolSupervisor", signal.SIGINT), ("haproxy", signal.SIGINT)]
+    ("stage", "number"),
+    [
+        ("raylet", signal.SIGTERM),
+        pytest.param("ray::PoolSupervisor", signal.SIGINT, marks=pytest.mark.nightly),
+        ("haproxy", signal.SIGINT),
+    ],
 )
 def test_a_signal_during_the_start_leaves_nothing_either(server: ServerProcess, stage: str, number: signal.Signals) -> None:
     server.start()

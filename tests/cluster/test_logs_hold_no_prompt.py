@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.server import ServerProcess
 from cluster.config import ObservabilityConfig
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, API_KEY, small_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -44,7 +45,7 @@ def test_no_log_holds_a_prompt_or_an_answer(model_folder: Path, tmp_path: Path) 
     observability = ObservabilityConfig(log_format="json", audit_log_file=tmp_path / "audit")
     config = config.model_copy(update={"planner": ALWAYS_DRAFTED, "api": api, "observability": observability})
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    with ServerProcess(config, os.environ | {"PYTHONPATH": path}) as server, server.client() as client:
+    with served(config, os.environ | {"PYTHONPATH": path}) as server, server.client() as client:
         client.headers["authorization"] = f"Bearer {API_KEY}"
         token_ids = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
         assert len(token_ids) > 8

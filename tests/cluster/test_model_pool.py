@@ -9,6 +9,7 @@ import pytest
 from benchmarks.server import ServerProcess
 from cluster.config import DrafterConfig, MemoryConfig, ModelOptions
 from drafters.footprint import footprint
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.waiting import eventually, gauge
 
@@ -37,7 +38,7 @@ def crowded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     memory = MemoryConfig(cpu_gb=room / 2**30, min_residence_s=0.5)
     drafters = (lookup, three, six)
     changes = {"drafters": drafters, "memory": memory, "planner": ALWAYS_DRAFTED}
-    with ServerProcess(config.model_copy(update=changes)) as server:
+    with served(config.model_copy(update=changes)) as server:
         yield server
 
 

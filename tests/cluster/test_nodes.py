@@ -16,7 +16,6 @@ from ray.util.state import list_actors
 
 from actors.gateway import LinkClient
 from actors.ray_pool import Deployment, start_supervisor
-from benchmarks.server import ServerProcess
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, Resources, TargetConfig
 from cluster.inventory import Inventory
@@ -26,6 +25,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from deploy.placement_groups import make_groups, read_inventory, with_cores
 from profiler.hardware import num_cores
+from tests.support.servers import served
 from tests.support.settings import small_config
 from tests.support.waiting import DEADLINE_S, eventually, gauge
 
@@ -200,7 +200,7 @@ def test_a_running_cluster_is_joined_and_left_as_it_was(nodes: Cluster, tiny_mod
     base = small_config(str(tiny_model_folder), tmp_path)
     joining = base.cluster.model_copy(update={"ray_address": nodes.address, "namespace": "joined"})
     config = base.model_copy(update={"cluster": joining})
-    with ServerProcess(config) as server, server.client() as http:
+    with served(config) as server, server.client() as http:
         assert http.post("/v1/completions", json={"model": "model", "prompt": [5, 6], "max_tokens": 3}).status_code == 200
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2, DEADLINE_S)
         assert {"TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor"} <= _actor_classes("joined")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.server import ServerProcess
 from cluster.config import ApiConfig, ClusterConfig, Config, FileStateConfig, ModelConfig
 from deploy.local_ray import free_port
 from engine.cpu_level import cpu_level, machine_level
 from tests.support.cpu_levels import LOWER_LEVELS, NO_COMPILER, environment_of
+from tests.support.servers import served
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.nightly]
 
 CASES = {level: environment_of(level) for level in LOWER_LEVELS if level in ("generic", "avx2")}
 CASES["no compiler"] = environment_of("auto") | NO_COMPILER
@@ -23,7 +23,7 @@ def test_the_server_answers_as_its_plain_target_does(case: str, model_folder: Pa
         api=ApiConfig(port=free_port()),
         cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path / "state")),
     )
-    with ServerProcess(config, CASES[case]) as server, server.client() as client:
+    with served(config, CASES[case]) as server, server.client() as client:
         (model,) = (one["id"] for one in client.get("/v1/models").json()["data"])
         body = {"model": model, "prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}
         drafted, plain = (

@@ -56,6 +56,7 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 
+@pytest.mark.nightly  # beside tests/cluster/test_api_replicas.py
 def test_a_supervisor_that_hangs_is_replaced(server: ServerProcess, plain: Texts) -> None:
     (hanging,) = server.workers("PoolSupervisor")
     hanging.suspend()

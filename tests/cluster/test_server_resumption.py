@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.server import ServerProcess
 from cluster.config import Resources
+from tests.support.servers import served
 from tests.support.settings import small_config
 from tests.support.streaming import Streamed, undrafted
 from tests.support.waiting import eventually, gauge
@@ -20,7 +21,7 @@ NUM_TOKENS = 120
 def server(model_folder: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
     target = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
-    with ServerProcess(config.model_copy(update={"target": config.target.model_copy(update=target)})) as server:
+    with served(config.model_copy(update={"target": config.target.model_copy(update=target)})) as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""A real server whose links are gRPC with mutual TLS: the tokens of one over unix sockets, and strangers are refused."""
+"""A real server whose links are gRPC with mutual TLS: the tokens of one in a single process, and strangers are refused."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +13,7 @@ from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect
 from tests.support.certificates import Authority, not_after_s
+from tests.support.servers import served, served_without_ray
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import MODEL, Streamed
 from tests.support.tiny_model import write_tiny_model
@@ -55,12 +56,12 @@ def authority() -> Authority:
 def server(model: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = config_of(model, folder := tmp_path_factory.mktemp("tls"))
     cluster = config.cluster.model_copy(update={"tls": authority.issue(folder / "certificates")})
-    with ServerProcess(config.model_copy(update={"cluster": cluster, "transport": TransportConfig(kind="grpc")})) as server:
+    with served(config.model_copy(update={"cluster": cluster, "transport": TransportConfig(kind="grpc")})) as server:
         yield server
 
 
-def texts(server: ServerProcess, drafting: str) -> dict[int, str]:
-    streamed = Streamed(server.url, LONG, drafting=drafting)
+def texts(url: str, drafting: str) -> dict[int, str]:
+    streamed = Streamed(url, LONG, drafting=drafting)
     streamed.start(NUM_STREAMS)
     streamed.wait_end()
     assert not streamed.errors
@@ -70,10 +71,10 @@ def texts(server: ServerProcess, drafting: str) -> dict[int, str]:
 def test_links_with_tls_serve_the_tokens_of_links_without(
     server: ServerProcess, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    drafted = texts(server, "ngram")
+    drafted = texts(server.url, "ngram")
     with server.client() as http:
         assert gauge(http, "outrider_drafter_verified_total", "ngram") > 0, "the drafter is linked, too"
-    with ServerProcess(config_of(model, tmp_path_factory.mktemp("plain"))) as plain:
+    with served_without_ray(config_of(model, tmp_path_factory.mktemp("plain"))) as plain:
         assert texts(plain, "off") == drafted
 
 
@@ -112,4 +113,4 @@ def test_who_knows_the_secret_and_has_no_certificate_gets_no_link(
     assert links(None) == 0
     assert links(Authority("another").issue(tmp_path / "theirs")) == 0
     assert links(authority.issue(tmp_path / "ours")) == 1
-    assert texts(server, "ngram") == texts(server, "off")
+    assert texts(server.url, "ngram") == texts(server.url, "off")

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.server import ServerProcess
 from cluster.config import Config, Resources
+from tests.support.servers import served, served_without_ray
 from tests.support.settings import small_config
 from tests.support.streaming import MODEL, Streamed, undrafted
 from tests.support.tiny_model import write_tiny_model
@@ -40,18 +41,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    with ServerProcess(config_of(model, tmp_path_factory.mktemp("state"), 1, 1)) as server:
-        return long_streams(server).texts
+    with served_without_ray(config_of(model, tmp_path_factory.mktemp("state"), 1, 1)) as url:
+        return long_streams(url).texts
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(config_of(model, tmp_path_factory.mktemp("state"), 2, 2)) as server:
+    with served(config_of(model, tmp_path_factory.mktemp("state"), 2, 2)) as server:
         yield server
 
 
-def long_streams(server: ServerProcess) -> Streamed:
-    streamed = Streamed(server.url, LONG, drafting="off")
+def long_streams(url: str) -> Streamed:
+    streamed = Streamed(url, LONG, drafting="off")
     streamed.start(NUM_STREAMS)
     streamed.wait_end()
     return streamed
@@ -59,7 +60,7 @@ def long_streams(server: ServerProcess) -> Streamed:
 
 def test_two_ranks_serve_the_tokens_of_one(server: ServerProcess, of_one_rank: dict[int, str]) -> None:
     assert len(set(of_one_rank.values())) > 1
-    assert long_streams(server).texts == of_one_rank
+    assert long_streams(server.url).texts == of_one_rank
     drafted = Streamed(server.url, 48)
     drafted.start(NUM_STREAMS)
     drafted.wait_end()
@@ -86,4 +87,4 @@ def test_a_lost_rank_ends_its_replica_and_no_stream(server: ServerProcess, of_on
     after = {worker.pid for worker in (*server.workers("RankActor"), *server.workers("TargetActor"))}
     assert len(after) == 4
     assert len(before & after) == 2, "the other replica was restarted, too"
-    assert long_streams(server).texts == of_one_rank
+    assert long_streams(server.url).texts == of_one_rank

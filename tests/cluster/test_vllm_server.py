@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.server import ServerProcess
 from cluster.config import DrafterConfig, DSparkOptions, Resources
+from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import Streamed, answers, run, undrafted
 from tests.support.waiting import eventually, gauge
@@ -34,7 +35,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "drafters": (*config.drafters, dspark),
         "planner": ALWAYS_DRAFTED,
     }
-    with ServerProcess(config.model_copy(update=update)) as server:
+    with served(config.model_copy(update=update)) as server:
         yield server
 
 

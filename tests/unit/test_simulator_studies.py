@@ -45,6 +45,7 @@ class TestRoofline:
         assert Placed(shape=SHAPE, device=DEVICE).kv_tokens() == pytest.approx(free / (2 * SHAPE.kv_numbers), abs=1)
 
 
+@pytest.mark.nightly
 def test_the_order_of_spins_figures_holds() -> None:
     scenario = read_scenario(simulate.find("spin"))
     assert isinstance(scenario, SpinScenario)

@@ -94,6 +94,7 @@ def train_until_killed(model: Path, folder: Path, step: str, moment: int) -> Non
     train(checkpointed(model, folder), HERE, Killer(step, moment))
 
 
+@pytest.mark.nightly
 def test_a_run_killed_in_every_step_ends_with_the_same_drafter(wordy: Path, tmp_path: Path) -> None:
     """All in processes of their own: sums depend on the number of threads, which other tests may have set in this one."""
     processes = multiprocessing.get_context("forkserver")  # which imports torch once
@@ -263,6 +264,7 @@ def test_missing_training_data_is_refused(wordy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, tmp_path: Path) -> None:
     """On the real model, given prompts and two thousand tokens. Of the rounds with each drafter a share has a right first
     draft token; if both were equally good, the shares would differ by more than two and a half standard errors in one of 160

@@ -1,11 +1,10 @@
 """The data that the dashboard reads, and the recording of it."""
 
-import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, astuple
 
 from fastapi import Request
@@ -13,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
+from deploy.api.background import running
 from deploy.api.dashboard.history import INTERVAL_S, History
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import bad_request, shorten
@@ -36,16 +36,9 @@ class DashboardData:
         self._num_replicas = num_replicas
         self._epoch = secrets.token_hex(8)  # versions count from the start of this process
 
-    @asynccontextmanager
-    async def recording(self) -> AsyncIterator[None]:
+    def recording(self) -> AbstractAsyncContextManager[None]:
         """Samples the status within the block."""
-        task = asyncio.create_task(self._history.run(), name="dashboard history")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        return running(self._history.run(), "dashboard history")
 
     async def answer(self, request: Request) -> JSONResponse:
         """What changed since the answer of this process that a parameter ``after`` names, as EPOCH.VERSION.SAMPLE; without
