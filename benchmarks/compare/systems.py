@@ -1,5 +1,6 @@
 """How each system is started. Every arm serves the same weights over HTTP."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from benchmarks.load import HttpTarget
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
 from cluster.config import Config, TargetConfig
+from engine.vllm.ranks import BINDING
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
@@ -35,6 +37,7 @@ NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
 VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
 VLLM_PREFILL_CHUNK_LEN = 512  # vLLM itself takes up to 2,048 prompt tokens beside live streams
 MODEL_DRAFT_LEN = 4  # of a draft model
+FEW_CORES = 2  # a target takes all of so few (cluster.resolve)
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -160,7 +163,8 @@ def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:
 
 
 def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
-    """Eager, since vLLM 0.32 compiled answers wrongly in bf16 on a CPU; passive, since else its idle threads spin."""
+    """Eager, since vLLM 0.32 compiled answers wrongly in bf16 on a CPU; passive, since else its idle threads spin. Of two
+    cores its worker computes on both, as a target of ours does: by default it leaves one to its scheduler and is slower."""
     command = [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(files.folder)),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", DTYPES[arm.precision]),
@@ -180,4 +184,7 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) <= FEW_CORES:
+        environment[BINDING] = ",".join(map(str, cores))
     return PeerCommand(tuple(command), environment)
