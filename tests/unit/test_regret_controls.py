@@ -132,7 +132,7 @@ def test_lbss_passes_where_places_are_contested() -> None:
 
 
 def test_first_come_instead_of_matching_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policies.lbss.linear_sum_assignment", FirstCome())
+    monkeypatch.setattr("scipy.optimize.linear_sum_assignment", FirstCome())
     assert fails(regrets(lbss))
 
 
