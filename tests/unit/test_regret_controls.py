@@ -36,8 +36,7 @@ def arms() -> Arms:
 class FirstCome:
     """In place of a matching: each request in order of arrival takes the best place that is left."""
 
-    def __call__(self, values: Floats, maximize: bool) -> tuple[np.ndarray, np.ndarray]:
-        assert maximize
+    def __call__(self, values: Floats) -> tuple[np.ndarray, np.ndarray]:
         left, rows, columns = set(range(values.shape[1])), [], []
         for row, of_request in enumerate(values):
             if left:
@@ -132,7 +131,7 @@ def test_lbss_passes_where_places_are_contested() -> None:
 
 
 def test_first_come_instead_of_matching_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scipy.optimize.linear_sum_assignment", FirstCome())
+    monkeypatch.setattr("router.policies.lbss.heaviest_matching", FirstCome())
     assert fails(regrets(lbss))
 
 
