@@ -85,7 +85,7 @@ test-fast: $(VENV)/.dev
 	    --durations 20 $(ARGS)
 
 test-ray: setup $(VENV)/.dev
-	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS)
+	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS) tests/cluster
 
 # The contract of targets, with vLLM's engine, and the server on it. vLLM's own warnings are not ours to mend.
 test-vllm: setup-vllm

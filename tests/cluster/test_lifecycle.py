@@ -83,7 +83,7 @@ def test_a_signal_ends_a_serving_cluster_without_a_trace(server: ServerProcess) 
     [
         ("raylet", signal.SIGTERM),
         pytest.param("ray::PoolSupervisor", signal.SIGINT, marks=pytest.mark.nightly),
-        ("haproxy", signal.SIGINT),
+        pytest.param("haproxy", signal.SIGINT, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_during_the_start_leaves_nothing_either(server: ServerProcess, stage: str, number: signal.Signals) -> None:

@@ -13,7 +13,7 @@ from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.waiting import eventually, gauge
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.nightly]
 
 MODEL = "smollm2-135m"
 PROMPT = "The lighthouse keeper wrote the same line every day: the sea is calm and the lamp is lit. The lighthouse keeper"

@@ -67,7 +67,7 @@ def test_two_ranks_serve_the_tokens_of_one(server: ServerProcess, of_one_rank: d
     assert drafted.texts == undrafted(server)
 
 
-@pytest.mark.parametrize("killed", ["RankActor", "TargetActor"])
+@pytest.mark.parametrize("killed", ["RankActor", pytest.param("TargetActor", marks=pytest.mark.nightly)])
 def test_a_lost_rank_ends_its_replica_and_no_stream(server: ServerProcess, of_one_rank: dict[int, str], killed: str) -> None:
     """The other replica continues all streams, and the whole group is replaced."""
     with server.client() as http:

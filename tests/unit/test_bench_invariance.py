@@ -71,6 +71,7 @@ def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
         assert (row["proposed"] == 0) == name.startswith("no drafts"), name
 
 
+@pytest.mark.nightly
 def test_all_that_is_shipped_is_held_to_the_target(
     options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

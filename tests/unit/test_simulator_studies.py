@@ -57,6 +57,7 @@ def test_the_order_of_spins_figures_holds() -> None:
     assert study.figures["micro_batches_over_best.alpaca"] > 0.9
 
 
+@pytest.mark.nightly
 def test_chains_are_foreseen_and_chosen() -> None:
     scenario = read_scenario(simulate.find("specrouter"))
     assert isinstance(scenario, SpecRouterScenario)
