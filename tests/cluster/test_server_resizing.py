@@ -143,6 +143,7 @@ def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_m
     eventually(lambda: not _groups(), DEADLINE_S)
 
 
+@pytest.mark.nightly
 async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
     """By itself, on a clock that runs twenty times as fast; all tokens are those of the smallest cluster."""
     # With that objective a target can serve one request, so that every further one needs another target.

@@ -32,7 +32,10 @@ def plain(server: ServerProcess) -> Mapping[int, str]:
     return undrafted(server, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hanging", marks=pytest.mark.nightly)],
+)
 def test_streams_of_a_lost_target_go_on(server: ServerProcess, plain: Mapping[int, str], number: signal.Signals) -> None:
     with server.client() as http:
         num_resumed = gauge(http, "outrider_requests_resumed_total")

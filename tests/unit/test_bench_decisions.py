@@ -41,6 +41,7 @@ def test_every_draft_length_policy_is_timed() -> None:
     assert {config.kind for config in decisions.DRAFT_LENGTH_CONFIGS} == set(DRAFT_LENGTHS)
 
 
+@pytest.mark.nightly
 def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_SLOTS_QUICK", 3)
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)

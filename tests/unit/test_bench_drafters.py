@@ -122,6 +122,7 @@ def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, m
     assert [config.name for config in pool("another")] == ["ngram", "suffix", "table", "cascade"]
 
 
+@pytest.mark.nightly
 def test_everything_is_measured_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

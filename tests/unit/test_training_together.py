@@ -40,6 +40,7 @@ with join_world("cpu") as world:
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
     """Each writes its share, both read all answers, and both end with the same weights."""
     model, folder = write_wordy_model(tmp_path / "model"), tmp_path / "run"
