@@ -76,8 +76,9 @@ test-local: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and not ray' --numprocesses 2 --dist worksteal --durations 20 $(ARGS)
 
 # Tests that take too long for each commit.
-test-nightly: setup $(VENV)/.dev
-	$(BIN)/pytest -m nightly --durations 20 $(ARGS)
+test-nightly: setup setup-vllm $(VENV)/.dev
+	$(BIN)/pytest -m 'nightly and not vllm' --durations 20 $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -m 'nightly and vllm' -W default $(ARGS) tests/cluster/test_vllm_server.py
 
 # Unit tests without Ray, the embedded model, compiled kernels or training: within 3 minutes on 2 cores.
 test-fast: $(VENV)/.dev
@@ -89,7 +90,7 @@ test-ray: setup $(VENV)/.dev
 
 # The contract of targets, with vLLM's engine, and the server on it. vLLM's own warnings are not ours to mend.
 test-vllm: setup-vllm
-	$(VLLM_VENV)/bin/python -m pytest -m vllm -W default --durations 10 $(ARGS) \
+	$(VLLM_VENV)/bin/python -m pytest -m 'vllm and not nightly' -W default --durations 10 $(ARGS) \
 	    tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
 
 # The dashboard of a real server in headless Chromium, which must be installed. ARGS=... goes to pytest.

@@ -66,6 +66,7 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(
     assert run(server).texts == plain
 
 
+@pytest.mark.nightly
 def test_streams_of_a_lost_target_go_on_at_another(model_folder: Path, tmp_path: Path) -> None:
     config = small_config(str(model_folder), tmp_path)
     resources = Resources(cpus=0.25, gpus=0, threads=1)
