@@ -1,5 +1,5 @@
 # make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-nightly | test-clients | check | proto | sbom | audit
-# README.md says what each needs.
+# README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
 PYTHON ?= python3
@@ -67,9 +67,11 @@ $(VLLM_VENV)/.model: $(VLLM_VENV)/.installed
 serve: setup$(if $(ENGINE),-$(ENGINE))
 	exec $(if $(ENGINE),$(VLLM_VENV)/bin,$(BIN))/outrider serve $(CONFIG)
 
-# Everything that runs on any machine, but what is nightly. Redis tests need a server's program, not a running server. Tests that start no Ray
-# cluster run in two processes; their products are single-threaded (tests/conftest.py). Arguments of pytest: ARGS=-x
-EXCLUDED := not gpu and not vllm and not browser and not nightly$(if $(shell command -v redis-server),, and not redis)
+# Everything that runs on any machine, without nightly tests. Redis tests need a server's program, not a running server. Tests
+# that start no Ray cluster run in two processes; their products are single-threaded (tests/conftest.py). Arguments of pytest:
+# ARGS=-x
+ANYWHERE := not gpu and not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
+EXCLUDED := $(ANYWHERE) and not nightly
 test: test-local test-ray
 
 test-local: setup $(VENV)/.dev
@@ -77,7 +79,7 @@ test-local: setup $(VENV)/.dev
 
 # Tests that take too long for each commit.
 test-nightly: setup setup-vllm $(VENV)/.dev
-	$(BIN)/pytest -m 'nightly and not vllm' --durations 20 $(ARGS)
+	$(BIN)/pytest -m '$(ANYWHERE) and nightly' --durations 20 $(ARGS)
 	$(VLLM_VENV)/bin/python -m pytest -m 'nightly and vllm' -W default $(ARGS) tests/cluster/test_vllm_server.py
 
 # Unit tests without Ray, the embedded model, compiled kernels or training: within 3 minutes on 2 cores.

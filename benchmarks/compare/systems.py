@@ -29,6 +29,7 @@ from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
 from cluster.config import Config, TargetConfig
 from engine.vllm.ranks import BINDING
+from profiler.hardware import num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
@@ -37,7 +38,7 @@ NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
 VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
 VLLM_PREFILL_CHUNK_LEN = 512  # vLLM itself takes up to 2,048 prompt tokens beside live streams
 MODEL_DRAFT_LEN = 4  # of a draft model
-FEW_CORES = 2  # a target takes all of so few (cluster.resolve)
+FEW_CORES = 2  # both of which a target takes (cluster.resolve)
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -184,7 +185,6 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) <= FEW_CORES:
-        environment[BINDING] = ",".join(map(str, cores))
+    if num_cores() == FEW_CORES == len(cpus := sorted(os.sched_getaffinity(0))):
+        environment[BINDING] = ",".join(map(str, cpus))
     return PeerCommand(tuple(command), environment)

@@ -1,4 +1,4 @@
-"""Servers of tests over real models."""
+"""Servers of tests, of real processes and of this one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager

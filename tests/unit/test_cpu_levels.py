@@ -50,9 +50,9 @@ def test_kernels_compute_what_torch_does(level: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.usefixtures("model_folder")
-@pytest.mark.parametrize("level", [level for level in LOWER_LEVELS if level not in ("generic", "avx2")])
+@pytest.mark.parametrize("level", [level for level in LOWER_LEVELS if level != "avx2"])
 def test_a_whole_cluster_answers_as_its_plain_target_does(level: str) -> None:
-    """The lowest two are served by Ray's processes in tests/cluster/test_served_levels.py."""
+    """At the level of the slowest machine in use all other tests run there. See also tests/cluster/test_served_levels.py."""
     done = subprocess.run(
         [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=280, env=environment_of(level), cwd=ROOT
     )
