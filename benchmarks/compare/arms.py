@@ -68,7 +68,8 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
         elif family == OUTRIDER_VLLM:
             arms += [Arm(family, best, POOL), Arm(family, best, PLAIN)]
         elif family == VLLM:
-            arms += [Arm(family, p, kind) for p in _precisions(quick, best) for kind in (PLAIN, NGRAM)]
+            precisions = (best,) if quick else ("bf16", "fp32")  # with both its servers and the others take over 24 GB
+            arms += [Arm(family, precision, kind) for precision in precisions for kind in (PLAIN, NGRAM)]
             arms += [] if quick else [Arm(family, best, DRAFT_MODEL)]
         elif family == LLAMA_CPP:
             of_file = ("bf16", "q4_1") if quick else ("bf16", "f16", "q8_0", "q4_1")
@@ -77,7 +78,3 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
             kinds = (PLAIN, NGRAM) if quick else (PLAIN, NGRAM, DRAFT_MODEL)
             arms += [Arm(family, best, kind, max_streams=1) for kind in kinds]
     return tuple(arms)
-
-
-def _precisions(quick: bool, best: str) -> tuple[str, ...]:
-    return (best,) if quick and best == "bf16" else ("bf16", "fp32")
