@@ -185,6 +185,7 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if num_cores() == FEW_CORES == len(cpus := sorted(os.sched_getaffinity(0))):
+    cpus = sorted(os.sched_getaffinity(0))
+    if num_cores() == len(cpus) == FEW_CORES:
         environment[BINDING] = ",".join(map(str, cpus))
     return PeerCommand(tuple(command), environment)

@@ -58,7 +58,7 @@ class Lbss:
         self._means = GoodputEstimates(inf)
         self._chosen: ExpiringCache[str] = ExpiringCache()  # request -> its drafter in this chunk, or this exploitation
         self._random = np.random.default_rng(config.seed)
-        import_module(_SOLVER)  # in no slot, which it would hold up
+        import_module(_SOLVER)  # here rather than in a slot, which it would hold up
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """Line 15: learns from exploration alone."""

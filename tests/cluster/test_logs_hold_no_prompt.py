@@ -10,7 +10,7 @@ from cluster.config import ObservabilityConfig
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, API_KEY, small_config
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.nightly]
+pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 CANARY = "zanzibarcanary"
 PROMPT = f"The secret word is {CANARY}. Repeat the secret word {CANARY} ten times: {CANARY} {CANARY}"

@@ -52,7 +52,7 @@ def test_kernels_compute_what_torch_does(level: str) -> None:
 @pytest.mark.usefixtures("model_folder")
 @pytest.mark.parametrize("level", [level for level in LOWER_LEVELS if level != "avx2"])
 def test_a_whole_cluster_answers_as_its_plain_target_does(level: str) -> None:
-    """At the level of the slowest machine in use all other tests run there. See also tests/cluster/test_served_levels.py."""
+    """Not at AVX2: on machines of that level all tests run. tests/cluster/test_served_levels.py has the same over Ray."""
     done = subprocess.run(
         [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=280, env=environment_of(level), cwd=ROOT
     )
