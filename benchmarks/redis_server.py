@@ -1,6 +1,5 @@
 """A redis-server to lose."""
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import redis
 
 from cluster.config import RedisStateConfig
 from cluster.state import open_store
+from deploy.local_ray import free_port
 
 
 class RedisServer:
@@ -15,9 +15,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

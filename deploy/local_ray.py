@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import random
 import resource
 import secrets
 import shlex
@@ -24,6 +25,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path has at most 107 bytes, HAProxy's 97, of which Serve takes 70.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
+# Above the ports of Ray's workers, below those of Serve's replicas and the kernel's for outgoing connections.
+PORTS = range(20_000, 30_000)
 FOLDER_PREFIX = "outrider-"
 LOCK = "launcher.lock"
 
@@ -174,9 +177,18 @@ def stop() -> None:
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that stays free until a server listens there, seconds later.
+
+    The kernel's own choice would not: outgoing connections and Ray's processes take theirs from the same range.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        try:
+            with closing(socket.socket()) as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return port
+    raise LaunchError(f"every port from {PORTS.start} to {PORTS.stop - 1} of this machine is in use")
 
 
 def check_port(host: str, port: int) -> None:

@@ -1,12 +1,14 @@
 """What a Ray cluster of this machine is started with."""
 
 import os
+import socket
 import stat
 from pathlib import Path
 
 import pytest
 
-from deploy.local_ray import prepare_environment
+from deploy import local_ray
+from deploy.local_ray import LaunchError, free_port, prepare_environment
 
 
 def test_ray_asks_for_a_token_that_only_this_user_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +18,23 @@ def test_ray_asks_for_a_token_that_only_this_user_can_read(tmp_path: Path, monke
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
+
+
+def test_a_free_port_is_not_of_those_that_the_kernel_gives_away() -> None:
+    """Ray's own processes took such a port between the choice and the start of the server that it was for."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first < local_ray.PORTS.stop:
+        pytest.skip(f"this kernel gives away the ports from {first}")
+    chosen = {free_port() for _ in range(20)}
+    assert len(chosen) > 1
+    assert not any(first <= port <= last for port in chosen)
+
+
+def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setattr(local_ray, "PORTS", range(port, port + 1))
+    assert free_port() == port
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        with pytest.raises(LaunchError, match=f"from {port} to {port}"):
+            free_port()
