@@ -18,6 +18,7 @@ from router.fair_share import SharedLimit
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN_NAME = 100
+MAX_FAULTS = 10_000  # unknown or invalid fields of one body; the details of each take some microseconds
 _CLOSE = {"connection": "close"}  # the rest of a body is not read, so its connection cannot be reused
 
 
@@ -94,6 +95,8 @@ def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model,
     try:
         return model.model_validate(document), ()
     except ValidationError as error:
+        if error.error_count() > MAX_FAULTS:
+            raise bad_request("body", f"has more than {MAX_FAULTS} unknown or invalid fields") from None
         details = error.errors(include_url=False, include_context=True)
         known = [detail for detail in details if detail["type"] != "extra_forbidden"]
         if strict or known:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from deploy.api.fields import Strict, only, text_or
 
 MAX_TOOLS = 128
+MAX_PARTS = 4096  # of one text
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -20,7 +21,8 @@ class ContentPart(Strict):
 
 
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     text_or("<parts>", "must be a string or a list of text parts"),
 ]
 
@@ -64,7 +66,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # Before the content, which may be null beside them.
     function_call: Annotated[Any, only(advice="was replaced by tool_calls")] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     content: Annotated[_Content | None, AfterValidator(_needed), Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None

@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from deploy.api.errors import ApiError, bad_request
 from deploy.api.fields import Strict, only, text_or
-from deploy.api.messages import MAX_TOOLS, CallId, FunctionName, Parameters
+from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, Parameters
 
 _NOT_STORED = "is not supported: responses are not stored; send the whole conversation as input"
 
@@ -18,8 +18,10 @@ class TextPart(Strict):
     logprobs: Any = None
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<parts>")],
     text_or("<parts>", "must be a string or a list of text parts"),
 ]
 
@@ -51,8 +53,8 @@ class CallOutputItem(_Item):
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    summary: list[TextPart] | None = None
-    content: list[TextPart] | None = None
+    summary: Parts | None = None
+    content: Parts | None = None
     encrypted_content: Annotated[Any, only()] = None
 
 

@@ -19,6 +19,7 @@ from deploy.api.response_fields import ITEM_TAGS
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
+MAX_PROMPTS = 1024
 
 # Tags of union members, which pydantic inserts into error paths.
 FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>"}) | frozenset(
@@ -46,6 +47,7 @@ _Stop = Annotated[
     text_or("<texts>", "must be a string or a list of strings"),
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]  # the context of the model bounds its length
 
 
 class StreamOptions(Strict):
@@ -224,9 +226,9 @@ class ChatRequest(GenerationFields, _ChatFields):
 
 _Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[_TokenId], Tag("<ids>")]
-    | Annotated[list[list[_TokenId]], Tag("<id lists>")],
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[_TokenIds, Tag("<ids>")]
+    | Annotated[list[_TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<id lists>")],
     Discriminator(
         _form_of_prompt,
         custom_error_type="form",
@@ -268,4 +270,4 @@ class DetokenizeRequest(Strict):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[_TokenId]
+    tokens: _TokenIds

@@ -6,9 +6,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
+from deploy.api.body import MAX_FAULTS, parse_body
+from deploy.api.errors import ApiError
+from deploy.api.messages import MAX_PARTS
+from deploy.api.response_fields import ResponsesRequest
+from deploy.api.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, DetokenizeRequest
 from tests.support.api import (
     chat_body,
+    completion_body,
     serving,
 )
 from tests.support.asgi import CHAT, Caller
@@ -67,3 +74,50 @@ async def test_a_caller_that_hangs_up_amid_its_body_gets_nothing() -> None:
     caller.put(type="http.disconnect")
     await call
     assert caller.sent == []
+
+
+MANY = 4 * MAX_PARTS
+
+
+def _user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, completion_body(prompt=[1, *[""] * MANY])),
+        (CompletionRequest, completion_body(prompt=["", *[1] * MANY])),
+        (CompletionRequest, completion_body(prompt=[[1, *[""] * MANY]])),
+        (CompletionRequest, completion_body(prompt=[[""]] * MANY)),
+        (CompletionRequest, completion_body(prompt=[[]] * (MAX_PROMPTS + 1))),
+        (CompletionRequest, completion_body(prompt=["a"] * (MAX_PROMPTS + 1))),
+        (DetokenizeRequest, {"tokens": [""] * MANY}),
+        (ChatRequest, chat_body(messages=[_user([{}] * MAX_PARTS)])),
+        (ChatRequest, chat_body(messages=[_user([{"type": "text", "text": ""}] * (MAX_PARTS + 1))])),
+        (ChatRequest, chat_body(messages=[{"role": "assistant", "tool_calls": [{}] * 128}])),
+        (ResponsesRequest, {"model": "m", "input": [_user([{}] * MAX_PARTS)]}),
+        (ResponsesRequest, {"model": "m", "input": [_user([{"type": "text", "text": ""}] * (MAX_PARTS + 1))]}),
+    ],
+)
+def test_a_long_list_of_faults_makes_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(body)
+    assert raised.value.error_count() <= 4
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("place", ["body", "message", "metadata"])
+def test_more_faults_than_a_body_may_have_are_not_listed(strict: bool, place: str) -> None:
+    def body(count: int) -> bytes:
+        fields = dict.fromkeys(map(str, range(count)), 1)
+        if place == "body":
+            return json.dumps(chat_body(**fields)).encode()
+        return json.dumps(
+            chat_body(metadata=fields) if place == "metadata" else chat_body(messages=[_user("a") | fields])
+        ).encode()
+
+    with pytest.raises(ApiError, match=f"^body: has more than {MAX_FAULTS} unknown or invalid fields$"):
+        parse_body(body(MAX_FAULTS + 1), ChatRequest, strict=strict)
+    if not strict and place != "metadata":  # the control
+        assert len(parse_body(body(MAX_FAULTS), ChatRequest, strict=strict)[1]) == MAX_FAULTS
