@@ -20,6 +20,7 @@ REFRESH_S = 5.0
 
 _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 _TENANTS = re.compile(r"^tenants:(\s|$)", re.MULTILINE)
+_Stamp = tuple[int, int, int, int]
 
 
 class ApiKeys:
@@ -37,10 +38,10 @@ class ApiKeys:
         limit cannot be divided.
         """
         try:
-            if path.stat().st_mode & stat.S_IROTH:
-                logger.warning("every user of this machine can read the API keys in %s; run chmod o= on it", path)
             text = path.read_text("utf-8")
             tenants = read_tenants(text, path) if _TENANTS.search(text) else _lines(text, path)
+            if path.stat().st_mode & stat.S_IROTH:
+                logger.warning("every user of this machine can read the API keys in %s; run chmod o= on it", path)
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error
         except ConfigError as error:
@@ -84,14 +85,16 @@ class ApiKeys:
 class KeyFiles:
     """The keys of callers and operators, read again when their files change.
 
-    Raises InvalidField: a file cannot be used. Of a later change that is only logged, and the former keys stay.
+    Raises InvalidField: a file cannot be used. Later that is only logged, once for each reason: the former keys stay, and
+    the files are tried again every REFRESH_S.
     """
 
     def __init__(self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1) -> None:
         self._files = keys_file, operators_file
         self._num_replicas = num_replicas
         self._looked_s = float("-inf")
-        self._seen = self._stamps()
+        self._seen: list[_Stamp | None] | None = self._stamps()  # None: the last try failed
+        self._fault = ""  # of the last try
         self.operators: ApiKeys | None = None
         self.callers: ApiKeys | None = None  # with the operators; None: no key is asked for
         self._read()
@@ -107,8 +110,12 @@ class KeyFiles:
         try:
             self._read()
         except InvalidField as error:
-            logger.error("the former API keys stay in use: %s", error)
+            self._seen = None
+            if str(error) != self._fault:
+                logger.error("the former API keys stay in use: %s", error)
+            self._fault = str(error)
             return False
+        self._fault = ""
         logger.info("the API keys were read again")
         return True
 
@@ -117,17 +124,17 @@ class KeyFiles:
         self.operators = operators
         self.callers = keys if keys is None or operators is None else keys.plus(operators)
 
-    def _stamps(self) -> list[tuple[int, int, int] | None]:
+    def _stamps(self) -> list[_Stamp | None]:
         return [None if file is None else _stamp(file) for file in self._files]
 
 
-def _stamp(file: Path) -> tuple[int, int, int] | None:
+def _stamp(file: Path) -> _Stamp | None:
     """Differs after a change; None: it cannot be read."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def _lines(text: str, path: Path) -> Mapping[bytes, Tenant]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -146,6 +147,40 @@ def test_files_are_not_looked_at_for_each_call(tmp_path: Path) -> None:
     assert not files.refresh(4.9)
     assert files.refresh(5.0)
     assert not files.refresh(99.0)
+
+
+def test_a_change_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-revoked\nsk-kept\n")
+    files = KeyFiles(path, None)
+    path.write_text("sk-kept\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", _fails)
+        assert not any(files.refresh(now_s) for now_s in (0.0, 5.0, 10.0))
+    assert caplog.text.count("the former API keys stay in use") == 1
+    assert files.callers is not None
+    assert files.callers.find("sk-revoked") is not None
+    assert files.refresh(15.0)
+    assert files.callers.find("sk-revoked") is None
+    path.write_text("two words\n")
+    assert not any(files.refresh(now_s) for now_s in (20.0, 25.0))
+    assert caplog.text.count("the former API keys stay in use") == 2
+
+
+def _fails(*_: object) -> str:
+    raise OSError
+
+
+def test_a_replaced_file_of_the_same_time_and_size_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-one\n")
+    found = path.stat()
+    files = KeyFiles(path, None)
+    path.write_text("sk-two\n")
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert files.refresh(0.0)
 
 
 async def test_the_audit_log_has_a_line_for_each_call_and_no_text(tmp_path: Path, file: Path) -> None:
