@@ -32,7 +32,8 @@ class ApiKeys:
     @classmethod
     def from_file(cls, path: Path, num_replicas: int = 1) -> "ApiKeys":
         """One key per line, plain or as ``name:sha256-hex``, each a tenant without limits; blank lines and lines that start
-        with ``#`` are skipped. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
+        with ``#`` are skipped. A plain key's digest is its name: the name decides which timelines a tenant sees. Or YAML, as
+        in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
 
         Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text. Or a
         limit cannot be divided.
@@ -144,12 +145,13 @@ def _lines(text: str, path: Path) -> Mapping[bytes, Tenant]:
         if not line or line.startswith("#"):
             continue
         hashed = _HASHED.fullmatch(line)
-        name = hashed[1] if hashed else f"line-{number}"
-        if name in digests:
-            raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
         if not hashed and not is_key(line):
             raise InvalidField("api_keys_file", str(path), f"line {number} is not a key: spaces or unusual characters")
-        digests[name] = bytes.fromhex(hashed[2]) if hashed else digest_of(line)
+        digest = bytes.fromhex(hashed[2]) if hashed else digest_of(line)
+        name = hashed[1] if hashed else f"key-{digest.hex()[:8]}"
+        if name in digests and (hashed or digests[name] != digest):
+            raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
+        digests[name] = digest
     if not digests:
         raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
     return {digest: Tenant(name, salt_of(digest.hex())) for name, digest in digests.items()}

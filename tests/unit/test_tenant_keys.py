@@ -63,14 +63,23 @@ def test_the_documented_file_is_read(tmp_path: Path) -> None:
     assert (search.weight, search.max_concurrent, search.limits) == (2, 32, Limits(600, 200_000, 0.5))
 
 
-def test_lines_of_keys_have_salts_of_their_keys_and_not_of_their_places(tmp_path: Path) -> None:
+def test_lines_of_keys_have_names_and_salts_of_their_keys_and_not_of_their_places(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-one\nsk-two\n")
-    before = ApiKeys.from_file(path).check("Bearer sk-two")
-    path.write_text("sk-zero\nsk-one\nsk-two\n")
+    before = ApiKeys.from_file(path)
+    path.write_text("sk-two\nsk-zero\nsk-two\n")  # a key twice is one tenant
     keys = ApiKeys.from_file(path)
-    assert keys.check("Bearer sk-two").salt == before.salt
-    assert keys.check("Bearer sk-one").salt != before.salt
+    assert keys.check("Bearer sk-two") == before.check("Bearer sk-two")
+    assert keys.check("Bearer sk-zero").name not in before.tenants
+    assert keys.check("Bearer sk-zero").salt != before.check("Bearer sk-one").salt
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    name = f"key-{hashlib.sha256(b'sk-one').hexdigest()[:8]}"
+    path.write_text(f"{name}:{'0' * 64}\nsk-one\n")
+    with pytest.raises(InvalidField, match="twice"):
+        ApiKeys.from_file(path)
 
 
 def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, file: Path) -> None:
@@ -82,6 +91,20 @@ def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, 
     assert (tenant.name, operator.name) == ("chat", "operator chat")
     assert len({tenant.salt, operator.salt, other.salt}) == 3
     assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
+
+
+async def test_a_moved_line_shows_a_tenant_no_timelines_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.api.keys.REFRESH_S", 0.0)
+    path = tmp_path / "keys"
+    path.write_text("sk-one\nsk-two\nsk-three\n")
+
+    async def num_seen(key: str) -> int:
+        return len((await http.get("/v1/outrider/dashboard", headers=auth(key))).json()["requests"])
+
+    async with serving(saying("the answer"), api_keys_file=path) as (http, _):
+        await http.post(CHAT, json=chat_body(), headers=auth("sk-two"))
+        path.write_text("sk-two\nsk-three\n")
+        assert (await num_seen("sk-two"), await num_seen("sk-three")) == (1, 0)
 
 
 @pytest.mark.parametrize(
