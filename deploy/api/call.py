@@ -64,6 +64,14 @@ class Call:
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices if choice.counts_prompt)
 
     @property
+    def num_used_prompt_tokens(self) -> int:
+        """``num_prompt_tokens``, or 0 of a call that was not sent, or that targets refused."""
+        is_refused = any(choice.is_refused for choice in self.choices)
+        is_served = any(choice.is_served for choice in self.choices)
+        is_used = is_served or (not is_refused and any(choice.is_sent for choice in self.choices))
+        return self.num_prompt_tokens if is_used else 0
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
@@ -93,7 +101,6 @@ class CallResponse(Response):
         self._metrics = metrics
         self._timelines = timelines
         self._settings = settings
-        self._has_begun = False  # at the cluster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._answer(scope, receive, send))
@@ -125,9 +132,10 @@ class CallResponse(Response):
             scope["state"]["error"] = answer
             await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
-            num_prompt = self._call.num_prompt_tokens if self._has_begun else 0
+            num_prompt = self._call.num_used_prompt_tokens
             num_output = self._call.num_output_tokens
             self._budgets.give_back(tenant, num_reserved - num_prompt - num_output)
+            self._metrics.prompt_tokens.inc(num_prompt)
             self._metrics.record_tenant(tenant.name, num_prompt, num_output)
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
@@ -149,6 +157,12 @@ class CallResponse(Response):
         is_queued = self._admission.is_busy(len(self._call.choices), tenant)
         num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in self._call.choices)
         async with self._admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
+
+            def end() -> None:  # charges before the next call is chosen
+                refund = 0 if self._call.num_used_prompt_tokens else num_prompt_tokens
+                self._admission.charge(tenant, self._call.num_output_tokens - refund)
+                release()
+
             admitted_s = time.monotonic()
             for choice in self._call.choices:
                 choice.admitted_s = admitted_s
@@ -156,14 +170,9 @@ class CallResponse(Response):
             self._metrics.queue_s.observe(queue_s)
             ttft_s = self._call.choices[0].request.slo.ttft_s
             if is_queued and self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
+                end()
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
                 raise Unattainable(message, self._settings.retry_after_s)
-            self._has_begun = True
-            self._metrics.prompt_tokens.inc(self._call.num_prompt_tokens)
-
-            def end() -> None:
-                self._admission.charge(tenant, self._call.num_output_tokens)  # before the next call is chosen
-                release()
 
             async with Generation(self._client, self._call.choices, end) as generation:
                 yield generation

@@ -91,6 +91,9 @@ class Choice:
         self.counts_prompt = counts_prompt
         self.prefill: Prefill | None = None
         self.failed = False  # by the engine
+        self.is_sent = False  # to the cluster
+        self.is_served = False  # a commit came
+        self.is_refused = False  # no target took it
         self.counts = DraftingCounts()
         self.num_tokens = 0  # tokens of the answer, including the one that ended it
         self.num_reasoning_tokens = 0  # of them
@@ -132,6 +135,7 @@ class Choice:
                 raise Overloaded(commit.error or "too many requests wait", retry_after_s=1.0)
             case FinishReason.ABORT:
                 raise LinkClosed("the request was aborted")
+        self.is_served = True
         self.prefill = commit.prefill or self.prefill
         self.prompt_logprobs += commit.prompt_logprobs
         if self.options.is_prompt_only and commit.token_ids:

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from starlette.types import Receive
 
 from cluster.client import EngineClient
-from cluster.errors import LinkClosed
+from cluster.errors import LinkClosed, Overloaded
 from cluster.logs import frames_of
 from cluster.types import Commit
 from deploy.api.choice import Choice, Delta
@@ -86,6 +86,7 @@ class Generation:
     async def _run(self, choice: Choice) -> None:
         # The protocol promises that closing the iterator aborts, so it is an async generator.
         commits = cast("AsyncGenerator[Commit, None]", self._client.generate(choice.request))
+        choice.is_sent = True
         try:
             async for commit in commits:
                 choice.absorb(commit, time.monotonic())
@@ -93,6 +94,9 @@ class Generation:
                 if choice.finish is not None:
                     return
             raise LinkClosed("the target went away during generation")
+        except (Overloaded, LinkClosed):
+            choice.is_refused = not choice.is_served
+            raise
         finally:
             await commits.aclose()
 

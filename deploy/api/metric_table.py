@@ -93,7 +93,7 @@ METRICS = (
         vllm={"request_success": ("finished_reason",)},
     ),
     # Tokens.
-    counter("prompt_tokens", "Prompt tokens of admitted calls.", "prompt_tokens"),
+    counter("prompt_tokens", "Prompt tokens of calls that ended and were not refused.", "prompt_tokens"),
     counter("completion_tokens", "Generated tokens.", "generation_tokens"),
     counter(
         "prefix_cache_queries",

@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return 0 if self.call is None else self.call.num_prompt_tokens
+        return 0 if self.call is None else self.call.num_used_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:

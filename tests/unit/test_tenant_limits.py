@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.errors import LinkClosed
-from cluster.types import Request
+from cluster.errors import LinkClosed, Overloaded, Unattainable
+from cluster.types import Commit, FinishReason, Request
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
 from deploy.api.metrics import MAX_TENANTS, Metrics
@@ -139,6 +139,61 @@ async def test_a_call_that_fails_gives_back_what_it_did_not_use(tmp_path: Path, 
         body = completion_body(max_tokens=150, stream=stream)
         for _ in range(4):  # each would take three quarters of the budget
             assert (await http.post(COMPLETIONS, json=body, headers=auth("sk-one"))).status_code == 503
+
+
+LONG = completion_body(prompt=[1] * 120, max_tokens=30)  # three quarters of a budget of 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (Overloaded("full", 1.0), 429),
+        (Unattainable("late", 1.0), 429),
+        (LinkClosed("no target"), 503),
+        (FinishReason.OVERLOADED, 429),
+        (FinishReason.ABORT, 503),
+    ],
+)
+async def test_a_prompt_that_targets_refuse_is_charged_nowhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refusal: Exception | FinishReason,
+    status: int,
+    stream: bool,
+) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr("deploy.api.admission.TokenCounters.charge", lambda _self, _tenant, amount: charged.append(amount))
+    caplog.set_level("INFO", "deploy.api.access")
+
+    def refuses(request: Request) -> list[Step]:
+        return [refusal if isinstance(refusal, Exception) else Commit(request.id, 120, (), finish=refusal)]
+
+    async with limited(tmp_path, refuses, tokens_per_minute=200) as (http, _):
+        for _ in range(3):
+            answer = await http.post(COMPLETIONS, json=LONG | {"stream": stream, "n": 1}, headers=auth("sk-one"))
+            assert (answer.status_code, answer.json()["error"]["code"] == "rate_limit_exceeded") == (status, False)
+        metrics = (await http.get("/metrics")).text
+    assert 'outrider_tenant_tokens_total{kind="prompt",tenant="limited"} 0.0' in metrics
+    assert "outrider_prompt_tokens_total 0.0" in metrics
+    assert sum(charged) == 0
+    assert [record.fields["prompt_tokens"] for record in caplog.records if record.name == "deploy.api.access"][:3] == [0] * 3
+
+
+@pytest.mark.parametrize("last", [LinkClosed("gone"), Overloaded("full", 1.0)])
+async def test_a_prompt_that_a_target_began_to_answer_is_charged(tmp_path: Path, last: Exception) -> None:
+    """Also where another choice is refused."""
+
+    def breaks(request: Request) -> list[Step]:
+        return [Commit(request.id, 120, (5,)), last] if request.id.endswith("-0") else [last]
+
+    async with limited(tmp_path, breaks, tokens_per_minute=200) as (http, _):
+        await http.post(COMPLETIONS, json=LONG | {"n": 2}, headers=auth("sk-one"))
+        metrics = (await http.get("/metrics")).text
+        assert 'outrider_tenant_tokens_total{kind="prompt",tenant="limited"} 120.0' in metrics
+        refused = await http.post(COMPLETIONS, json=LONG, headers=auth("sk-one"))
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 async def test_a_client_that_leaves_gets_back_what_it_did_not_use(tmp_path: Path) -> None:
