@@ -3,12 +3,16 @@
 import asyncio
 import hashlib
 import json
+import logging
+import math
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import Overloaded
@@ -16,10 +20,19 @@ from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.errors import bad_request
 
+logger = logging.getLogger(__name__)
+
 CHECK_S = 5.0  # of one grammar
 START_S = 60.0  # of the process, which imports torch
 MAX_WAITING = 32  # calls
 MAX_KNOWN = 1024  # grammars
+REFUSED_S = 60.0  # a grammar whose check failed twice; the load of this machine may have caused it
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    refusal: str  # "": none
+    until_s: float  # monotonic; after it the grammar is checked again
 
 
 class GrammarChecker:
@@ -40,13 +53,14 @@ class GrammarChecker:
         # A thread of its own: waiting checks must not take those that tokenize.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
         self._num_waiting = 0
-        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest, why it is refused; "": it is not
+        self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by digest
 
     async def check(self, field: str, grammar: Grammar) -> None:
-        """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check.
-        Cancelled, a check that waits is not made."""
+        """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check, or it
+        could not be made, or took too long or its process down for the first time. Cancelled, a check that waits is not
+        made."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
-        refusal = self._known.get(digest)
+        refusal = self._verdict(digest)
         if refusal is None:
             if self._num_waiting >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} calls wait for the check of their grammars", self._retry_after_s)
@@ -60,30 +74,46 @@ class GrammarChecker:
 
     def _learn(self, digest: bytes, grammar: Grammar) -> str:
         """Runs in the one thread, so that no grammar is checked twice."""
-        known = self._known.get(digest)
+        known = self._verdict(digest)
         if known is not None:
             return known
-        refusal = self._known[digest] = self._refusal(grammar) or ""
+        try:
+            return self._note(digest, self._refusal(grammar) or "", math.inf)
+        except TimeoutError:
+            failure = f"takes more than {self._check_s:g} seconds to compile"
+        except ConnectionError:
+            failure = "cannot be compiled: it takes the compiler down"
+        now_s = time.monotonic()
+        if digest not in self._known:  # a faultless grammar must not pay for a moment's load: it gets a second try
+            self._note(digest, failure, now_s)
+            raise Overloaded(f"the grammar {failure}; it is checked again at the next try", self._retry_after_s)
+        return self._note(digest, failure, now_s + REFUSED_S)
+
+    def _verdict(self, digest: bytes) -> str | None:
+        known = self._known.get(digest)
+        return None if known is None or time.monotonic() >= known.until_s else known.refusal
+
+    def _note(self, digest: bytes, refusal: str, until_s: float) -> str:
+        self._known[digest] = _Verdict(refusal, until_s)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return refusal
 
     def _refusal(self, grammar: Grammar) -> str | None:
-        process = self._running()
-        try:
-            return _ask(process, {"kind": grammar.kind, "source": grammar.source}, self._check_s)
-        except TimeoutError:
-            return f"takes more than {self._check_s:g} seconds to compile"
-        except ConnectionError:
-            return "cannot be compiled: it takes the compiler down"
+        """Raises TimeoutError, ConnectionError: the check failed; Overloaded: its process does not start."""
+        return _ask(self._running(), {"kind": grammar.kind, "source": grammar.source}, self._check_s)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Raises TimeoutError, ConnectionError: it does not start."""
+        """Raises Overloaded: it does not start."""
         if self._process is None or self._process.poll() is not None:
-            # What it logs goes where this process's log goes.
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            weakref.finalize(self, _end, self._process)
-            _ask(self._process, None, START_S)
+            try:
+                # What it logs goes where this process's log goes.
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                weakref.finalize(self, _end, self._process)
+                _ask(self._process, None, START_S)
+            except OSError as error:
+                logger.error("the check of grammars did not start: %s", error)
+                raise Overloaded("grammars cannot be checked now; try again later", self._retry_after_s) from error
         return self._process
 
 

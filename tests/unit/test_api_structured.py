@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,9 @@ async def test_a_check_that_takes_too_long_is_ended_and_the_next_one_runs(tiny_m
     await checker.check("guided_json", Grammar(GrammarKind.JSON_OBJECT))
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
     checker._check_s = 0.0
-    with pytest.raises(ApiError, match="guided_json: takes more than 0 seconds"):
-        await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(many)))
+    for kind in (Overloaded, ApiError):
+        with pytest.raises(kind, match="takes more than 0 seconds"):
+            await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(many)))
     checker._check_s = 60.0
     await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
 
@@ -178,6 +179,8 @@ async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it
     """Refused, or quick enough on this machine to be served: `engine.grammar.checking` measures that."""
     checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
     try:
+        with suppress(Overloaded):  # the first check may fail
+            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
     except ApiError as refused:
         assert (refused.status, refused.param) == (HTTPStatus.BAD_REQUEST, "guided_regex")  # noqa: PT017
@@ -191,8 +194,62 @@ async def test_a_check_whose_process_dies_refuses_the_grammar(tiny_model_folder:
     process = checker._running()
     process.kill()
     checker._running = lambda: process  # type: ignore[method-assign]
-    with pytest.raises(ApiError, match="takes the compiler down"):
+    for kind in (Overloaded, ApiError):
+        with pytest.raises(kind, match="takes the compiler down"):
+            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+
+
+@pytest.mark.parametrize("failure", [TimeoutError, ConnectionError])
+async def test_a_check_that_fails_once_refuses_no_grammar(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    outcomes: list[Exception | None] = [failure(), None]
+
+    def refusal(grammar: Grammar) -> None:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    monkeypatch.setattr(checker, "_refusal", refusal)
+    with pytest.raises(Overloaded):
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+    for _ in range(2):
+        await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+    assert outcomes == []
+
+
+@pytest.mark.parametrize("failure", [TimeoutError, ConnectionError])
+@pytest.mark.parametrize(("refused_s", "expected"), [(60.0, 2), (0.0, 4)])
+async def test_a_check_that_fails_again_refuses_the_grammar_for_a_time(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception], refused_s: float, expected: int
+) -> None:
+    monkeypatch.setattr(grammar_checker, "REFUSED_S", refused_s)
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    num_checks = 0
+
+    def refusal(grammar: Grammar) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        raise failure
+
+    monkeypatch.setattr(checker, "_refusal", refusal)
+    for kind in (Overloaded, ApiError, ApiError, ApiError):
+        with pytest.raises(kind):
+            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+    assert num_checks == expected
+
+
+@pytest.mark.parametrize("command", ["sleep 60", "false", "/nowhere/python"])
+async def test_a_check_that_does_not_start_refuses_no_grammar(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(grammar_checker, "START_S", 0.05)
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    checker._command = command.split()
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+    assert not checker._known
 
 
 @pytest.mark.slow
