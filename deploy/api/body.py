@@ -51,6 +51,7 @@ class BodyReader:
                         raise refusal
             fields, ignored = parse_body(bytes(body), model, strict=self._settings.unknown_fields == "refuse")
             request.state.ignored_fields = ignored
+            request.state.body_len = len(body)
             return fields
         except TimeoutError as error:
             message = f"body: was not complete within {self._settings.body_timeout_s:g} seconds"

@@ -19,6 +19,7 @@ from cluster.errors import Overloaded
 from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.errors import bad_request
+from router.fair_share import SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +53,23 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         # A thread of its own: waiting checks must not take those that tokenize.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
-        self._num_waiting = 0
+        self.waiting = SharedLimit(MAX_WAITING)
         self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by digest
 
-    async def check(self, field: str, grammar: Grammar) -> None:
+    async def check(self, field: str, grammar: Grammar, tenant: str = "") -> None:
         """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check, or it
         could not be made, or took too long or its process down for the first time. Cancelled, a check that waits is not
         made."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
         refusal = self._verdict(digest)
         if refusal is None:
-            if self._num_waiting >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} calls wait for the check of their grammars", self._retry_after_s)
-            self._num_waiting += 1
+            self.waiting.hold(tenant, 1)
             try:
+                if self.waiting.is_exceeded(tenant, least=1):
+                    raise Overloaded("too many grammars wait for their check; try again later", self._retry_after_s)
                 refusal = await asyncio.get_running_loop().run_in_executor(self._thread, self._learn, digest, grammar)
             finally:
-                self._num_waiting -= 1
+                self.waiting.give_back(tenant, 1)
         if refusal:
             raise bad_request(field, refusal)
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -53,12 +53,15 @@ from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest,
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
 from deploy.api.tenants import NOBODY, Tenant
+from deploy.api.thread_shares import ThreadShares
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.tools import AnswerForm
 from router.fair_share import SharedLimit
 
 T = TypeVar("T")
+
+_INLINE_BYTES = 2000  # of a body whose texts are encoded without a thread
 
 
 class Service:
@@ -81,6 +84,7 @@ class Service:
         self.calls = SharedLimit(settings.max_calls)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
+        self._threads = ThreadShares()
         self._set_tenants()
         self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
@@ -115,7 +119,7 @@ class Service:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants
         self._budgets.set_tenants(tenants.values())
         self._admission.set_tenants(tenants)
-        self.calls.is_shared = self._bodies.held.is_shared = len(tenants) > 1
+        self.calls.is_shared = self._bodies.held.is_shared = self._threads.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
         """Description of the served model; queried once."""
@@ -155,8 +159,8 @@ class Service:
         use = self._form.use_of(fields)
         messages = [message.for_template() for message in fields.messages]
         limit = max_prompt_tokens(info)
-        encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
-        prompt = await self._encoded(encoding, "messages", info)
+        encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=limit)
+        prompt = await self._encoded(request, encode, "messages", info)
         check_prompt(prompt, info)
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
         asked = self._form.grammar(use, opening, grammar_of(fields))
@@ -180,7 +184,10 @@ class Service:
         )
         prompts = []
         for field, one in given.items():
-            prompt = await self._encoded(encode(one), field, info) if isinstance(one, str) else Prompt(tuple(one), field)
+            is_text = isinstance(one, str)
+            prompt = (
+                await self._encoded(request, partial(encode, one), field, info) if is_text else Prompt(tuple(one), field)
+            )
             check_prompt(prompt, info)
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
@@ -190,13 +197,19 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
         fields = await self._bodies.read(request, TokenizeRequest)
-        work = tokenize(fields, self._tokenizer, await self.info(), self._settings)
-        return await self._in_time(request, work)
+        return await self._in_share(request, partial(tokenize, fields, self._tokenizer, await self.info(), self._settings))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         fields = await self._bodies.read(request, DetokenizeRequest)
-        return await self._in_time(request, detokenize(fields, self._tokenizer, await self.info()))
+        return await self._in_share(request, partial(detokenize, fields, self._tokenizer, await self.info()))
+
+    async def _in_share(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+        """As ``_in_time``, within the tenant's share of threads. What a short body asks for is awaited at once."""
+        if request.state.body_len <= _INLINE_BYTES:
+            return await work()
+        tenant: Tenant = getattr(request.state, "tenant", NOBODY)
+        return await self._in_time(request, self._threads.run(tenant.name, work))
 
     async def _in_time(self, request: Request, work: Awaitable[T], advice: str = "send a shorter text") -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""
@@ -207,9 +220,11 @@ class Service:
         except TimeoutError as error:
             raise timed_out(timeout_s, advice) from error
 
-    async def _encoded(self, encoding: Awaitable[tuple[int, ...]], field: str, info: ModelInfo) -> Prompt:
+    async def _encoded(
+        self, request: Request, encode: Callable[[], Awaitable[tuple[int, ...]]], field: str, info: ModelInfo
+    ) -> Prompt:
         try:
-            return Prompt(await encoding, field)
+            return Prompt(await self._in_share(request, encode), field)
         except TextTooLong as error:
             raise prompt_too_long(field, f"more than {error.num_tokens}", info) from error
 
@@ -263,7 +278,9 @@ class Service:
                 "n", f"{num_sequences} sequences exceed the {tenant.max_concurrent} that {tenant.name} may run"
             )
         grammar = (
-            None if asked is None else await self._in_time(request, self._checked(*asked, info), "use simpler grammars")
+            None
+            if asked is None
+            else await self._in_time(request, self._checked(*asked, info, tenant.name), "use simpler grammars")
         )
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}" if responds is None else f"resp_{secrets.token_hex(16)}"
         requests = make_requests(
@@ -326,13 +343,14 @@ class Service:
         self.metrics.on_tokens(commit, num_needed, gap_s)
         self.dashboard.timelines.note(commit, num_needed)
 
-    async def _checked(self, field: str, grammar: Grammar, info: ModelInfo) -> Grammar:
+    async def _checked(self, field: str, grammar: Grammar, info: ModelInfo, tenant: str) -> Grammar:
         """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""
         if self._grammars is None:
             if self._tokenizer.folder is None:
                 raise bad_request(field, "is not supported: the tokenizer was not loaded from a folder")
             self._grammars = GrammarChecker(self._tokenizer.folder, info, self._settings.retry_after_s)
-        await self._grammars.check(field, grammar)
+        self._grammars.waiting.is_shared = self.calls.is_shared
+        await self._grammars.check(field, grammar, tenant)
         return grammar
 
     async def _ask(self, question: Awaitable[T]) -> T:

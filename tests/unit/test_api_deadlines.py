@@ -19,6 +19,7 @@ from deploy.api.tokenizer import Tokenizer
 from tests.support.api import (
     CHAT_TEMPLATE,
     chat_body,
+    completion_body,
     events,
     fast_tokenizer,
     finishing,
@@ -192,7 +193,12 @@ class HeldTokenizer(Tokenizer):
         return super().text_of(token_ids)
 
 
-TOKENIZING = [("/tokenize", {"prompt": "a" * 3000}), ("/detokenize", {"tokens": [5] * 3000})]
+TOKENIZING: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": "a" * 3000}),
+    ("/detokenize", {"tokens": [5] * 3000}),
+    (CHAT, chat_body(messages=[{"role": "user", "content": "a" * 3000}])),
+    ("/v1/completions", completion_body(prompt="a" * 3000)),
+]
 
 
 @pytest.mark.parametrize(("path", "body"), TOKENIZING)

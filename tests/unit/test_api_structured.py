@@ -273,7 +273,7 @@ async def test_a_cancelled_check_is_not_made(tiny_model_folder: Path, monkeypatc
     go_on.set()
     await asyncio.gather(checks[0], checks[2])
     assert made == ["a", "c"]
-    assert checker._num_waiting == 0
+    assert checker.waiting.num_held == 0
 
 
 @pytest.mark.slow
@@ -292,3 +292,24 @@ async def test_too_many_waiting_checks_are_refused(tiny_model_folder: Path, monk
     checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
     with pytest.raises(Overloaded):
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+
+
+async def test_a_tenant_leaves_room_for_the_grammars_of_others(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
+    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    checker.waiting.is_shared = True
+    go_on = threading.Event()
+    monkeypatch.setattr(checker, "_refusal", lambda _: None if go_on.wait(60) else "waited too long")
+
+    def check(source: str, tenant: str) -> asyncio.Task[None]:
+        return asyncio.create_task(checker.check("guided_regex", Grammar(GrammarKind.REGEX, source), tenant))
+
+    greedy = [check(source, "greedy") for source in "abc"]
+    other = check("d", "other")
+    await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
+    go_on.set()
+    outcomes = await asyncio.gather(*greedy, other, return_exceptions=True)
+    assert [type(one) for one in outcomes] == [type(None), type(None), Overloaded, type(None)]
+    assert checker.waiting.num_held == 0
