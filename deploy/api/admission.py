@@ -6,10 +6,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from deploy.api.errors import overloaded
+from deploy.api.errors import ApiError, bad_request, overloaded
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY, Tenant
 from router.fair_share import TokenCounters
+
+
+def too_wide(num_sequences: int, tenant: Tenant) -> ApiError:
+    return bad_request("n", f"{num_sequences} sequences exceed the {tenant.max_concurrent} that {tenant.name} may run")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +40,14 @@ class Admission:
         self.num_running = 0
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """By name; others have no limit of their own, and weight 1."""
+        """By name; others have no limit of their own, and weight 1. Fails the calls that exceed a new limit: one that can
+        never run would block those behind it."""
         self._tenants = tenants
+        for name, calls in list(self._waiting.items()):
+            for call in [one for one in calls if self._is_too_wide(name, one)]:
+                self._remove(name, call)
+                if not call.turn.cancelled():
+                    call.turn.set_exception(self._too_wide(name, call))
         self._counters.weights = {name: tenant.weight for name, tenant in tenants.items()}
         self._admit()
 
@@ -79,6 +89,8 @@ class Admission:
             end()
 
     async def _enter(self, tenant: str, call: _Waiting) -> None:
+        if self._is_too_wide(tenant, call):  # a limit that changed since the call was checked
+            raise self._too_wide(tenant, call)
         is_busy = self.is_busy(call.num_sequences, tenant)
         if is_busy and self.num_queued >= self._settings.max_queued:
             self._displace(tenant)
@@ -139,6 +151,13 @@ class Admission:
     def _may_run(self, tenant: str, num_sequences: int) -> bool:
         most = self._tenants.get(tenant, NOBODY).max_concurrent
         return most is None or self._num_running_of[tenant] + num_sequences <= most
+
+    def _is_too_wide(self, tenant: str, call: _Waiting) -> bool:
+        most = self._tenants.get(tenant, NOBODY).max_concurrent
+        return most is not None and call.num_sequences > most
+
+    def _too_wide(self, tenant: str, call: _Waiting) -> ApiError:
+        return too_wide(call.num_sequences, self._tenants[tenant])
 
     def _remove(self, tenant: str, call: _Waiting) -> None:
         self._waiting[tenant].remove(call)

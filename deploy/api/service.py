@@ -18,7 +18,7 @@ from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import InvalidField, LinkClosed
 from cluster.grammar import Grammar
 from cluster.types import Commit, ModelInfo
-from deploy.api.admission import Admission
+from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope
 from deploy.api.body import BodyReader, field_error
 from deploy.api.budgets import Budgets
@@ -274,9 +274,7 @@ class Service:
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         num_sequences = (fields.n or 1) * len(prompts)
         if tenant.max_concurrent is not None and num_sequences > tenant.max_concurrent:
-            raise bad_request(
-                "n", f"{num_sequences} sequences exceed the {tenant.max_concurrent} that {tenant.name} may run"
-            )
+            raise too_wide(num_sequences, tenant)
         grammar = (
             None
             if asked is None

@@ -11,6 +11,7 @@ from cluster.errors import LinkClosed, Overloaded, Unattainable
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
+from deploy.api.errors import ApiError
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
@@ -246,6 +247,27 @@ async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
         event.set()
     await asyncio.gather(*tasks)
     assert (admission.num_queued, admission.num_running) == (0, 0)
+
+
+async def test_a_waiting_call_that_a_new_limit_excludes_fails_and_blocks_no_other() -> None:
+    admission = _admission(one=Tenant("one", max_concurrent=3))
+    ran: list[int] = []
+
+    async def call(width: int) -> None:
+        async with admission.admitted(width, "one"):
+            ran.append(width)
+
+    async with admission.admitted(1, "one"):
+        tasks = [asyncio.create_task(call(width)) for width in (3, 2)]
+        await asyncio.sleep(0)
+        admission.set_tenants({"one": Tenant("one", max_concurrent=2)})
+        with pytest.raises(ApiError, match="n: 3 sequences exceed the 2 that one may run"):
+            await tasks[0]
+        with pytest.raises(ApiError, match="n: 3 sequences"):  # checked before, arrived after the change
+            await call(3)
+        assert ran == []
+    await asyncio.wait_for(tasks[1], 60)
+    assert (ran, admission.num_queued, admission.num_running) == ([2], 0, 0)
 
 
 async def test_shares_of_the_queue_are_as_the_weights() -> None:
