@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,7 +21,8 @@ class Cached(Generic[T]):
     async def get(self) -> T:
         """Raises what ``ask`` raises. Cancelling a caller does not cancel the query."""
         if self._query is None or (self._query.done() and time.monotonic() >= self._fresh_until_s):
-            self._query = asyncio.create_task(self._answer())
+            # In a context of its own: it belongs to no request, so its log lines carry no request's ids.
+            self._query = asyncio.create_task(self._answer(), context=Context())
             # Retrieves the exception: asyncio would log it if no caller waits.
             self._query.add_done_callback(lambda query: query.cancelled() or query.exception())
         return await asyncio.shield(self._query)

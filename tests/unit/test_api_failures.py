@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from cluster.errors import LinkClosed, Overloaded
+from cluster.logs import RequestIds, current_ids
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.cached import Cached
 from tests.support.api import (
@@ -135,6 +136,18 @@ async def test_those_who_ask_for_the_status_at_once_share_one_answer() -> None:
     release.set()
     assert await asyncio.gather(*others) == [1] * 4
     assert await cached.get() == 1
+
+
+async def test_the_shared_status_belongs_to_no_request() -> None:
+    seen: list[RequestIds | None] = []
+
+    async def ask() -> None:
+        seen.append(current_ids.get())
+
+    ids = current_ids.set(RequestIds("mine", None))
+    await Cached(ask, ttl_s=300.0).get()
+    assert (seen, current_ids.get()) == ([None], RequestIds("mine", None))
+    current_ids.reset(ids)
 
 
 async def test_a_failure_to_get_the_status_is_shared_and_not_kept() -> None:
