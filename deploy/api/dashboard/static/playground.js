@@ -51,7 +51,7 @@ async function play(work) {
 
 function body(drafting) {
   return {
-    model: store.status.model,
+    model: store.known.model,
     messages: [{ role: "user", content: byId("prompt").value }],
     max_tokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),

@@ -28,8 +28,8 @@ export function showPolicy() {
 
 async function ask(policy, seconds) {
   byId("policy-answer").textContent = byId("policy-error").textContent = "";
-  const body = { policy, instead_of: store.status.policy };
   try {
+    const body = { policy, instead_of: store.known.policy };
     await postJson("v1/outrider/policy", seconds === undefined ? body : { ...body, for_s: seconds });
     byId("policy-answer").textContent = policy === null ? "The trial ends." : `The router tries ${policy} now.`;
     byId("sure").checked = false;

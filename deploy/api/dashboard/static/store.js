@@ -1,6 +1,8 @@
 // What the page knows: merged answers of the dashboard's endpoint, and figures derived from them. A poll is answered by any
 // replica of the API: each knows its own requests, drafts and history, and has its own clock. Times here are of the page's clock.
 
+import { Refused } from "./api.js";
+
 const MAX_REQUESTS = 40;
 const MAX_ROUNDS = 600; // of a request
 const MAX_SAMPLES = 600;
@@ -21,6 +23,7 @@ export class Store {
   constructor() {
     this.replicas = new Map(); // by epoch, in the order of their last answers
     this.status = null;
+    this.newest = null; // status that was not null
     this.now = 0;
     this.interval = 2;
     this.requests = new Map();
@@ -38,6 +41,7 @@ export class Store {
     const replica = this.#replicaOf(answer);
     const timed = (one, ...names) => ({ ...one, ...Object.fromEntries(names.map((name) => [name, one[name] === null ? null : one[name] + replica.offset])) });
     this.status = answer.status;
+    this.newest = answer.status ?? this.newest;
     this.interval = answer.interval_s;
     replica.version = answer.version;
     replica.numQueued = answer.num_queued;
@@ -66,6 +70,12 @@ export class Store {
       for (const [key, request] of this.requests) if (request.epoch === epoch) this.requests.delete(key);
     }
     return replica;
+  }
+
+  /** The newest status that is known. Throws Refused if the cluster has not answered yet. */
+  get known() {
+    if (!this.newest) throw new Refused(0, "the cluster does not answer");
+    return this.newest;
   }
 
   get numQueued() {
