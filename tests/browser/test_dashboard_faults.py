@@ -1,6 +1,7 @@
-"""The dashboard while the cluster is away."""
+"""The dashboard while the cluster is away, and after the reader's machine slept."""
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ from tests.support.scripted import ScriptedClient
 from tests.support.settings import API_KEY
 
 pytestmark = pytest.mark.browser
+
+# What the page sees of a sleep: this clock stands still, and the server's goes on.
+SLEEP = "window.slept_ms = 0; const now = performance.now.bind(performance); performance.now = () => now() - window.slept_ms"
 
 
 @contextmanager
@@ -81,4 +85,20 @@ def test_a_cluster_that_never_answered_is_said_to_be_away(chromium: Browser, tmp
         page.locator("#sure").check()
         page.locator("#try").click()
         expect(page.locator("#policy-error")).to_have_text("the cluster does not answer")
+        assert watched.complaints == []
+
+
+def test_plots_go_on_after_a_sleep(chromium: Browser, tmp_path: Path) -> None:
+    with _served(tmp_path) as (url, _), opened(chromium, url, key=None) as watched:
+        page = watched.page
+        page.add_init_script(SLEEP)
+        page.reload()
+        give_key(page, API_KEY)
+        curves = page.locator("path.curve")
+        expect(curves).not_to_have_count(0)
+        page.evaluate("window.slept_ms = 3_600_000")
+        for _ in range(2):  # once the second poll is answered, the first one is shown
+            with page.expect_response(re.compile("/v1/outrider/dashboard")):
+                pass
+        expect(curves).not_to_have_count(0)
         assert watched.complaints == []

@@ -37,7 +37,7 @@ export class Store {
   }
 
   apply(answer) {
-    this.now = performance.now() / 1000;
+    this.now = Date.now() / 1000; // performance.now() stands still while the machine sleeps
     const replica = this.#replicaOf(answer);
     const timed = (one, ...names) => ({ ...one, ...Object.fromEntries(names.map((name) => [name, one[name] === null ? null : one[name] + replica.offset])) });
     this.status = answer.status;
