@@ -79,14 +79,14 @@ class Supervisor:
             self.add_target(name)
         self._drafters |= first_drafters(self._config, running)
 
-    async def ready(self) -> Directory:
-        """Waits until every target is ready or has failed to start; ``reasons`` says why.
+    async def ready(self, every: bool = True) -> Directory:
+        """Waits until every target, or one, is ready or has failed to start; ``reasons`` says why.
 
         Raises:
             ProcessEnded: a target ended before any was ready.
         """
         self.start()
-        while self._starting_targets and self._failed_start is None:
+        while (self._starting_targets if every else self._directory.model is None) and self._failed_start is None:
             await self._wait_change()
         if self._failed_start is not None:
             raise ProcessEnded(self._failed_start)
@@ -211,6 +211,7 @@ class Supervisor:
     async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         self._starting_targets.discard(member.name)
+        self._failed_start = None
         if info.draining and self._config.target.scales and member.name not in (target_name(0), *self._resizer.leaving):
             self._resizer.begin_leaving(member.name)  # as an earlier supervisor had begun
         await self._membership_changed(info.model)
@@ -255,17 +256,17 @@ class Supervisor:
         leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
         version = self._directory.version + 1
         self._directory = replace(self._directory, version=version, model=model, addresses=addresses, leaving=leaving)
+        await self._notify()  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()
         await self._update_router()
-        await self._notify()
 
     async def _send_addresses(self) -> None:
         """To the drafters, once all targets were found again: they close links to targets that are left out."""
         if self._starting_targets:
             return
-        for drafter in tuple(self._pool.drafters.values()):  # they may join and leave meanwhile
-            if drafter.process is not None:
-                await self._call(drafter.process, "set_addresses", self._directory.addresses)
+        # One that starts is told when it is ready.
+        ready = [d.process for d in self._pool.drafters.values() if d.process and d.state is ProcessState.READY]
+        await asyncio.gather(*(self._call(process, "set_addresses", self._directory.addresses) for process in ready))
 
     async def _router_ready(self, member: ManagedProcess, info: Any) -> None:
         await self._update_router()
@@ -339,6 +340,7 @@ class Supervisor:
             self._starting_targets.discard(name)
         else:
             del self._pool.drafters[name], self._drafters[name]
+            self._draining.discard(name)  # another one may get its name
 
     async def members_changed(self) -> None:
         await self._membership_changed(self._directory.model)

@@ -19,6 +19,7 @@ from cluster.config import (
 )
 from cluster.errors import InvalidField
 from deploy.api.settings import ApiSettings
+from router.scaling.report import FleetSize
 from tests.support.supervision import FAST, MODEL, PretendedProcess, PretendedSpawner, eventually
 
 
@@ -123,6 +124,54 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
     after = await asyncio.wait_for(waiting, 10)
     assert after.addresses == ("grpc://node:0", "grpc://node:1")
     await eventually(lambda: ("set_addresses", (after.addresses,)) in spawner.now("ngram").calls)
+
+
+async def test_gateways_hear_of_a_target_before_drafters_that_do_not_answer(
+    spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = FAST.model_copy(update={"health_timeout_ms": 60_000, "start_timeout_s": 60.0})
+    spawn, has_room = spawner.target, asyncio.Event()
+    has_room.set()
+
+    async def spawn_later(name: str) -> Process:
+        await has_room.wait()
+        return await spawn(name)
+
+    monkeypatch.setattr(spawner, "target", spawn_later)
+    supervisor = Supervisor(Config(target=TargetConfig(replicas=2), supervision=patient), spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"target-0", "target-1", "router", "ngram"} <= set(supervisor.pids()))
+        waiting = asyncio.create_task(supervisor.directory(await supervisor.ready()))
+        spawner.now("ngram").silent = True
+        has_room.clear()
+        spawner.now("target-1").die("node lost")
+        await eventually(lambda: supervisor.reasons() == {"target-1": "node lost"})
+        for _ in range(100):
+            await asyncio.sleep(0)
+        has_room.set()
+        assert len((await asyncio.wait_for(waiting, 5)).addresses) == 2
+    finally:
+        spawner.now("ngram").silent = False
+        await supervisor.stop()
+
+
+async def test_a_removed_drafter_does_not_pass_on_that_it_drains(spawner: PretendedSpawner) -> None:
+    drafter = DrafterConfig(name="ngram", options=NgramOptions(), replicas=1, min_replicas=0, max_replicas=1)
+    supervisor = Supervisor(Config(drafters=(drafter,), supervision=FAST), spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"router", "ngram"} <= set(supervisor.pids()))
+        await supervisor.set_draining("ngram", True)
+        assert spawner.now("router").calls[-1] == ("set_draining", (frozenset({"ngram"}),))
+        supervisor.resize(FleetSize(1, {"ngram": 0}))
+        await eventually(lambda: spawner.given_back == ["drafter-ngram"])
+        supervisor.resize(FleetSize(1, {"ngram": 1}))
+        await eventually(lambda: len(spawner.lives["ngram"]) == 2 and "ngram" in supervisor.pids())
+        await supervisor.pool_changed()
+        assert ("set_draining", (frozenset(),)) in spawner.now("router").calls[-2:]
+    finally:
+        await supervisor.stop()
 
 
 async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it_knows_all_targets(
