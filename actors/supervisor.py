@@ -14,6 +14,7 @@ from actors import health
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
+from actors.last_reports import LastReports
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
 from actors.resizer import Resizer, first_drafters, first_targets
@@ -52,6 +53,7 @@ class Supervisor:
         self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = ProcessPool()
+        self._last_reports = LastReports()
         self._drafters: dict[str, DrafterConfig] = {}  # every member of the pool
         self._resizer = Resizer(config, self._pool, self, self._leave)
         self._scaled = ScaleLog()
@@ -118,7 +120,8 @@ class Supervisor:
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
-        return cluster_status(self._config, name, reports, self._drafters, drafters, models, leaving, router, self._scaled)
+        ended, known = self._last_reports.ended, self._drafters
+        return cluster_status(self._config, name, reports, ended, known, drafters, models, leaving, router, self._scaled)
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
@@ -189,6 +192,7 @@ class Supervisor:
             except Exception:
                 # The next spawn finds a process that survived, and its failure kills it again.
                 logger.exception("%s could not be killed", member.name)
+        self._last_reports.end(member.name)
         restart = member.restarts.failed(time.monotonic())
         member.process = member.pid = None
         member.reason = reason
@@ -332,6 +336,7 @@ class Supervisor:
         if member.task is not None:
             member.task.cancel()
             await asyncio.gather(member.task, return_exceptions=True)
+        self._last_reports.end(name)
         await self._end(member)
         await self._spawner.end(name if is_target else drafter_name(name), give_back=True)
         if is_target:
@@ -339,6 +344,7 @@ class Supervisor:
             self._addresses.pop(name, None)
             self._starting_targets.discard(name)
         else:
+            self._last_reports.forget(name)
             del self._pool.drafters[name], self._drafters[name]
             self._draining.discard(name)  # another one may get its name
 
@@ -362,11 +368,16 @@ class Supervisor:
     # ---- helpers
 
     async def _report(self, member: ManagedProcess) -> TargetReport:
-        silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
-        if member.process is None or member.state is not ProcessState.READY:
-            return silent
-        report: TargetReport | None = await self._call(member.process, "report", deadline_s=REPORT_DEADLINE_S)
-        return report or TargetReport(replace(silent.status, state=SILENT))
+        unknown = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
+        process = member.process
+        if process is None or member.state is not ProcessState.READY:
+            return unknown
+        report: TargetReport | None = await self._call(process, "report", deadline_s=REPORT_DEADLINE_S)
+        if report is None:
+            return self._last_reports.of_silent(unknown)
+        if process is member.process:  # it may have ended meanwhile
+            self._last_reports.note(report)
+        return report
 
     async def _call(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         return await health.ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)

@@ -8,7 +8,7 @@ import pytest
 
 from actors.processes import Process, ProcessEnded, ProcessState
 from actors.supervisor import Supervisor
-from actors.target import TargetReport
+from actors.target import DrafterCounts, TargetReport
 from cluster.client import TargetStatus
 from cluster.config import (
     Config,
@@ -224,6 +224,36 @@ async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner
         assert not await supervisor.drain(0.5)  # nobody knows what the silent one still does
     finally:
         spawner.now("target-1").silent = False
+        await supervisor.stop()
+
+
+async def test_no_count_of_a_drafter_falls_when_a_target_is_silent_or_lost_or_leaves(spawner: PretendedSpawner) -> None:
+    """A rate over a count that falls shows all that is left of it as new."""
+    patient = FAST.model_copy(update={"health_timeout_ms": 500})
+    target = TargetConfig(replicas=2, min_replicas=1, max_replicas=2)
+    supervisor = Supervisor(Config(target=target, supervision=patient), spawner)
+
+    async def num_proposed() -> int:
+        return next(one.num_proposed for one in (await supervisor.status()).drafters if one.name == "ngram")
+
+    try:
+        await supervisor.ready()
+        await eventually(lambda: {"ngram", "router"} <= set(supervisor.pids()))
+        assert await num_proposed() == 40 + 40
+        spawner.now("target-1").silent = True
+        assert await num_proposed() == 80
+        assert [target.num_waiting for target in (await supervisor.status()).targets] == [2, 2]
+        spawner.now("target-1").silent = False
+        spawner.now("target-1").die("killed")
+        await eventually(lambda: len(spawner.lives["target-1"]) == 2 and "target-1" in supervisor.pids())
+        assert await num_proposed() == 80 + 40
+        idle = TargetStatus("target-1", "ready", 0, 0, 10, 10, 0.0, 0.0)
+        spawner.now("target-1").report = TargetReport(idle, (DrafterCounts("ngram", 0, 50, 30, None),))
+        assert await num_proposed() == 80 + 50
+        supervisor.resize(FleetSize(1))
+        await eventually(lambda: spawner.given_back == ["target-1"])
+        assert await num_proposed() == 80 + 50
+    finally:
         await supervisor.stop()
 
 
