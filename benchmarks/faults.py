@@ -64,8 +64,8 @@ def run(options: BenchOptions) -> BenchResult:
     - ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, and
       ``target.start_cpu_s``, the processor time of the new process until then; ``handshake.secret_overheard``;
     - ``num_wrong_tokens``, of streams whose text differs;
-    - of the rows of the fault table, each 20 times (once if quick): ``num_rows``; ``least_times``, of the row with the fewest
-      runs; ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at
+    - of the rows of the fault table, each 20 times (once if quick): ``num_rows``; ``least_times``, how often the rarest was
+      measured; ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at
       least 1.5 s.
 
     SIGINT ends the repetitions when the rows under way have ended, and what was measured is reported. All rows are repeated
