@@ -34,7 +34,6 @@ EVERYTHING: dict[str, Any] = {
         "redisPassword": {"name": "redis", "key": "password"},
         "externalStorageNamespace": "outrider",
     },
-    "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "clusterUpgradeOptions": {"gatewayClassName": "istio"}},
     "service": {"annotations": {"example.com/internal": "true"}},
     "common": {"containerEnv": [{"name": "OUTRIDER_CPU", "value": "avx2"}], "podLabels": {"team": "inference"}},
     "worker": {
@@ -71,6 +70,9 @@ EVERYTHING: dict[str, Any] = {
         'apiVersion: v1\nkind: Secret\nmetadata:\n  name: {{ include "outrider.name" . }}-more\nstringData: {a: b}',
     ],
 }
+INCREMENTAL: dict[str, Any] = {
+    "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "clusterUpgradeOptions": {"gatewayClassName": "istio"}}
+}
 KINDS = (
     "ConfigMap",
     "NetworkPolicy",
@@ -91,7 +93,7 @@ def everything() -> list[Manifest]:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, EVERYTHING, {"networkPolicy": {"enabled": False}, "autoscaling": {"enabled": False}}]
+    "values", [{}, EVERYTHING, INCREMENTAL, {"networkPolicy": {"enabled": False}, "autoscaling": {"enabled": False}}]
 )
 def test_all_manifests_are_valid(values: dict[str, Any]) -> None:
     manifests = render(values)
@@ -207,11 +209,47 @@ def test_the_certificate_of_the_docs_is_that_of_the_pods() -> None:
 
 def test_only_the_gateway_is_served() -> None:
     """KubeRay's service selects all ready workers, so that the port's name must tell them apart."""
-    service = only(render(), "RayService")
-    assert service["spec"]["serveService"]["spec"]["ports"] == [{"name": "serve", "port": 8000, "targetPort": "serve"}]
+    service = only(render({"service": {"port": 80}}), "RayService")
+    assert service["spec"]["serveService"]["spec"]["ports"] == [{"name": "serve", "port": 80, "targetPort": "serve"}]
     workers = pod_templates(service)[1:]
-    serving = [t["metadata"]["labels"]["outrider/role"] for t in workers if "serve" in _ports(t)]
-    assert serving == ["gateway"]
+    assert [_role(template) for template in workers if "serve" in _ports(template)] == ["gateway"]
+    assert [_role(template) for template in workers if not _is_ready_on_its_own(template)] == ["gateway"]
+
+
+def test_an_incremental_upgrade_serves_only_the_gateway() -> None:
+    """KubeRay ignores `serveService` there: its own service selects all ready workers, by the number of the port."""
+    service = only(render(INCREMENTAL), "RayService")
+    assert "serveService" not in service["spec"]
+    head, *workers = pod_templates(service)
+    assert [port["containerPort"] for port in head["spec"]["containers"][0]["ports"] if port["name"] == "serve"] == [8000]
+    assert [_role(template) for template in workers if _is_ready_on_its_own(template)] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({}, "Service demo, port 8000"), (INCREMENTAL, "get gateway/demo-gateway")], ids=["new", "steps"]
+)
+def test_the_notes_name_what_clients_reach(values: dict[str, Any], words: str) -> None:
+    with helm.Chart.load(CHART) as chart:
+        rendered = chart.render(values, name="demo", namespace="llm")
+    notes = rendered["outrider/templates/NOTES.txt"]
+    assert words in notes
+    assert ("Service demo" in notes) is ("serveService" in only(render(values), "RayService")["spec"])
+    (selector,) = re.findall(r"--selector (\S+)", notes)
+    wanted = dict(part.split("=") for part in selector.split(","))
+    assert [_role(t) for t in pod_templates(only(render(values), "RayService")) if _matches(wanted, t)] == ["gateway"]
+
+
+def _role(template: Manifest) -> str:
+    return str(template["metadata"]["labels"]["outrider/role"])
+
+
+def _matches(labels: dict[str, str], template: Manifest) -> bool:
+    return labels.items() <= template["metadata"]["labels"].items()
+
+
+def _is_ready_on_its_own(template: Manifest) -> bool:
+    """Whether Ray's agent alone makes it ready."""
+    return "/api/healthz" in json.dumps(template["spec"]["containers"][0]["readinessProbe"])
 
 
 def _ports(template: Manifest) -> set[str]:
@@ -227,15 +265,20 @@ def test_network_policies_let_dns_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gcs", "expected"), [(False, {"target": 2, "gateway": 1, "head": 1}), (True, {"target": 2, "gateway": 1})]
+    ("values", "expected"),
+    [
+        ({}, {"target": 2, "head": 1}),
+        ({"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"}}, {"target": 2}),
+        ({"additionalWorkerGroups": {"gateway": {"minReplicas": 3}}}, {"target": 2, "gateway": 2, "head": 1}),
+        (INCREMENTAL | {"additionalWorkerGroups": {"gateway": {"minReplicas": 3}}}, {"gateway": 2, "head": 1}),
+    ],
+    ids=["plain", "gcs", "gateways", "steps"],
 )
-def test_disruption_budgets(gcs: bool, expected: dict[str, int]) -> None:
-    """One replica less than there are at least, so that nodes can be drained; a head that can come back needs none."""
-    values = {
-        "worker": {"replicas": 4, "minReplicas": 3, "maxReplicas": 5},
-        "gcsFaultTolerance": {"enabled": gcs, "redisAddress": "redis:6379"},
-    }
-    budgets = [m["spec"] for m in render(values) if m["kind"] == "PodDisruptionBudget"]
+def test_disruption_budgets(values: dict[str, Any], expected: dict[str, int]) -> None:
+    """One replica less than there are at least, so that nodes can be drained; a head that can come back needs none, and
+    pods that are never ready have none, since it would not protect them."""
+    manifests = render(values | {"worker": {"replicas": 4, "minReplicas": 3, "maxReplicas": 5}})
+    budgets = [m["spec"] for m in manifests if m["kind"] == "PodDisruptionBudget"]
     assert {b["selector"]["matchLabels"]["outrider/role"]: b["minAvailable"] for b in budgets} == expected
 
 
