@@ -3,22 +3,23 @@
 import json
 import re
 import shutil
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import helm_python as helm
-import promql_parser
 import pytest
 import yaml
 
 from cluster.config import load
 from cluster.transport.tls import NODE_NAME
 from deploy.api.metric_table import METRICS
-from deploy.grafana import dashboard
+from deploy.grafana import CLUSTER, dashboard
 from deploy.k8s.render import values_for
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import CHART, ROOT, Manifest, documents, only, pod_templates, problems, render, typos
-from tests.support.metrics import exported
+from tests.support.queries import faults
 
 EVERYTHING: dict[str, Any] = {
     "modelSpec": {"config": {"model": {"name": "/models/big"}}, "volume": {"claimName": "models", "mountPath": "/models"}},
@@ -38,6 +39,7 @@ EVERYTHING: dict[str, Any] = {
     "common": {"containerEnv": [{"name": "OUTRIDER_CPU", "value": "avx2"}], "podLabels": {"team": "inference"}},
     "worker": {
         "replicas": 3,
+        "minReplicas": 2,
         "maxReplicas": 8,
         "nodeSelector": {"gpu": "h100"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
@@ -244,7 +246,7 @@ def _role(template: Manifest) -> str:
 
 
 def _matches(labels: dict[str, str], template: Manifest) -> bool:
-    return labels.items() <= template["metadata"]["labels"].items()
+    return labels.items() <= dict(template["metadata"]["labels"]).items()
 
 
 def _is_ready_on_its_own(template: Manifest) -> bool:
@@ -254,6 +256,114 @@ def _is_ready_on_its_own(template: Manifest) -> bool:
 
 def _ports(template: Manifest) -> set[str]:
     return {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+
+
+GROUPS: dict[str, Any] = {
+    "worker": {"replicas": 2, "minReplicas": 2, "maxReplicas": 2},
+    "additionalWorkerGroups": {
+        "gateway": {"minReplicas": 2},
+        "drafters": {"replicas": 2, "minReplicas": 2, "maxReplicas": 2, "labels": {}, "resources": {}},
+    },
+    "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"},
+    "podMonitor": {"enabled": True},
+}
+ALL = {"head", "target", "gateway", "drafters"}
+SELECTED = {
+    "PodDisruptionBudget demo-target": {"target"},
+    "PodDisruptionBudget demo-gateway": {"gateway"},
+    "PodDisruptionBudget demo-drafters": {"drafters"},
+    "NetworkPolicy demo": ALL,
+    "NetworkPolicy demo-clients": {"gateway"},
+    "NetworkPolicy demo-head": {"head"},
+    "NetworkPolicy demo-redis": ALL,
+    "PodMonitor demo": ALL,
+    "PodMonitor demo: serve": {"gateway"},
+    "PodMonitor demo: metrics": ALL,
+}
+OWN = {"app.kubernetes.io/name": "outrider", "app.kubernetes.io/instance": "demo"}
+# Ports by which pods that are not of the release may reach it.
+OPEN = {8000: {"gateway"}, 8080: ALL, 8265: {"head"}}
+
+
+def selected(manifests: list[Manifest]) -> dict[str, set[str]]:
+    """Roles of the pods that each selector takes, among those of the release and of others."""
+    found = {}
+    for manifest, selector in selectors(manifests):
+        name = f"{manifest['kind']} {manifest['metadata']['name']}"
+        taken = [pod for pod in pods_beside_others(manifests) if _matches(selector, pod)]
+        found[name] = set(map(_whose, taken))
+        for endpoint in manifest["spec"].get("podMetricsEndpoints", ()):
+            kept = [pod for pod in taken if endpoint["port"] in _ports(pod) and _is_kept(endpoint, pod)]
+            found[f"{name}: {endpoint['port']}"] = set(map(_whose, kept))
+    return found
+
+
+def selectors(manifests: list[Manifest]) -> Iterator[tuple[Manifest, dict[str, str]]]:
+    """Of pods, each with its manifest."""
+    for manifest in manifests:
+        if manifest["kind"] in ("NetworkPolicy", "PodDisruptionBudget", "PodMonitor"):
+            field = "podSelector" if manifest["kind"] == "NetworkPolicy" else "selector"
+            yield manifest, manifest["spec"][field]["matchLabels"]
+
+
+def pods_beside_others(manifests: list[Manifest]) -> list[Manifest]:
+    """The pods of the release; and of each, one of another application and one of another release."""
+    pods = pod_templates(only(manifests, "RayService"))
+    others = [pod | {"metadata": {"labels": pod["metadata"]["labels"] | {key: "other"}}} for pod in pods for key in OWN]
+    return pods + others
+
+
+def _whose(pod: Manifest) -> str:
+    return _role(pod) if _matches(OWN, pod) else "another's"
+
+
+def _is_kept(endpoint: Manifest, pod: Manifest) -> bool:
+    """By the rules of the endpoint about labels of pods."""
+    labels = {re.sub(r"\W", "_", key): value for key, value in pod["metadata"]["labels"].items()}
+    label = "__meta_kubernetes_pod_label_"
+    rules = [rule for rule in endpoint.get("relabelings", ()) if str(rule.get("sourceLabels", [""])[0]).startswith(label)]
+    return all(labels.get(rule["sourceLabels"][0].removeprefix(label), "") == rule["regex"] for rule in rules)
+
+
+def opened(manifests: list[Manifest]) -> dict[int, set[str]]:
+    """By port, roles of the pods that others than pods of the release may reach there."""
+    found = defaultdict[int, set[str]](set)
+    pods = pod_templates(only(manifests, "RayService"))
+    for policy in (m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"):
+        taken = {_role(pod) for pod in pods if _matches(policy["podSelector"]["matchLabels"], pod)}
+        for rule in policy.get("ingress", ()):
+            if rule["from"] != [{"podSelector": {"matchLabels": OWN}}]:
+                for port in rule["ports"]:
+                    found[port["port"]] |= taken
+    return dict(found)
+
+
+def test_selectors_take_the_pods_that_they_are_meant_for() -> None:
+    manifests = render(GROUPS)
+    assert [selected(manifests), opened(manifests)] == [SELECTED, OPEN]
+
+
+@pytest.mark.parametrize("fault", ["key", "value", "missing"])
+def test_a_fault_in_a_selector_is_found(fault: str) -> None:
+    """In each label of each selector, one at a time."""
+    manifests = render(GROUPS)
+    for manifest, labels in selectors(manifests):
+        for key, value in list(labels.items()):
+            del labels[key]
+            labels |= {"key": {f"{key}x": value}, "value": {key: f"{value}x"}, "missing": {}}[fault]
+            assert [selected(manifests), opened(manifests)] != [SELECTED, OPEN], (manifest["metadata"]["name"], key)
+            labels.pop(f"{key}x", None)
+            labels[key] = value
+    assert [selected(manifests), opened(manifests)] == [SELECTED, OPEN]
+
+
+@pytest.mark.parametrize(("old", "new"), [("_outrider_role]", "_outrider_rol]"), ("regex: gateway", "regex: gatewy")])
+def test_a_fault_in_the_pod_monitor_is_found(tmp_path: Path, old: str, new: str) -> None:
+    shutil.copytree(CHART, chart := tmp_path / "chart")
+    file = chart / "templates" / "monitoring.yaml"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    assert selected(render(GROUPS, chart)) != SELECTED
 
 
 def test_network_policies_let_dns_through() -> None:
@@ -324,17 +434,13 @@ def with_variables(query: str) -> str:
     return query.replace("$__rate_interval", "5m").replace("$gpu_hour", "2.5").replace("$cpu_hour", "0.04")
 
 
-def unknown_series(query: str) -> set[str]:
-    """Raises ValueError: the query is no PromQL."""
-    return set(re.findall(r"outrider_\w+", promql_parser.parse(query).prettify())) - exported()
-
-
-def test_queries_name_metrics_that_exist() -> None:
+def test_queries_select_series_that_exist() -> None:
     panels = json.loads(dashboard())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    assert len(queries) > len(METRICS)
-    for query in [*(with_variables(query) for query in queries), *(alert["expr"] for alert in alerts())]:
-        assert unknown_series(query) == set()
+    targets = [target for panel in panels for target in panel.get("targets", ())]
+    assert len(targets) > len(METRICS)
+    queries = [(with_variables(target["expr"]), target["legendFormat"]) for target in targets]
+    queries += [(alert["expr"], alert["summary"]) for alert in alerts()]
+    assert [(query, found) for query, legend in queries if (found := faults(query, legend))] == []
 
 
 def test_queries_use_variables_that_the_dashboard_has() -> None:
@@ -345,10 +451,44 @@ def test_queries_use_variables_that_the_dashboard_has() -> None:
     assert used <= names
 
 
+@pytest.mark.parametrize(
+    ("alert", "old", "new"),
+    [
+        ("OutriderDown", "max(outrider_cluster_up)", "max(outrder_cluster_up)"),
+        ("OutriderDown", "absent(outrider_cluster_up)", "absent(outrider_cluster_upp)"),
+        ("OutriderOverloaded", "outrider_requests_total", "outrider_requests_totl"),
+        ("OutriderOverloaded", "status=", "stauts="),
+        ("OutriderOverloaded", '"429"', '"492"'),
+        ("OutriderOverloaded", "status=", "endpoint="),
+        ("OutriderErrors", '"error"', '"eror"'),
+        ("OutriderErrors", "outrider_choices_finished_total", "outrider_requests_total"),
+        ("OutriderLowAcceptance", "by (drafter)", "by (drafterr)"),
+        ("OutriderTargetDown", "by (ray_io_cluster, target)", "by (target)"),
+        ("OutriderObjectivesMissed", 'outcome="missed"', 'outcome="miss"'),
+    ],
+)
+def test_a_typo_in_an_alert_is_found(alert: str, old: str, new: str) -> None:
+    (expr,) = [one["expr"] for one in alerts() if one["alert"] == alert]
+    assert faults(expr) == []
+    assert faults(expr.replace(old, new, 1)) != []
+
+
 def test_a_typo_in_a_query_is_found() -> None:
-    assert unknown_series("sum(rate(outrider_requests_totl[5m]))") == {"outrider_requests_totl"}
+    assert faults("sum by (target) (outrider_target_ready)", "{{tarket}}") != []
+    assert faults("sum by (target) (outrider_target_ready)", "{{ $labels.drafter }} is not ready") != []
+    assert faults("histogram_quantile(0.5, sum by (slo_class) (rate(outrider_slo_ttft_seconds_bucket[5m])))") != []
+    assert faults("histogram_quantile(0.5, sum by (slo_class, le) (rate(outrider_slo_ttft_seconds_bucket[5m])))") == []
     with pytest.raises(ValueError, match="parenthesis"):
-        unknown_series("sum(rate(outrider_requests_total[5m])")
+        faults("sum(rate(outrider_requests_total[5m])")
+
+
+def test_series_of_two_clusters_are_told_apart() -> None:
+    """During an upgrade the old and the new cluster have targets of the same names."""
+    labels = only(render(EVERYTHING), "PodMonitor")["spec"]["podTargetLabels"]
+    assert CLUSTER in {re.sub(r"\W", "_", label) for label in labels}
+    by_target = [alert["expr"] for alert in alerts() if re.search(r"by \([^)]*\btarget\b", alert["expr"])]
+    assert by_target
+    assert [expr for expr in by_target if re.search(r"by \((?!ray_io_cluster, )", expr)] == []
 
 
 def test_panels_of_timestamps_say_that_they_show_the_time_left() -> None:
