@@ -20,7 +20,7 @@ from cluster.client import ScaleCounts, ScaleEvent
 from cluster.config import Config
 from cluster.drafting_counts import merged
 from router.assignment import drafter_of
-from router.scaling.configured import CostTables, fleet_scaler
+from router.scaling.configured import CostTables, fleet_limits, fleet_scaler
 from router.scaling.policy import FleetScaler
 from router.scaling.report import NOTHING_SERVED, FleetReport, FleetSize, Replicas
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 TARGET = "target"  # name of the targets in events
 MAX_EVENTS = 20
+MACHINES_S = 60.0  # between readings of the machines
 
 Fleet = tuple[Replicas, Mapping[str, Replicas]]
 Machines = Callable[[], Awaitable[Mapping[str, float]]]  # their resources in all, by Ray's names
@@ -139,6 +140,7 @@ class Autoscaler:
         self._clock = clock
         self._loads = LoadReports(config)
         self._scaler: FleetScaler | None = None  # None: no target has told its costs yet
+        self._machines_s = 0.0  # when the machines are read next: they may be lost, and others may join
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -157,6 +159,10 @@ class Autoscaler:
             self._scaler = await self._make_scaler(reports)
             if self._scaler is None:
                 return
+            self._machines_s = now_s + MACHINES_S
+        elif self._config.scaling.hardware == "fixed" and now_s >= self._machines_s:
+            self._scaler.limits = fleet_limits(self._config, await self._machines())
+            self._machines_s = now_s + MACHINES_S
         targets, drafters = fleet = self._processes.fleet()
         size = self._scaler.decide(self._loads.report(now_s, reports, fleet))
         wanted = {name: size.num_drafters.get(name, 0) for name in drafters}

@@ -16,6 +16,7 @@ def cluster_status(
     config: Config,
     model: str,
     reports: Sequence[TargetReport],
+    ended: Mapping[str, DrafterCounts],
     drafters: Mapping[str, DrafterConfig],
     members: Mapping[str, ManagedProcess],
     models: ModelPool,
@@ -24,6 +25,7 @@ def cluster_status(
     scaled: ScaleLog | None = None,
 ) -> ClusterStatus:
     """Args:
+    ended: what targets that have ended had counted of drafters, by drafter.
     drafters: every member of the pool, by name.
     members: the members that have a process of their own.
     router: None: it does not answer.
@@ -31,7 +33,8 @@ def cluster_status(
     leaving, statuses = draining | models.retiring, []
     for name, drafter in drafters.items():
         counts = [one for report in reports for one in report.drafters if one.name == name]
-        statuses.append(_drafter(config, name, drafter, members.get(name), counts, models, name in leaving))
+        past = ended.get(name)
+        statuses.append(_drafter(config, name, drafter, members.get(name), counts, past, models, name in leaving))
     return ClusterStatus(
         model=model,
         policy=router.policy if router is not None else config.router.policy.kind,
@@ -52,18 +55,20 @@ def _drafter(
     drafter: DrafterConfig,
     member: ManagedProcess | None,
     counts: Sequence[DrafterCounts],
+    past: DrafterCounts | None,
     models: ModelPool,
     leaves: bool,
 ) -> DrafterStatus:
     state = member.state if member is not None else ProcessState.READY if counts else ProcessState.STARTING
     replies = [one.reply_s for one in counts if one.reply_s is not None]
+    everything = [*counts, past] if past is not None else counts
     return DrafterStatus(
         name=name,
         kind=drafter.options.kind,
         state=ProcessState.DRAINING if leaves and state is ProcessState.READY else state,
         num_requests=sum(one.num_requests for one in counts),
-        num_proposed=sum(one.num_proposed for one in counts),
-        num_accepted=sum(one.num_accepted for one in counts),
+        num_proposed=sum(one.num_proposed for one in everything),
+        num_accepted=sum(one.num_accepted for one in everything),
         reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
         num_restarts=member.restarts.num_restarts if member is not None else 0,
         reason=member.reason if member is not None and state is not ProcessState.READY else None,
@@ -74,8 +79,8 @@ def _drafter(
         num_loads=models.num_loads.get(name, 0),
         num_evictions=models.num_evictions.get(name, 0),
         num_fallbacks=models.num_fallbacks.get(name, 0),
-        num_unsound=sum(one.num_unsound for one in counts),
-        counts=merged([one.drafts for one in counts]),
+        num_unsound=sum(one.num_unsound for one in everything),
+        counts=merged([one.drafts for one in everything]),
         num_cpus=drafter.resources.reserved[0],
         num_gpus=drafter.resources.reserved[1],
     )

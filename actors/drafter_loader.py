@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -41,6 +41,8 @@ class DrafterLoader:
     def __init__(self, budget: MemoryBudget, min_residence_s: float) -> None:
         self.models = ModelPool(budget.tenants, budget.limits, min_residence_s)
         self._published: tuple[object, ...] = ()
+        self._evict: deque[str] = deque()  # decided, and not done yet
+        self._load: deque[tuple[str, str]] = deque()
 
     def manages(self, name: str) -> bool:
         return name in self.models.num_loads
@@ -54,12 +56,27 @@ class DrafterLoader:
 
     async def run(self, processes: DrafterProcesses, period_s: float) -> None:
         """Evaluates the demand every period, for ever."""
-        for name in [name for name in self.models.num_loads if not self.may_run(name)]:
-            await processes.unload(name)  # an earlier supervisor may have left it running
+        # An earlier supervisor may have left them running.
+        self._evict.extend(name for name in self.models.num_loads if not self.may_run(name))
         while True:
+            try:
+                await self._carry_out(processes)
+                if not self.models.is_settled:
+                    await self._update(processes)
+            except Exception:
+                # Whatever failed, what is decided is done in a later period: without this task nothing would be.
+                logger.exception("drafters are not loaded and evicted in this period: unexpected")
             await asyncio.sleep(period_s)
-            if not self.models.is_settled:
-                await self._update(processes)
+
+    async def _carry_out(self, processes: DrafterProcesses) -> None:
+        while self._evict:
+            logger.info("evicting %s from memory", self._evict[0])
+            await processes.unload(self._evict[0])
+            self._evict.popleft()
+        while self._load:
+            name, device = self._load.popleft()
+            logger.info("loading %s on %s", name, device)
+            processes.load(name)
 
     async def _update(self, processes: DrafterProcesses) -> None:
         reports = await processes.reports()
@@ -71,12 +88,9 @@ class DrafterLoader:
             num_requests.update({one.name: one.num_requests for one in report.drafters})
         demands = {name: LoadDemand(num_requests[name], num_wanting[name]) for name in self.models.num_loads}
         moves = self.models.update(demands, time.monotonic())
-        for name in moves.evict:
-            logger.info("evicting %s from memory", name)
-            await processes.unload(name)
-        for name, device in moves.load:
-            logger.info("loading %s on %s", name, device)
-            processes.load(name)
+        self._evict.extend(moves.evict)
+        self._load.extend(moves.load)
+        await self._carry_out(processes)
         state = (self.models.retiring, self.models.offered(time.monotonic()), self.models.on_fallback)
         if moves or state != self._published:
             self._published = state

@@ -25,6 +25,10 @@ class ProcessEnded(OutriderError):
     """A process ended or does not answer; says why."""
 
 
+class ProcessUnavailable(ProcessEnded):
+    """The connection to it was lost. Whether it has ended is not known."""
+
+
 class Process(Protocol):
     """A running actor. Calls raise ProcessEnded once it is dead."""
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
 from actors.metrics_exchange import MetricsExchange
-from actors.processes import Process, ProcessEnded
+from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from actors.rank import RankActor, RankProcesses
 from actors.ray_groups import Groups, named_actors, named_groups
 from actors.router import ModelChainScheduler, RouterActor
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
+RETRY_S = 1.0  # after a lost connection
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -70,27 +71,39 @@ class RayProcess:
         self._end = self._remote("wait_end")
 
     async def ended(self) -> str:
-        try:
-            while (end := await self._end) is None:
+        while True:
+            try:
+                while (end := await self._end) is None:
+                    self._end = self._remote("wait_end")
+                return str(end)
+            except ActorUnavailableError as error:
+                logger.warning("connected again to a process that has not ended: %s", death_cause(error))
+                await asyncio.sleep(RETRY_S)
                 self._end = self._remote("wait_end")
-            return str(end)
-        except RayActorError as error:
-            return death_cause(error)
-        except RayTaskError as error:
-            return f"{type(error.cause).__name__}: {error.cause}"
+            except RayTaskError as error:
+                return f"{type(error.cause).__name__}: {error.cause}"
+            except RayError as error:
+                return death_cause(error)
 
     async def stalled_s(self) -> float:
-        return float(await self.call("stalled_s"))
+        """Asked again while the connection is lost, which is no sign that the process hangs."""
+        while True:
+            try:
+                return float(await self.call("stalled_s"))
+            except ProcessUnavailable:
+                await asyncio.sleep(RETRY_S)
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
             return await self._remote(method, *args)
-        except RayActorError as error:
-            raise ProcessEnded(death_cause(error)) from error
+        except ActorUnavailableError as error:
+            raise ProcessUnavailable(death_cause(error)) from error
         except RayTaskError as error:
             cause = error.cause
             reason = str(cause) if isinstance(cause, OutriderError) else f"{type(cause).__name__}: {cause}"
             raise ProcessEnded(reason) from error
+        except RayError as error:  # also of a process that was killed for memory, which is no RayActorError
+            raise ProcessEnded(death_cause(error)) from error
 
     def _remote(self, method: str, *args: Any) -> Any:
         ask = getattr(self._handle, method)
@@ -104,7 +117,7 @@ class RayProcess:
             logger.error("an actor is still alive %.0f s after it was killed", KILL_DEADLINE_S)
 
 
-def death_cause(error: RayActorError) -> str:
+def death_cause(error: RayError) -> str:
     """The line of Ray's report that gives the cause of death, else its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith(("The actor died because", "The actor is dead because"))]
@@ -229,11 +242,11 @@ class RayTargets:
         for answer in answered:
             try:
                 report: SlotReport | None = ray.get(answer)
-            except RayActorError:
-                del self._handles[pending[answer]]  # the supervisor starts another one of that name
-                continue
             except RayTaskError as error:
                 logger.warning("%s could not report: %s: %s", pending[answer], type(error.cause).__name__, error.cause)
+                continue
+            except RayError:
+                del self._handles[pending[answer]]  # the supervisor starts another one of that name
                 continue
             if report is not None:
                 reports.append(report)

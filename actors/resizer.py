@@ -129,18 +129,25 @@ class Resizer:
         return Replicas(num_ready, len(staying) - num_ready)
 
     async def _drained(self, name: str) -> None:
-        """Waits until the target has no requests, has ended, or its time is over."""
-        end_s, num_idle = time.monotonic() + self._config.scaling.drain_s, 0
+        """Waits until the target has no requests, has ended, or its time is over, which passes only while another one
+        serves. Without another one it serves on."""
+        end_s, num_idle = None, 0
         while (member := self._pool.targets[name]).state is ProcessState.READY and member.process is not None:
             is_idle = False
-            if any(self._is_ready(other) for other in self._pool.targets if other not in self.leaving):
+            serves_on = not any(self._is_ready(other) for other in self._pool.targets if other not in self.leaving)
+            if serves_on and end_s is not None:
+                logger.warning("%s accepts requests again: no other target is ready", name)
+                await health.ask(member.process, self._config.supervision, "drain", False)
+                end_s = None
+            elif not serves_on:
+                end_s = end_s or time.monotonic() + self._config.scaling.drain_s
                 await health.ask(member.process, self._config.supervision, "drain")
                 statuses = [report.status for report in await self._processes.reports() if report.status.name == name]
                 is_idle = not any(one.num_running + one.num_waiting or one.state == SILENT for one in statuses)
             num_idle = num_idle + 1 if is_idle else 0
             if num_idle > 1:  # what was sent before its gateway knew has been refused by now
                 return
-            if time.monotonic() > end_s:
+            if end_s is not None and time.monotonic() > end_s:
                 logger.warning("%s still has requests after %g s (scaling.drain_s)", name, self._config.scaling.drain_s)
                 return
             await asyncio.sleep(POLL_S)

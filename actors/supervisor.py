@@ -14,6 +14,7 @@ from actors import health
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
+from actors.last_reports import LastReports
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
 from actors.resizer import Resizer, first_drafters, first_targets
@@ -52,6 +53,7 @@ class Supervisor:
         self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = ProcessPool()
+        self._last_reports = LastReports()
         self._drafters: dict[str, DrafterConfig] = {}  # every member of the pool
         self._resizer = Resizer(config, self._pool, self, self._leave)
         self._scaled = ScaleLog()
@@ -79,14 +81,14 @@ class Supervisor:
             self.add_target(name)
         self._drafters |= first_drafters(self._config, running)
 
-    async def ready(self) -> Directory:
-        """Waits until every target is ready or has failed to start; ``reasons`` says why.
+    async def ready(self, every: bool = True) -> Directory:
+        """Waits until every target, or one, is ready or has failed to start; ``reasons`` says why.
 
         Raises:
             ProcessEnded: a target ended before any was ready.
         """
         self.start()
-        while self._starting_targets and self._failed_start is None:
+        while (self._starting_targets if every else self._directory.model is None) and self._failed_start is None:
             await self._wait_change()
         if self._failed_start is not None:
             raise ProcessEnded(self._failed_start)
@@ -118,7 +120,8 @@ class Supervisor:
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
-        return cluster_status(self._config, name, reports, self._drafters, drafters, models, leaving, router, self._scaled)
+        ended, known = self._last_reports.ended, self._drafters
+        return cluster_status(self._config, name, reports, ended, known, drafters, models, leaving, router, self._scaled)
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
@@ -189,6 +192,7 @@ class Supervisor:
             except Exception:
                 # The next spawn finds a process that survived, and its failure kills it again.
                 logger.exception("%s could not be killed", member.name)
+        self._last_reports.end(member.name)
         restart = member.restarts.failed(time.monotonic())
         member.process = member.pid = None
         member.reason = reason
@@ -211,6 +215,7 @@ class Supervisor:
     async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         self._starting_targets.discard(member.name)
+        self._failed_start = None
         if info.draining and self._config.target.scales and member.name not in (target_name(0), *self._resizer.leaving):
             self._resizer.begin_leaving(member.name)  # as an earlier supervisor had begun
         await self._membership_changed(info.model)
@@ -255,17 +260,17 @@ class Supervisor:
         leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
         version = self._directory.version + 1
         self._directory = replace(self._directory, version=version, model=model, addresses=addresses, leaving=leaving)
+        await self._notify()  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()
         await self._update_router()
-        await self._notify()
 
     async def _send_addresses(self) -> None:
         """To the drafters, once all targets were found again: they close links to targets that are left out."""
         if self._starting_targets:
             return
-        for drafter in tuple(self._pool.drafters.values()):  # they may join and leave meanwhile
-            if drafter.process is not None:
-                await self._call(drafter.process, "set_addresses", self._directory.addresses)
+        # One that starts is told when it is ready.
+        ready = [d.process for d in self._pool.drafters.values() if d.process and d.state is ProcessState.READY]
+        await asyncio.gather(*(self._call(process, "set_addresses", self._directory.addresses) for process in ready))
 
     async def _router_ready(self, member: ManagedProcess, info: Any) -> None:
         await self._update_router()
@@ -331,6 +336,7 @@ class Supervisor:
         if member.task is not None:
             member.task.cancel()
             await asyncio.gather(member.task, return_exceptions=True)
+        self._last_reports.end(name)
         await self._end(member)
         await self._spawner.end(name if is_target else drafter_name(name), give_back=True)
         if is_target:
@@ -338,7 +344,9 @@ class Supervisor:
             self._addresses.pop(name, None)
             self._starting_targets.discard(name)
         else:
+            self._last_reports.forget(name)
             del self._pool.drafters[name], self._drafters[name]
+            self._draining.discard(name)  # another one may get its name
 
     async def members_changed(self) -> None:
         await self._membership_changed(self._directory.model)
@@ -360,11 +368,16 @@ class Supervisor:
     # ---- helpers
 
     async def _report(self, member: ManagedProcess) -> TargetReport:
-        silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
-        if member.process is None or member.state is not ProcessState.READY:
-            return silent
-        report: TargetReport | None = await self._call(member.process, "report", deadline_s=REPORT_DEADLINE_S)
-        return report or TargetReport(replace(silent.status, state=SILENT))
+        unknown = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
+        process = member.process
+        if process is None or member.state is not ProcessState.READY:
+            return unknown
+        report: TargetReport | None = await self._call(process, "report", deadline_s=REPORT_DEADLINE_S)
+        if report is None:
+            return self._last_reports.of_silent(unknown)
+        if process is member.process:  # it may have ended meanwhile
+            self._last_reports.note(report)
+        return report
 
     async def _call(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         return await health.ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)

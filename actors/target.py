@@ -221,9 +221,9 @@ class TargetActor(LoopActor):
         """For decisions about numbers of replicas; only after ``start``."""
         return CostTables.of(self._cost, self._member_costs)
 
-    def drain(self) -> None:
-        """Accept no more requests."""
-        self._loop.drain()
+    def drain(self, drains: bool = True) -> None:
+        """Accept no more requests but those of a lost target, or accept them again."""
+        self._loop.drain(drains)
 
 
 def first_table(config: Config) -> RoutingTable:

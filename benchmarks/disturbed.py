@@ -38,6 +38,7 @@ class Disturbed:
     killed_s: float
     answers: list[TimedAnswer] = field(default_factory=list)
     recovery_s: float = 0.0
+    arrived: list[TimedAnswer] = field(default_factory=list)  # to requests that came with the fault
 
     @property
     def max_gap_s(self) -> float:
@@ -109,9 +110,17 @@ class DisturbedServer:
         return checked(await run_streams(self.target.ask, asks, len(asks)))
 
     async def disturbed(
-        self, asks: Sequence[LoadRequest], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
+        self,
+        asks: Sequence[LoadRequest],
+        injure: Callable[[], object],
+        recovered: Callable[[Metrics], bool],
+        arriving: Sequence[LoadRequest] = (),
     ) -> Disturbed:
-        """Runs streams, injects the fault once all of them flow, and sends further requests until ``recovered``."""
+        """Runs streams, injects the fault once all of them flow, and sends further requests until ``recovered``.
+
+        Args:
+            arriving: of two requests the first is sent when the fault begins, the second when it has been injected.
+        """
         async with self._http() as client, asyncio.timeout(DEADLINE_S):
             flowing = {ask.id: asyncio.Event() for ask in asks}
 
@@ -124,12 +133,17 @@ class DisturbedServer:
             try:
                 await asyncio.gather(*(flows.wait() for flows in flowing.values()))
                 outcome = Disturbed(killed_s=time.monotonic())
+                arrived = [asyncio.create_task(self.target.ask(ask)) for ask in arriving[:1]]
+                tasks += arrived
                 await asyncio.to_thread(injure)
+                arrived += [asyncio.create_task(self.target.ask(ask)) for ask in arriving[1:]]
+                tasks += arrived[1:]
                 tasks.append(asyncio.create_task(self._further_requests(asks, streams)))
                 while not await asyncio.to_thread(recovered, await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
                     await asyncio.sleep(RECOVERY_POLL_S)
                 outcome.recovery_s = time.monotonic() - outcome.killed_s
                 outcome.answers = await streams
+                outcome.arrived = [await one for one in arrived]
             finally:
                 for task in tasks:
                     task.cancel()

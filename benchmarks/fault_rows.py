@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
 from benchmarks.injections import ACTORS
@@ -26,6 +28,8 @@ from benchmarks.server import ServerProcess
 from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
 from deploy.local_ray import free_port
 
+NUM_ARRIVING = 2  # requests that come with a fault
+REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # a clear answer, after which a client tries again
 SHOWN = (50, 99)  # percentiles of recoveries
 STALL_S = 3.0  # shorter than the silence after which a link counts as down
 TARGETS = {"replicas": 2, "resources": Resources(cpus=0.25, gpus=0, threads=1)}
@@ -61,6 +65,9 @@ class RowResult:
             self.complaints += left
             for undisturbed, answer in zip(plain, run.answers, strict=True):
                 self._judge(undisturbed, answer)
+            for undisturbed, answer in zip(plain, run.arrived, strict=False):
+                if answer.status not in REFUSED:
+                    self._judge(undisturbed, answer)
 
     def not_recovered(self, num_streams: int, reason: str) -> None:
         with self._lock:
@@ -175,7 +182,7 @@ class FaultRows(DisturbedServer):
             is_back = self._is_replaced(row.replaces, before) and (routes is None or routes(metrics))
             return is_fresh and is_back and self.is_linked() and self.all_ready()
 
-        return await self.disturbed(asks, injure, recovered)
+        return await self.disturbed(asks, injure, recovered, asks[:NUM_ARRIVING])
 
     def _is_replaced(self, actor: str | None, before: set[psutil.Process]) -> bool:
         if actor is None:
@@ -204,6 +211,12 @@ class FaultRows(DisturbedServer):
                 time.sleep(POLL_S)
         raise FaultBenchFailed(f"no status after {DEADLINE_S:g} s: {self.server.last_words()}")
 
+    def _open_calls(self) -> float:
+        with self.server.client() as client:
+            metrics = client.get("/metrics").text
+        samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == "outrider_requests_in_flight")
+
     def _leaked(self) -> list[str]:
         """What an idle server must not have; the status is a second old, so it is asked until nothing is left."""
         left: list[str] = []
@@ -216,10 +229,18 @@ class FaultRows(DisturbedServer):
         return left
 
     def _left(self) -> Iterator[str]:
-        for target in self._status()["targets"]:
+        status = self._status()
+        for target in status["targets"]:
+            if target["state"] != "ready":
+                yield f"{target['name']} is {target['state']}, so that nobody knows what it holds"
             held, live = target["num_blocks"] - target["num_free_blocks"], target["num_running"] + target["num_waiting"]
             if held or live:
                 yield f"{target['name']} idle: {held} blocks, {live} requests"
+        for drafter in status["drafters"]:
+            if drafter["num_requests"]:
+                yield f"{drafter['name']} idle: {drafter['num_requests']} requests"
+        if open_calls := self._open_calls():
+            yield f"the API idle: {open_calls:g} calls in progress"
         for actor, num in self._num_processes.items():
             if (found := len(self.server.workers(actor))) != num:
                 yield f"{found} processes of {actor}, not {num}"

@@ -7,6 +7,7 @@ same time: those of `benchmarks.local_rows`, and one of `benchmarks.node_rows`, 
 
 import asyncio
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,14 +56,17 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures:
 
     - ``identical_fraction``, over the streams whose target was not killed;
-    - ``num_lost``: processes that ended without being killed, and streams that ended with an error that no promise allows;
+    - ``num_lost``: processes that ended without being killed, and streams that ended with an error that no promise allows,
+      of requests that came before or with the fault;
     - ``max_gap_s`` and ``recovery_s`` of a killed drafter;
     - ``router.*``: of a router killed while the state folder is locked;
     - ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
     - ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, and
       ``target.start_cpu_s``, the processor time of the new process until then; ``handshake.secret_overheard``;
-    - of the rows of the fault table, each 20 times (once if quick): ``num_wrong_tokens``, of streams whose text differs;
-      ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at least 1.5 s.
+    - ``num_wrong_tokens``, of streams whose text differs;
+    - of the rows of the fault table, each 20 times (once if quick): ``num_rows``; ``least_times``, how often the rarest was
+      measured; ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at
+      least 1.5 s.
 
     SIGINT ends the repetitions when the rows under way have ended, and what was measured is reported. All rows are repeated
     in turn, so that a shorter run has each as often, give or take one.
@@ -241,6 +245,9 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         "supervisor": outcome.supervisor,
     }
     same = {name: run.identical_fraction(plain) for name, run in kept.items()}
+    pairs = [(one, answer) for run in kept.values() for one, answer in zip(plain, run.answers, strict=True)]
+    ended = [answer.error for _, answer in pairs if answer.error is not None]
+    num_wrong_tokens = sum(one.num_tokens for one, answer in pairs if answer.error is None and answer.text != one.text)
     undisturbed_gap_s = Disturbed(0.0, list(plain)).max_gap_s
     whats = {
         "drafter": "a drafter is killed",
@@ -252,8 +259,10 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         bench="faults",
         figures={
             "identical_fraction": min(same.values()),
-            "num_lost": len(outcome.lost) + len(rows_lost) + sum(row.num_lost for row in rows),
-            "num_wrong_tokens": sum(row.num_wrong_tokens for row in rows),
+            "num_lost": len(outcome.lost) + len(rows_lost) + len(ended) + sum(row.num_lost for row in rows),
+            "num_wrong_tokens": num_wrong_tokens + sum(row.num_wrong_tokens for row in rows),
+            "num_rows": len(rows),
+            "least_times": min((len(row.runs) for row in rows), default=0),
             "num_leaked": sum(row.num_leaked for row in rows),
             "num_resumed": sum(row.num_resumed for row in rows),
             "max_gap_s": outcome.drafter.max_gap_s,
@@ -295,6 +304,12 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         ),
         notes=(
             *(f"ended and was not killed: {name}" for name in (*outcome.lost, *rows_lost)),
+            *(f"a stream of the first server ended: {error}" for error in ended),
+            *(
+                ("not measured without redis-server: redis_lost, machine_lost, gcs_lost",)
+                if not shutil.which("redis-server")
+                else ()
+            ),
             *(f"{row.name}: {text}" for row in rows for text in row.complaints),
             *(f"the status says: {note}" for note in outcome.state_notes),
             *(f"a stream whose target was killed ends with: {text}" for text in _errors(target)[:1]),

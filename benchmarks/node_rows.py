@@ -29,6 +29,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_worker_niceness": "0",  # as of every deployment: at 15 they wait for minutes beside the other servers
     **ENVIRONMENT,
 }
 

@@ -11,6 +11,7 @@ PREFIX = "outrider_"
 WIDTH, HEIGHT = 12, 8  # of a panel; a row of the grid has 24 columns
 RANGE = "[$__rate_interval]"
 TIMESTAMP_TITLES = {"tls_not_after_timestamp_seconds": "Time until a certificate for links expires"}  # by metric
+CLUSTER = "ray_io_cluster"  # the label by which the PodMonitor tells two clusters apart during an upgrade; else empty
 QUANTILES = ("0.5", "0.95", "0.99")
 
 
@@ -189,7 +190,8 @@ def _panel(metric: Metric) -> dict[str, Any]:
         title, text = TIMESTAMP_TITLES[metric.name], f"Seconds until the first of these expires: {what}"
         queries = [(f"min{by} ({name}) - time()", legend or "time left")]
     elif metric.kind == "gauge":
-        queries = [(f"{'avg' if metric.mean else 'sum'}{by} ({name})", legend or "value")]
+        by = f" by ({', '.join((*metric.labels, CLUSTER))})"
+        queries = [(f"{'avg' if metric.mean else 'sum'}{by} ({name})", f"{legend or 'value'} {{{{{CLUSTER}}}}}")]
     else:
         labels = ", ".join((*metric.labels, "le"))
         buckets = f"sum by ({labels}) (rate({name}_bucket{RANGE}))"

@@ -91,18 +91,34 @@ class ClusterReplica:
         return ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
 
     def _find(self) -> tuple[Deployment, Directory] | None:
-        """A running deployment of this configuration. Another one is ended."""
-        try:
-            supervisor = self._supervisor()
-            deployment: Deployment = ray.get(supervisor.deployment.remote(), timeout=ANSWER_S)
-            if deployment.source == self._source:
-                directory: Directory = ray.get(supervisor.ready.remote(), timeout=ANSWER_S)
-                return deployment, directory
-            logger.warning("the configuration has changed, so that targets and drafters are started again")
-        except ValueError:  # there is no supervisor
-            pass
-        except (RayActorError, RayTaskError, GetTimeoutError) as error:
-            logger.warning("the supervisor does not answer, so that targets and drafters are started again: %s", error)
+        """A running deployment of this configuration, of which a target is ready. Another one is ended.
+
+        The node of the supervisor may be lost with this replica's, while targets serve on: it is waited for, as long as a
+        start may take.
+        """
+        end_s = time.monotonic() + self._config.supervision.start_timeout_s
+        while True:
+            try:
+                supervisor = self._supervisor()
+                deployment: Deployment = ray.get(supervisor.deployment.remote(), timeout=ANSWER_S)
+                if deployment.source == self._source:
+                    directory: Directory = ray.get(supervisor.ready.remote(every=False), timeout=ANSWER_S)
+                    return deployment, directory
+                logger.warning("the configuration has changed, so that targets and drafters are started again")
+                break
+            except ValueError:  # there is no supervisor
+                break
+            except RayTaskError as error:
+                logger.warning("no target started, so that targets and drafters are started again: %s", error)
+                break
+            except (RayActorError, GetTimeoutError) as error:
+                if time.monotonic() > end_s:
+                    logger.warning(
+                        "the supervisor does not answer, so that targets and drafters are started again: %s", error
+                    )
+                    break
+                logger.warning("waiting for the supervisor: %s", error)
+                time.sleep(NODES_POLL_S)
         self._clear()
         return None
 

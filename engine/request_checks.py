@@ -30,7 +30,7 @@ def refusal(
     refused = None if grammar is None or grammars is None else grammars.refusal(grammar)
     if request.id in sequences:
         error = f"request {request.id} is live already"
-    elif draining:
+    elif draining and not request.was_admitted:
         finish, error = FinishReason.OVERLOADED, "the target drains: it takes no more requests"
     elif num_waiting >= max_waiting and not request.was_admitted:
         finish, error = FinishReason.OVERLOADED, f"{num_waiting} requests wait already"

@@ -124,9 +124,9 @@ class TargetLoop:
             self._newest_table = table
             self.mailbox.wake()
 
-    def drain(self) -> None:
-        """Refuses new requests from now on; live ones run to their end."""
-        self._draining = True
+    def drain(self, drains: bool = True) -> None:
+        """Refuses new requests from now on, but those of a lost target; live ones run to their end. False: accepts all."""
+        self._draining = drains
         self.mailbox.wake()
 
     def status(self) -> LoopStatus:

@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,6 +70,7 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
         values["secrets"] = secrets
     if isinstance(config.cluster.state, RedisStateConfig):
         values["gcsFaultTolerance"] = _on_redis(config.cluster.state, secrets)
+        values["networkPolicy"] = {"redis": _egress_to_redis(config.cluster.state)}
     if options.image is not None:
         repository, colon, tag = options.image.rpartition(":")
         values["image"] = (
@@ -289,6 +291,26 @@ def _on_redis(state: RedisStateConfig, secrets: dict[str, Any]) -> dict[str, Any
     address = f"{parts.scheme}://" if parts.scheme == "rediss" else ""
     found: dict[str, Any] = {"enabled": True, "redisAddress": f"{address}{parts.hostname}:{parts.port or 6379}"}
     return found | ({"redisPassword": secrets["redisPassword"]} if "redisPassword" in secrets else {})
+
+
+def _egress_to_redis(state: RedisStateConfig) -> dict[str, Any]:
+    """Of the network policy: the port of the URL and, unless the host is a name of the pods' own namespace, the peers."""
+    parts = urlsplit(state.url)
+    host, found = parts.hostname or "", {"port": parts.port or 6379}
+    try:
+        address = ip_address(host)
+    except ValueError:
+        _, *suffix = host.split(".")
+    else:
+        return found | {"to": [{"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}]}
+    if not suffix:
+        return found
+    if suffix[1:2] == ["svc"]:
+        namespace = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": suffix[0]}}}
+        return found | {"to": [namespace | {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "redis"}}}]}
+    reason = f"pods may connect to any address at port {found['port']}: set networkPolicy.redis.to"
+    print(f"outrider: a network policy cannot name the host {host}, so that {reason}", file=sys.stderr)
+    return found | {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}
 
 
 def manifest(values: dict[str, Any], release: str) -> str:

@@ -55,26 +55,36 @@ def fleet_scaler(config: Config, cost: CostModel, kv_tokens: int, resources: Map
     """Args:
     config: resolved, with `scaling.policy` outrider.
     kv_tokens: of one target's KV cache.
-    resources: CPU and GPU of all machines, by Ray's names. Only read where `scaling.hardware` is fixed.
+    resources: as of ``fleet_limits``.
     """
     target, ttft_ms, tpot_ms = config.target, *config.scaling_objectives()
-    on_gpus = target.resources.reserved[1] > 0.0
+    costs = _drafter_costs(config)
+    sizes = {
+        drafter.name: _drafter_size(drafter, costs[drafter.name], target.most * target.max_num_sequences)
+        for drafter in config.drafters
+        if drafter.scales
+    }
+    rates = ServiceRates(cost, TargetSize(_target_cost(config), target.max_num_sequences, kv_tokens), sizes)
+    objectives = Objectives(ttft_ms / 1e3, tpot_ms / 1e3)
+    limits = fleet_limits(config, resources)
+    return FleetScaler(rates, objectives, limits, config.scaling.target_start_s, config.scaling.attainment)
+
+
+def fleet_limits(config: Config, resources: Mapping[str, float]) -> FleetLimits:
+    """Args:
+    resources: CPU and GPU of all machines, by Ray's names. Only read where `scaling.hardware` is fixed.
+    """
+    target, on_gpus = config.target, _is_on_gpus(config)
     scaling = [drafter for drafter in config.drafters if drafter.scales]
     others = [drafter for drafter in config.drafters if not drafter.scales and not drafter.is_colocated]
-    target_cost = max(LEAST_COST, target.tensor_parallel * target.resources.reserved[on_gpus])
-    costs = {drafter.name: max(LEAST_COST, drafter.resources.reserved[on_gpus]) for drafter in scaling}
+    target_cost, costs = _target_cost(config), _drafter_costs(config)
     most = target.most * target_cost + sum(drafter.most * costs[drafter.name] for drafter in scaling)
     reserved = 0.0
     if config.scaling.hardware == "fixed":
         used = sum(drafter.replicas * drafter.resources.reserved[on_gpus] for drafter in others)
         left = resources.get("GPU", 0.0) if on_gpus else resources.get("CPU", 0.0) - CONTROL_CPUS
         most = reserved = max(target_cost, min(most, left - used))
-    sizes = {
-        drafter.name: _drafter_size(drafter, costs[drafter.name], target.most * target.max_num_sequences)
-        for drafter in scaling
-    }
-    rates = ServiceRates(cost, TargetSize(target_cost, target.max_num_sequences, kv_tokens), sizes)
-    limits = FleetLimits(
+    return FleetLimits(
         max_gpus=most,
         min_targets=target.least,
         num_reserved_gpus=reserved,
@@ -82,8 +92,19 @@ def fleet_scaler(config: Config, cost: CostModel, kv_tokens: int, resources: Map
         min_drafters={drafter.name: drafter.least for drafter in scaling},
         max_drafters={drafter.name: drafter.most for drafter in scaling},
     )
-    objectives = Objectives(ttft_ms / 1e3, tpot_ms / 1e3)
-    return FleetScaler(rates, objectives, limits, config.scaling.target_start_s, config.scaling.attainment)
+
+
+def _is_on_gpus(config: Config) -> bool:
+    return config.target.resources.reserved[1] > 0.0
+
+
+def _target_cost(config: Config) -> float:
+    return max(LEAST_COST, config.target.tensor_parallel * config.target.resources.reserved[_is_on_gpus(config)])
+
+
+def _drafter_costs(config: Config) -> dict[str, float]:
+    on_gpus = _is_on_gpus(config)
+    return {one.name: max(LEAST_COST, one.resources.reserved[on_gpus]) for one in config.drafters if one.scales}
 
 
 def _drafter_size(drafter: DrafterConfig, cost: float, max_requests: int) -> DrafterSize:

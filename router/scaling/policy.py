@@ -109,7 +109,8 @@ class FleetScaler:
     def __init__(
         self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start_s: float, attainment: float = 0.99
     ) -> None:
-        self._rates, self._objectives, self._limits = rates, objectives, limits
+        self.limits = limits  # may be replaced at any time
+        self._rates, self._objectives = rates, objectives
         self._demand = Demand(rates, objectives)
         self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment), max(1, limits.min_targets))
         self._running: deque[float] = deque(maxlen=round(LASTING_S / PLAN_S))
@@ -155,7 +156,7 @@ class FleetScaler:
         if report.targets.num_ready < self._targets(report, max(need, capacity), wanted):
             wanted = {name: num or ready.get(name, 0) for name, num in wanted.items()}  # they end when targets suffice
         drafting = {name: min(num, ready.get(name, 0)) for name, num in wanted.items()}  # before they are, targets do it
-        num_targets = max(self._targets(report, capacity, drafting), self._limits.min_targets)
+        num_targets = max(self._targets(report, capacity, drafting), self.limits.min_targets)
         num_targets = min(num_targets, self._most_targets(plan))
         if not self._forecast.is_ready:  # the capacity is in targets without drafts, those that run may have drafters
             num_targets = max(num_targets, report.targets.num_wanted)
@@ -189,17 +190,17 @@ class FleetScaler:
     def _plan(self, report: FleetReport, capacity: float, drafting: tuple[str, ...]) -> _Plan:
         sizes = self._rates.drafters
         useful = {name: self._bounded(name, max(1, self._useful(name))) for name in drafting}
-        drafters = {**self._limits.min_drafters, **useful}
-        needed = max(float(self._limits.min_targets), capacity / self._gain(report.now_s, drafters))
+        drafters = {**self.limits.min_drafters, **useful}
+        needed = max(float(self.limits.min_targets), capacity / self._gain(report.now_s, drafters))
         num_targets = ceil(needed - 1e-9)
         num_gpus = num_targets * self._rates.target.num_gpus
         extra = sum(num * sizes[name].num_gpus for name, num in drafters.items())
         served = 1.0
-        fits = self._limits.within(int((self._limits.max_gpus - extra) / self._rates.target.num_gpus + 1e-9))
+        fits = self.limits.within(int((self.limits.max_gpus - extra) / self._rates.target.num_gpus + 1e-9))
         if num_targets > fits:
             served, num_targets = min(1.0, fits / needed), fits
             num_gpus = num_targets * self._rates.target.num_gpus
-        return _Plan(num_targets, drafters, num_gpus + extra, self._limits.num_reserved_gpus, served)
+        return _Plan(num_targets, drafters, num_gpus + extra, self.limits.num_reserved_gpus, served)
 
     def _targets(self, report: FleetReport, capacity: float, drafters: Mapping[str, int]) -> int:
         """That suffice beside these drafters for what ``capacity`` targets would serve without any."""
@@ -213,7 +214,7 @@ class FleetScaler:
     def _most_targets(self, plan: _Plan) -> int:
         """Within the GPUs. Where they are short, drafters of the plan keep theirs: it serves more with them than without."""
         held = sum(num * self._rates.drafters[name].num_gpus for name, num in plan.num_drafters.items())
-        return max(1, self._limits.within(int((self._limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
+        return max(1, self.limits.within(int((self.limits.max_gpus - held) / self._rates.target.num_gpus + 1e-9)))
 
     def _useful(self, name: str) -> int:
         """Replicas. One more than needed stays until half of another is too many: loads are never quite the same."""
@@ -223,21 +224,21 @@ class FleetScaler:
         return before if before - 1 - 0.1 * before < exact <= before else ceil(exact)
 
     def _bounded(self, name: str, num: int) -> int:
-        return max(self._limits.min_drafters.get(name, 0), min(num, self._limits.max_drafters.get(name, num)))
+        return max(self.limits.min_drafters.get(name, 0), min(num, self.limits.max_drafters.get(name, num)))
 
     def _fitting(self, drafters: Mapping[str, int], num_targets: int) -> dict[str, int]:
         """As many as GPUs are left for; and on reserved GPUs that are idle, drafters that are not in the plan."""
         sizes, used = self._rates.drafters, num_targets * self._rates.target.num_gpus
-        fitting = {name: self._limits.min_drafters.get(name, 0) for name in sizes}  # these never end
+        fitting = {name: self.limits.min_drafters.get(name, 0) for name in sizes}  # these never end
         used += sum(num * sizes[name].num_gpus for name, num in fitting.items())
         for name, size in sizes.items():
-            left = int((self._limits.max_gpus - used) / size.num_gpus + 1e-9)
+            left = int((self.limits.max_gpus - used) / size.num_gpus + 1e-9)
             more = max(0, min(drafters.get(name, 0) - fitting[name], left))
             fitting[name] += more
             used += more * size.num_gpus
         num_running = self._num_running
         for name, size in sizes.items():
-            idle = int((min(self._limits.num_reserved_gpus, self._limits.max_gpus) - used) / size.num_gpus + 1e-9)
+            idle = int((min(self.limits.num_reserved_gpus, self.limits.max_gpus) - used) / size.num_gpus + 1e-9)
             useful = self._bounded(name, ceil(num_running * size.share / size.capacity)) - fitting[name]
             if min(idle, useful) > 0 and self._speeds_up(name):
                 fitting[name] += min(idle, useful)

@@ -123,6 +123,21 @@ async def test_drafters_use_idle_cores_and_are_shed_before_requests() -> None:
     assert (cluster.targets, cluster.drafters) == (3, {"ngram": 0})
 
 
+async def test_machines_that_join_later_count() -> None:
+    cores = {"CPU": 2.5}  # of which half a core is left to the control plane
+
+    async def machines() -> Mapping[str, float]:
+        return cores
+
+    cluster = Cluster()
+    cluster.scaler = Autoscaler(CONFIG, cluster.scaler._pool, cluster, machines)
+    await cluster.play(30, running=12, waiting=400, per_s=40)
+    assert cluster.targets == 2
+    cores["CPU"] = 3.5
+    await cluster.play(90, running=12, waiting=400, per_s=40)
+    assert cluster.targets == 3
+
+
 async def test_a_new_scaler_ends_nothing_before_it_has_watched_the_load() -> None:
     """As after a restart of the supervisor."""
     cluster = Cluster(CONFIG.model_copy(update={"scaling": CONFIG.scaling.model_copy(update={"hardware": "elastic"})}))

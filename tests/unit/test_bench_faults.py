@@ -38,6 +38,9 @@ def answer(text: str = "", error: str | None = None, sent_s: float = 0.0, took_s
 def judged(run: TimedAnswer, ends_streams: bool = False) -> tuple[int, int, int]:
     row = RowResult("row", ends_streams)
     row.add(Disturbed(0.0, [run]), [answer("abcde")], 0, [])
+    arrival = RowResult("row", ends_streams)
+    arrival.add(Disturbed(0.0, [answer("abcde")], arrived=[run]), [answer("abcde")], 0, [])
+    assert (arrival.num_wrong_tokens, arrival.num_lost) == (row.num_wrong_tokens, row.num_lost)
     return row.num_wrong_tokens, row.num_lost, len(row.complaints)
 
 
@@ -48,6 +51,13 @@ def test_a_row_counts_wrong_tokens_and_lost_streams() -> None:
     assert judged(answer("abc", "the target is gone")) == (0, 1, 1)
     assert judged(answer("abc", "the target is gone"), ends_streams=True) == (0, 0, 0)
     assert judged(answer("abx", "the target is gone"), ends_streams=True) == (5, 0, 1)
+
+
+def test_a_request_that_comes_with_a_fault_may_be_refused_clearly() -> None:
+    refused, failed = (TimedAnswer(0.0, error=f"{status} later", status=status) for status in (503, 500))
+    row = RowResult("row")
+    row.add(Disturbed(0.0, [answer("abcde")] * 2, arrived=[refused, failed]), [answer("abcde")] * 2, 0, [])
+    assert (row.num_wrong_tokens, row.num_lost, row.complaints) == (0, 1, ["a stream ended: 500 later"])
 
 
 def test_recovery_has_percentiles() -> None:
@@ -141,11 +151,19 @@ class Rows(FaultRows):
     """On a server that is always well. ``injured``: the rows that it measured."""
 
     def __init__(self, injure: Callable[["Rows", str], object] = lambda rows, name: None) -> None:
+        self.num_calls = 0
+        self.status: dict[str, Any] = {"num_resumed": 0, "targets": [], "drafters": []}
         answers = {
             "/v1/models": {"data": [{"id": "model"}]},
-            "/v1/outrider/status": {"num_resumed": 0, "targets": []},
+            "/v1/outrider/status": self.status,
         }
-        transport = httpx.MockTransport(lambda asked: httpx.Response(200, json=answers[asked.url.path]))
+
+        def respond(asked: httpx.Request) -> httpx.Response:
+            if asked.url.path == "/metrics":
+                return httpx.Response(200, text=f"outrider_requests_in_flight {self.num_calls}\n")
+            return httpx.Response(200, json=answers[asked.url.path])
+
+        transport = httpx.MockTransport(respond)
         self._workers: dict[str, list[Any]] = {}
         self._words = ["router is down: its loop has been stalled for 4.0 s; next start in 0.0 s"]
         server: Any = SimpleNamespace(
@@ -175,13 +193,33 @@ class Rows(FaultRows):
         return [answer("abcde")]
 
     async def disturbed(
-        self, asks: Sequence[LoadRequest], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
+        self,
+        asks: Sequence[LoadRequest],
+        injure: Callable[[], object],
+        recovered: Callable[[Metrics], bool],
+        arriving: Sequence[LoadRequest] = (),
     ) -> Disturbed:
         injure()
         return Disturbed(0.0, [answer("abcde")], recovery_s=2.0)
 
 
 ASKS = [LoadRequest("r", (1,), 9)] * 3
+
+
+def test_what_is_left_on_an_idle_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fault_rows.STATUS_AGE_S", 0.0)
+    monkeypatch.setattr("benchmarks.fault_rows.STALL_S", 0.1)
+    rows = Rows()
+    assert rows._leaked() == []
+    idle = {"num_blocks": 9, "num_free_blocks": 9, "num_running": 0, "num_waiting": 0, "state": "ready"}
+    rows.status["targets"] = [
+        {**idle, "name": "well"},
+        {**idle, "name": "gone", "state": "silent"},
+        {**idle, "name": "full", "num_free_blocks": 7},
+    ]
+    rows.status["drafters"] = [{"name": "ngram", "num_requests": 2}]
+    rows.num_calls = 1
+    assert [line.split()[0] for line in rows._leaked()] == ["gone", "full", "ngram", "the"]
 
 
 def test_servers_take_the_rows_in_turn() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from deploy.k8s import kustomize
 from deploy.k8s.kustomize import OVERLAYS, difference, files
-from tests.support.manifests import ROOT, Manifest, documents, problems
+from tests.support.manifests import ROOT, Manifest, documents, only, pod_templates, problems
 
 FOLDER = ROOT / "k8s"
 _TEXT = {"type": "string"}
@@ -32,8 +32,8 @@ def build(overlay: str, folder: Path = FOLDER) -> list[Manifest]:
     or a patch does not fit."""
     place = folder / "overlays" / overlay
     kustomization = _kustomization(place)
-    (base,) = _kustomization(folder / "base")["resources"]
-    manifests = documents((folder / "base" / base).read_text())
+    base = _kustomization(folder / "base")["resources"]
+    manifests = [manifest for file in base for manifest in documents((folder / "base" / file).read_text())]
     for patch in kustomization.get("patches", ()):
         target = patch["target"]
         (one,) = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (target["kind"], target["name"])]
@@ -96,8 +96,54 @@ def test_kubectl_builds_the_same(overlay: str, capsys: pytest.CaptureFixture[str
     tag = OVERLAYS[overlay][1]
     expected = json.loads(json.dumps(build(overlay)).replace(f'"outrider:{kustomize.BASE[1]}"', f'"outrider:{tag}"'))
     for manifest in built:
-        assert manifest["metadata"].pop("namespace") == "outrider"
+        assert manifest["kind"] == "Namespace" or manifest["metadata"].pop("namespace") == "outrider"
     assert sorted(map(_stable, built)) == sorted(map(_stable, expected))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_namespace_exists_and_admits_the_pods(overlay: str) -> None:
+    """By the fields that the Pod Security Standard `restricted` asks for. KubeRay's own containers copy those of Ray's."""
+    manifests = build(overlay)
+    namespace = only(manifests, "Namespace")["metadata"]
+    assert namespace["name"] == _kustomization(FOLDER / "overlays" / overlay)["namespace"]
+    assert namespace["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+    service = only(manifests, "RayService")
+    for pod in (template["spec"] for template in pod_templates(service)):
+        assert pod["securityContext"].items() >= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}.items()
+        for container in (
+            *pod["initContainers"],
+            *pod["containers"],
+            service["spec"]["rayClusterConfig"]["autoscalerOptions"],
+        ):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for volume in pod["volumes"]:
+            assert volume.keys() - {"name"} <= {"downwardAPI", "emptyDir", "persistentVolumeClaim", "projected"}
+
+
+def test_laptop_cpu_fits_a_machine_of_4_cpus_and_16_gib() -> None:
+    """With a CPU and 4 GiB for Kubernetes and KubeRay; and the page of operations has the sums."""
+    cluster = only(build("laptop-cpu"), "RayService")["spec"]["rayClusterConfig"]
+    asked = [cluster["autoscalerOptions"]["resources"]["requests"]]
+    for group in ({"replicas": 1} | cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,), (first,) = pod["containers"], pod["initContainers"]
+        assert _number(first["resources"]["requests"]["cpu"]) <= _number(container["resources"]["requests"]["cpu"])
+        assert _number(first["resources"]["requests"]["memory"]) <= _number(container["resources"]["requests"]["memory"])
+        asked += [container["resources"]["requests"]] * group["replicas"]
+    cpus, memory_gib = (sum(_number(one[what]) for one in asked) for what in ("cpu", "memory"))
+    assert cpus <= 3
+    assert memory_gib <= 12
+    assert f"{cpus:g} CPUs and {memory_gib:g} GiB" in (ROOT / "docs" / "operations.md").read_text()
+    assert "type: NodePort" not in yaml.safe_dump(build("laptop-cpu")), "its clients are refused by the network policy"
+
+
+def _number(quantity: str) -> float:
+    """CPUs, or GiB."""
+    for suffix, factor in (("m", 1e-3), ("Mi", 2**-10), ("Gi", 1.0)):
+        if quantity.endswith(suffix):
+            return float(quantity.removesuffix(suffix)) * factor
+    return float(quantity)
 
 
 def _stable(manifest: Manifest) -> str:
@@ -110,6 +156,7 @@ def _stable(manifest: Manifest) -> str:
         ("base/outrider.yaml", "minAvailable:", "minAvailabel:"),
         ("base/outrider.yaml", "workerGroupSpecs:", "workerGroupSpec:"),
         ("base/outrider.yaml", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: yes please"),
+        ("base/namespace.yaml", "labels:", "lables:"),
         ("base/kustomization.yaml", "resources:", "resource:"),
         ("overlays/one-node/kustomization.yaml", "patches:", "patchs:"),
         ("overlays/one-node/kustomization.yaml", "  path:", "  paht:"),

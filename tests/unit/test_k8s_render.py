@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from cluster.config import (
     ApiConfig,
+    ClusterConfig,
     Config,
     DrafterConfig,
     NgramOptions,
@@ -154,6 +155,35 @@ def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
     named = [config.api.api_keys_file, config.api.operator_keys_file, state.password_file, config.cluster.token_file]
     named += [tls.cert_file, tls.key_file, tls.ca_file]
     assert {str(path) for path in named} == {f"/etc/outrider-secrets/{file}" for file in mounted}
+
+
+IN_NAMESPACE = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "redis"}}}]
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "to"),
+    [
+        ("redis://redis", 6379, IN_NAMESPACE),
+        ("redis://redis:6380/1", 6380, IN_NAMESPACE),
+        (
+            "rediss://redis.stores.svc.cluster.local:6390",
+            6390,
+            [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "stores"}}} | IN_NAMESPACE[0]],
+        ),
+        ("redis://10.1.2.3:7000", 7000, [{"ipBlock": {"cidr": "10.1.2.3/32"}}]),
+        ("redis://[fd00::7]:7000", 7000, [{"ipBlock": {"cidr": "fd00::7/128"}}]),
+        ("redis://redis.internal:6381/0", 6381, [{"ipBlock": {"cidr": "0.0.0.0/0"}}]),
+    ],
+)
+def test_the_network_policy_lets_pods_reach_the_redis_of_the_file(
+    url: str, port: int, to: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(cluster=ClusterConfig(state=RedisStateConfig(kind="redis", url=url)))
+    manifests = render(values_for(config))
+    assert [problem for manifest in manifests for problem in problems(manifest)] == []
+    (policy,) = [m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-redis"]
+    assert policy["spec"]["egress"] == [{"to": to, "ports": [{"protocol": "TCP", "port": port}]}]
+    assert ("networkPolicy.redis.to" in capsys.readouterr().err) is (to == [{"ipBlock": {"cidr": "0.0.0.0/0"}}])
 
 
 def test_a_target_whose_weights_are_elsewhere_has_no_limit_of_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
+from actors import ray_pool
 from actors.mailbox import MonitoredMailbox
-from actors.processes import Directory
+from actors.processes import Directory, ProcessEnded, ProcessUnavailable
 from actors.ray_pool import BLOCKING, RayProcess
 from actors.router import RouterActor
 from actors.supervisor import Supervisor
@@ -142,7 +144,8 @@ class FakeMethod:
     def remote(self, *args: Any) -> "asyncio.Future[Any]":
         self._asked.append((self._name, self._group))
         answer = asyncio.get_running_loop().create_future()
-        answer.set_result(self._answers.pop(0))
+        given = self._answers.pop(0)
+        answer.set_exception(given) if isinstance(given, Exception) else answer.set_result(given)
         return answer
 
 
@@ -159,6 +162,33 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
     assert await process.stalled_s() == 0.5
     assert asked == [("wait_end", "wait_end")] * 3 + [("start", "start"), ("stalled_s", None)]
     assert {name for name, group in asked if group is not None} == set(BLOCKING)
+
+
+async def test_a_lost_connection_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says so of a process that serves on: it must not be killed."""
+    monkeypatch.setattr(ray_pool, "RETRY_S", 0.0)
+    away, asked = ActorUnavailableError("connection reset", b"\0" * 16), list[tuple[str, str | None]]()
+    handle = SimpleNamespace(
+        wait_end=FakeMethod("wait_end", asked, [None, away, "stopped"]),
+        stalled_s=FakeMethod("stalled_s", asked, [away, away, 0.5]),
+        report=FakeMethod("report", asked, [away]),
+    )
+    process = RayProcess(handle)
+    assert await process.ended() == "stopped"
+    assert await process.stalled_s() == 0.5
+    with pytest.raises(ProcessUnavailable, match="connection reset"):
+        await process.call("report")
+
+
+async def test_a_process_that_was_killed_for_memory_has_ended() -> None:
+    """Ray's error is no RayActorError."""
+    asked, killed = list[tuple[str, str | None]](), OutOfMemoryError("killed due to the node running low on memory")
+    process = RayProcess(
+        SimpleNamespace(wait_end=FakeMethod("wait_end", asked, [killed]), report=FakeMethod("report", asked, [killed]))
+    )
+    assert "low on memory" in await process.ended()
+    with pytest.raises(ProcessEnded, match="low on memory"):
+        await process.call("report")
 
 
 async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,33 @@ async def test_the_last_ready_target_serves_until_another_is_ready(spawner: Pret
         await supervisor.stop()
 
 
+async def test_a_target_that_serves_alone_outlives_the_deadline_of_its_leave(
+    spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose requests last, and which the other, lost meanwhile, leaves alone: it accepts requests again."""
+    monkeypatch.setattr(resizer, "POLL_S", 0.002)
+    supervisor = Supervisor(CONFIG.model_copy(update={"scaling": ScalingConfig(drain_s=0.5)}), spawner)
+    try:
+        await supervisor.ready()
+        supervisor.resize(FleetSize(2))
+        await eventually(lambda: "target-1" in supervisor.pids())
+        leaving = spawner.now("target-1")
+        _report(spawner, "target-1", num_running=1)
+        supervisor.resize(FleetSize(1))
+        await eventually(lambda: ("drain", ()) in leaving.calls)
+        spawner.stillborn = {"target-0"}
+        spawner.now("target-0").die("its node is lost")
+        await eventually(lambda: ("drain", (False,)) in leaving.calls)
+        num_drained = leaving.calls.count(("drain", ()))
+        await asyncio.sleep(1.5)  # three deadlines
+        assert leaving.alive
+        assert leaving.calls.count(("drain", ())) == num_drained
+        spawner.stillborn = set()
+        await eventually(lambda: spawner.given_back == ["target-1"])
+    finally:
+        await supervisor.stop()
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 async def test_a_group_without_a_place_is_given_back(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replica may leave while Ray still looks for room."""

@@ -258,6 +258,15 @@ async def test_a_full_queue_takes_a_request_that_was_taken_before(replicas: Repl
     await replicas.client.close()
 
 
+@pytest.mark.parametrize("num_passes", [0, 4])
+async def test_a_target_that_leaves_continues_what_another_has_lost(replicas: Replicas, num_passes: int) -> None:
+    replicas.second.loop.drain()
+    (found,) = await disturbed(replicas, [request(3)], num_passes)
+    replicas.second.loop.drain(False)
+    assert tokens(found) == tokens((await undisturbed(replicas, [request(3)]))[0])
+    await replicas.client.close()
+
+
 async def test_a_full_link_takes_resumed_requests_later(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     send, num_full = MemoryLink.send, 3
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.processes import Process, ProcessEnded, ProcessState
 from actors.supervisor import Supervisor
-from actors.target import TargetReport
+from actors.target import DrafterCounts, TargetReport
 from cluster.client import TargetStatus
 from cluster.config import (
     Config,
@@ -19,6 +19,7 @@ from cluster.config import (
 )
 from cluster.errors import InvalidField
 from deploy.api.settings import ApiSettings
+from router.scaling.report import FleetSize
 from tests.support.supervision import FAST, MODEL, PretendedProcess, PretendedSpawner, eventually
 
 
@@ -125,6 +126,54 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
     await eventually(lambda: ("set_addresses", (after.addresses,)) in spawner.now("ngram").calls)
 
 
+async def test_gateways_hear_of_a_target_before_drafters_that_do_not_answer(
+    spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = FAST.model_copy(update={"health_timeout_ms": 60_000, "start_timeout_s": 60.0})
+    spawn, has_room = spawner.target, asyncio.Event()
+    has_room.set()
+
+    async def spawn_later(name: str) -> Process:
+        await has_room.wait()
+        return await spawn(name)
+
+    monkeypatch.setattr(spawner, "target", spawn_later)
+    supervisor = Supervisor(Config(target=TargetConfig(replicas=2), supervision=patient), spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"target-0", "target-1", "router", "ngram"} <= set(supervisor.pids()))
+        waiting = asyncio.create_task(supervisor.directory(await supervisor.ready()))
+        spawner.now("ngram").silent = True
+        has_room.clear()
+        spawner.now("target-1").die("node lost")
+        await eventually(lambda: supervisor.reasons() == {"target-1": "node lost"})
+        for _ in range(100):
+            await asyncio.sleep(0)
+        has_room.set()
+        assert len((await asyncio.wait_for(waiting, 5)).addresses) == 2
+    finally:
+        spawner.now("ngram").silent = False
+        await supervisor.stop()
+
+
+async def test_a_removed_drafter_does_not_pass_on_that_it_drains(spawner: PretendedSpawner) -> None:
+    drafter = DrafterConfig(name="ngram", options=NgramOptions(), replicas=1, min_replicas=0, max_replicas=1)
+    supervisor = Supervisor(Config(drafters=(drafter,), supervision=FAST), spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"router", "ngram"} <= set(supervisor.pids()))
+        await supervisor.set_draining("ngram", True)
+        assert spawner.now("router").calls[-1] == ("set_draining", (frozenset({"ngram"}),))
+        supervisor.resize(FleetSize(1, {"ngram": 0}))
+        await eventually(lambda: spawner.given_back == ["drafter-ngram"])
+        supervisor.resize(FleetSize(1, {"ngram": 1}))
+        await eventually(lambda: len(spawner.lives["ngram"]) == 2 and "ngram" in supervisor.pids())
+        await supervisor.pool_changed()
+        assert ("set_draining", (frozenset(),)) in spawner.now("router").calls[-2:]
+    finally:
+        await supervisor.stop()
+
+
 async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it_knows_all_targets(
     supervisor: Supervisor, spawner: PretendedSpawner
 ) -> None:
@@ -175,6 +224,36 @@ async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner
         assert not await supervisor.drain(0.5)  # nobody knows what the silent one still does
     finally:
         spawner.now("target-1").silent = False
+        await supervisor.stop()
+
+
+async def test_no_count_of_a_drafter_falls_when_a_target_is_silent_or_lost_or_leaves(spawner: PretendedSpawner) -> None:
+    """A rate over a count that falls shows all that is left of it as new."""
+    patient = FAST.model_copy(update={"health_timeout_ms": 500})
+    target = TargetConfig(replicas=2, min_replicas=1, max_replicas=2)
+    supervisor = Supervisor(Config(target=target, supervision=patient), spawner)
+
+    async def num_proposed() -> int:
+        return next(one.num_proposed for one in (await supervisor.status()).drafters if one.name == "ngram")
+
+    try:
+        await supervisor.ready()
+        await eventually(lambda: {"ngram", "router"} <= set(supervisor.pids()))
+        assert await num_proposed() == 40 + 40
+        spawner.now("target-1").silent = True
+        assert await num_proposed() == 80
+        assert [target.num_waiting for target in (await supervisor.status()).targets] == [2, 2]
+        spawner.now("target-1").silent = False
+        spawner.now("target-1").die("killed")
+        await eventually(lambda: len(spawner.lives["target-1"]) == 2 and "target-1" in supervisor.pids())
+        assert await num_proposed() == 80 + 40
+        idle = TargetStatus("target-1", "ready", 0, 0, 10, 10, 0.0, 0.0)
+        spawner.now("target-1").report = TargetReport(idle, (DrafterCounts("ngram", 0, 50, 30, None),))
+        assert await num_proposed() == 80 + 50
+        supervisor.resize(FleetSize(1))
+        await eventually(lambda: spawner.given_back == ["target-1"])
+        assert await num_proposed() == 80 + 50
+    finally:
         await supervisor.stop()
 
 

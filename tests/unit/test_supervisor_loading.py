@@ -116,6 +116,27 @@ async def test_a_lazy_drafter_that_cannot_be_loaded_is_put_aside_and_frees_its_r
     assert (await states(lazy))["small"] == "quarantined"
 
 
+async def test_what_is_decided_is_done_whatever_fails_meanwhile(
+    lazy: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy.start()
+    await eventually(lambda: "router" in lazy.pids())
+    wanting(spawner, small=1)
+    await eventually(lambda: "small" in lazy.pids())
+    end, failures = spawner.end, [OSError("the GCS is away"), RuntimeError("and still is")]
+
+    async def fails_at_first(group: str, give_back: bool = False) -> None:
+        if failures:
+            raise failures.pop()
+        await end(group, give_back)
+
+    monkeypatch.setattr(spawner, "end", fails_at_first)
+    wanting(spawner, large=8)
+    await eventually(lambda: "large" in lazy.pids())
+    assert not failures
+    assert not spawner.now("small").alive
+
+
 async def test_nobody_is_taken_for_idle_while_a_target_is_silent(lazy: Supervisor, spawner: PretendedSpawner) -> None:
     lazy.start()
     await eventually(lambda: "router" in lazy.pids())

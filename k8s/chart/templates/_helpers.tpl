@@ -173,7 +173,7 @@ spec:
         # The proxy and a replica of the API behind it. It answers while no target is ready: /health does not.
         {{- include "outrider.probe" (dict "path" "/version" "port" "serve" "periodSeconds" 5 "failureThreshold" 2) | nindent 8 }}
         {{- else if and (eq .role "worker") (eq $v.upgradeStrategy.type "NewClusterWithIncrementalUpgrade") }}
-        # During an incremental upgrade KubeRay's service selects every ready worker at this port, which has no listener here.
+        # An incremental upgrade routes clients to every ready worker at the port number 8000, at which nothing listens here.
         tcpSocket: {port: 8000}
         periodSeconds: 10
         {{- else }}
