@@ -184,10 +184,10 @@ class Service:
         )
         prompts = []
         for field, one in given.items():
-            is_text = isinstance(one, str)
-            prompt = (
-                await self._encoded(request, partial(encode, one), field, info) if is_text else Prompt(tuple(one), field)
-            )
+            if isinstance(one, str):
+                prompt = await self._encoded(request, partial(encode, one), field, info)
+            else:
+                prompt = Prompt(tuple(one), field)
             check_prompt(prompt, info)
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
