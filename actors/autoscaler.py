@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 TARGET = "target"  # name of the targets in events
 MAX_EVENTS = 20
 MACHINES_S = 60.0  # between readings of the machines
+READ_S = 5.0  # for one
 
 Fleet = tuple[Replicas, Mapping[str, Replicas]]
 Machines = Callable[[], Awaitable[Mapping[str, float]]]  # their resources in all, by Ray's names
@@ -161,13 +162,21 @@ class Autoscaler:
                 return
             self._machines_s = now_s + MACHINES_S
         elif self._config.scaling.hardware == "fixed" and now_s >= self._machines_s:
-            self._scaler.limits = fleet_limits(self._config, await self._machines())
             self._machines_s = now_s + MACHINES_S
+            await self._follow_machines(self._scaler)
         targets, drafters = fleet = self._processes.fleet()
         size = self._scaler.decide(self._loads.report(now_s, reports, fleet))
         wanted = {name: size.num_drafters.get(name, 0) for name in drafters}
         if size.num_targets != targets.num_wanted or any(wanted[n] != one.num_wanted for n, one in drafters.items()):
             self._processes.resize(FleetSize(size.num_targets, wanted, size.reason))
+
+    async def _follow_machines(self, scaler: FleetScaler) -> None:
+        try:
+            async with asyncio.timeout(READ_S):
+                scaler.limits = fleet_limits(self._config, await self._machines())
+        except Exception:
+            # Whatever failed, the last limits are a better guess than none.
+            logger.exception("could not read the machines, the last ones count")
 
     async def _make_scaler(self, reports: Sequence[TargetReport]) -> FleetScaler | None:
         for report in reports:

@@ -74,9 +74,10 @@ class DrafterLoader:
             await processes.unload(self._evict[0])
             self._evict.popleft()
         while self._load:
-            name, device = self._load.popleft()
+            name, device = self._load[0]
             logger.info("loading %s on %s", name, device)
             processes.load(name)
+            self._load.popleft()
 
     async def _update(self, processes: DrafterProcesses) -> None:
         reports = await processes.reports()

@@ -6,21 +6,28 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from actors.processes import Process, ProcessEnded
+from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from cluster.config import SupervisionConfig
 
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.25  # of a wait: the resolution at which the supervisor notices that it did not run
+RETRY_S = 1.0  # after a lost connection
 NOTED_S = 1.0  # a check during which it did not run for so long is logged
 MAX_EXCUSED = 3  # time-outs in a row that pauses of the supervisor excuse; a long pause counts as one
 
 
 async def start(process: Process, timeout_s: float) -> Any:
-    """Starts the process, which loads its model. Raises ProcessEnded if it ended, or was not ready in time."""
+    """Starts the process, which loads its model, or has done so for an earlier supervisor. Raises ProcessEnded if it ended,
+    or was not ready in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await process.call("start")
+            while True:
+                try:
+                    return await process.call("start")
+                except ProcessUnavailable as error:
+                    logger.warning("lost the connection to a process that starts, which is asked again: %s", error)
+                    await asyncio.sleep(RETRY_S)
     except TimeoutError as late:
         raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
 

@@ -26,6 +26,11 @@ class LastReports:
     def note(self, report: TargetReport) -> None:
         self._last[report.status.name] = report
 
+    def counted(self, report: TargetReport) -> TargetReport:
+        """With the counts of drafters that ``ended`` does not have: the target may have ended since it reported."""
+        last = self._last.get(report.status.name)
+        return replace(report, drafters=() if last is None else last.drafters)
+
     def of_silent(self, unknown: TargetReport) -> TargetReport:
         """Of a target that does not answer. ``unknown``: if it never has."""
         last = self._last.get(unknown.status.name, unknown)
@@ -37,10 +42,6 @@ class LastReports:
         for one in last.drafters if last is not None else ():
             before = self._ended.get(one.name)
             self._ended[one.name] = _over(one) if before is None else _over(one, before)
-
-    def forget(self, drafter: str) -> None:
-        """It has left the pool: another one of its name counts from 0."""
-        self._ended.pop(drafter, None)
 
 
 def _over(*counts: DrafterCounts) -> DrafterCounts:

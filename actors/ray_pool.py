@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
+from actors.health import RETRY_S
 from actors.memory_budget import MemoryBudget
 from actors.metrics_exchange import MetricsExchange
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-RETRY_S = 1.0  # after a lost connection
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -71,13 +71,16 @@ class RayProcess:
         self._end = self._remote("wait_end")
 
     async def ended(self) -> str:
+        is_away = False
         while True:
             try:
                 while (end := await self._end) is None:
                     self._end = self._remote("wait_end")
                 return str(end)
             except ActorUnavailableError as error:
-                logger.warning("connected again to a process that has not ended: %s", death_cause(error))
+                if not is_away:
+                    logger.warning("lost the connection to a process, which is asked again: %s", death_cause(error))
+                is_away = True
                 await asyncio.sleep(RETRY_S)
                 self._end = self._remote("wait_end")
             except RayTaskError as error:

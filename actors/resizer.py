@@ -135,13 +135,12 @@ class Resizer:
         while (member := self._pool.targets[name]).state is ProcessState.READY and member.process is not None:
             is_idle = False
             serves_on = not any(self._is_ready(other) for other in self._pool.targets if other not in self.leaving)
-            if serves_on and end_s is not None:
-                logger.warning("%s accepts requests again: no other target is ready", name)
-                await health.ask(member.process, self._config.supervision, "drain", False)
+            # In each turn, since an answer may be lost, and an earlier supervisor may have asked.
+            await health.ask(member.process, self._config.supervision, "drain", not serves_on)
+            if serves_on:
                 end_s = None
-            elif not serves_on:
+            else:
                 end_s = end_s or time.monotonic() + self._config.scaling.drain_s
-                await health.ask(member.process, self._config.supervision, "drain")
                 statuses = [report.status for report in await self._processes.reports() if report.status.name == name]
                 is_idle = not any(one.num_running + one.num_waiting or one.state == SILENT for one in statuses)
             num_idle = num_idle + 1 if is_idle else 0

@@ -88,9 +88,13 @@ class Supervisor:
             ProcessEnded: a target ended before any was ready.
         """
         self.start()
-        while (self._starting_targets if every else self._directory.model is None) and self._failed_start is None:
-            await self._wait_change()
-        if self._failed_start is not None:
+        if every:
+            while self._starting_targets and self._failed_start is None:
+                await self._wait_change()
+        else:
+            while self._starting_targets and self._directory.model is None:
+                await self._wait_change()
+        if self._failed_start is not None and self._directory.model is None:
             raise ProcessEnded(self._failed_start)
         return self._directory
 
@@ -120,6 +124,7 @@ class Supervisor:
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
+        reports = [self._last_reports.counted(report) for report in reports]
         ended, known = self._last_reports.ended, self._drafters
         return cluster_status(self._config, name, reports, ended, known, drafters, models, leaving, router, self._scaled)
 
@@ -344,7 +349,6 @@ class Supervisor:
             self._addresses.pop(name, None)
             self._starting_targets.discard(name)
         else:
-            self._last_reports.forget(name)
             del self._pool.drafters[name], self._drafters[name]
             self._draining.discard(name)  # another one may get its name
 

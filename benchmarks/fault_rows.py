@@ -28,6 +28,7 @@ from benchmarks.server import ServerProcess
 from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
 from deploy.local_ray import free_port
 
+OPEN_CALLS = "outrider_requests_in_flight"
 NUM_ARRIVING = 2  # requests that come with a fault
 REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # a clear answer, after which a client tries again
 SHOWN = (50, 99)  # percentiles of recoveries
@@ -200,22 +201,26 @@ class FaultRows(DisturbedServer):
         return int(self._status().get("num_resumed", 0))
 
     def _status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self._answer("/v1/outrider/status").json()
+        return status
+
+    def _answer(self, path: str) -> httpx.Response:
         until_s = time.monotonic() + DEADLINE_S
         with self.server.client() as client:
             while time.monotonic() < until_s:
                 with suppress(httpx.TransportError):
-                    answer = client.get("/v1/outrider/status")
+                    answer = client.get(path)
                     if answer.status_code == httpx.codes.OK:
-                        status: dict[str, Any] = answer.json()
-                        return status
+                        return answer
                 time.sleep(POLL_S)
-        raise FaultBenchFailed(f"no status after {DEADLINE_S:g} s: {self.server.last_words()}")
+        raise FaultBenchFailed(f"no answer to {path} after {DEADLINE_S:g} s: {self.server.last_words()}")
 
     def _open_calls(self) -> float:
-        with self.server.client() as client:
-            metrics = client.get("/metrics").text
-        samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == "outrider_requests_in_flight")
+        families = text_string_to_metric_families(self._answer("/metrics").text)
+        samples = [sample.value for family in families for sample in family.samples if sample.name == OPEN_CALLS]
+        if not samples:
+            raise FaultBenchFailed(f"/metrics has no {OPEN_CALLS}")
+        return sum(samples)
 
     def _leaked(self) -> list[str]:
         """What an idle server must not have; the status is a second old, so it is asked until nothing is left."""

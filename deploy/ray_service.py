@@ -23,7 +23,7 @@ from ray.serve.config import BackpressureConfig
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from actors.processes import Directory
+from actors.processes import Directory, ProcessEnded
 from actors.ray_pool import SUPERVISOR, Deployment
 from cluster.config import Config, load, show
 from cluster.logs import log_as_configured
@@ -108,10 +108,10 @@ class ClusterReplica:
                 break
             except ValueError:  # there is no supervisor
                 break
-            except RayTaskError as error:
-                logger.warning("no target started, so that targets and drafters are started again: %s", error)
-                break
-            except (RayActorError, GetTimeoutError) as error:
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                if isinstance(getattr(error, "cause", None), ProcessEnded):
+                    logger.warning("no target started, so that targets and drafters are started again: %s", error)
+                    break
                 if time.monotonic() > end_s:
                     logger.warning(
                         "the supervisor does not answer, so that targets and drafters are started again: %s", error

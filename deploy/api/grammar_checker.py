@@ -32,7 +32,7 @@ REFUSED_S = 60.0  # a grammar whose check failed twice; the load of this machine
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    refusal: str  # "": none
+    refusal: str | None  # None: it is not refused
     until_s: float  # monotonic; after it the grammar is checked again
 
 
@@ -61,44 +61,45 @@ class GrammarChecker:
         could not be made, or took too long or its process down for the first time. Cancelled, a check that waits is not
         made."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
-        refusal = self._verdict(digest)
-        if refusal is None:
+        verdict = self._verdict(digest)
+        if verdict is None:
             self.waiting.hold(tenant, 1)
             try:
                 if self.waiting.is_exceeded(tenant, least=1):
                     raise Overloaded("too many grammars wait for their check; try again later", self._retry_after_s)
-                refusal = await asyncio.get_running_loop().run_in_executor(self._thread, self._learn, digest, grammar)
+                verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._learn, digest, grammar)
             finally:
                 self.waiting.give_back(tenant, 1)
-        if refusal:
-            raise bad_request(field, refusal)
+        if verdict.refusal is not None:
+            raise bad_request(field, verdict.refusal)
 
-    def _learn(self, digest: bytes, grammar: Grammar) -> str:
+    def _learn(self, digest: bytes, grammar: Grammar) -> _Verdict:
         """Runs in the one thread, so that no grammar is checked twice."""
         known = self._verdict(digest)
         if known is not None:
             return known
         try:
-            return self._note(digest, self._refusal(grammar) or "", math.inf)
+            return self._note(digest, self._refusal(grammar), math.inf)
         except TimeoutError:
             failure = f"takes more than {self._check_s:g} seconds to compile"
         except ConnectionError:
             failure = "cannot be compiled: it takes the compiler down"
         now_s = time.monotonic()
-        if digest not in self._known:  # a faultless grammar must not pay for a moment's load: it gets a second try
+        if digest not in self._known:  # load of the machine may be the cause: only a second failure is a refusal
             self._note(digest, failure, now_s)
             raise Overloaded(f"the grammar {failure}; it is checked again at the next try", self._retry_after_s)
         return self._note(digest, failure, now_s + REFUSED_S)
 
-    def _verdict(self, digest: bytes) -> str | None:
+    def _verdict(self, digest: bytes) -> _Verdict | None:
+        """None: the grammar is to be checked."""
         known = self._known.get(digest)
-        return None if known is None or time.monotonic() >= known.until_s else known.refusal
+        return None if known is None or time.monotonic() >= known.until_s else known
 
-    def _note(self, digest: bytes, refusal: str, until_s: float) -> str:
-        self._known[digest] = _Verdict(refusal, until_s)
+    def _note(self, digest: bytes, refusal: str | None, until_s: float) -> _Verdict:
+        verdict = self._known[digest] = _Verdict(refusal, until_s)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        return refusal
+        return verdict
 
     def _refusal(self, grammar: Grammar) -> str | None:
         """Raises TimeoutError, ConnectionError: the check failed; Overloaded: its process does not start."""

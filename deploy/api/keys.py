@@ -95,7 +95,7 @@ class KeyFiles:
         self._num_replicas = num_replicas
         self._looked_s = float("-inf")
         self._seen: list[_Stamp | None] | None = self._stamps()  # None: the last try failed
-        self._fault = ""  # of the last try
+        self._fault: str | None = None  # of the last try
         self.operators: ApiKeys | None = None
         self.callers: ApiKeys | None = None  # with the operators; None: no key is asked for
         self._read()
@@ -116,7 +116,7 @@ class KeyFiles:
                 logger.error("the former API keys stay in use: %s", error)
             self._fault = str(error)
             return False
-        self._fault = ""
+        self._fault = None
         logger.info("the API keys were read again")
         return True
 

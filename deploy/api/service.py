@@ -61,7 +61,7 @@ from router.fair_share import SharedLimit
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 2000  # of a body whose texts are encoded without a thread
+_INLINE_BYTES = 2000  # of a body that takes too little time to be shared
 
 
 class Service:

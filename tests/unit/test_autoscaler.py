@@ -138,6 +138,20 @@ async def test_machines_that_join_later_count() -> None:
     assert cluster.targets == 3
 
 
+async def test_machines_that_cannot_be_read_stop_no_decision(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    readings = [{"CPU": 3.5}]
+
+    async def machines() -> Mapping[str, float]:
+        return readings.pop()  # fails the second time
+
+    cluster.scaler = Autoscaler(CONFIG, cluster.scaler._pool, cluster, machines)
+    await cluster.play(70, running=0)
+    assert "could not read the machines" in caplog.text
+    await cluster.play(30, running=12, waiting=400, per_s=40)
+    assert cluster.targets == 3
+
+
 async def test_a_new_scaler_ends_nothing_before_it_has_watched_the_load() -> None:
     """As after a restart of the supervisor."""
     cluster = Cluster(CONFIG.model_copy(update={"scaling": CONFIG.scaling.model_copy(update={"hardware": "elastic"})}))

@@ -53,9 +53,10 @@ class Found:
 
 def test_a_supervisor_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its targets serve on: they must not be ended because it is away, or because one of them still loads."""
-    found = Found(monkeypatch, "this file", [AWAY, GetTimeoutError("not ready"), DIRECTORY])
+    no_gcs = RayTaskError("ready", "the GCS is away", ConnectionError("the GCS is away"))
+    found = Found(monkeypatch, "this file", [AWAY, GetTimeoutError("not ready"), no_gcs, DIRECTORY])
     assert found.result == (found.deployment, DIRECTORY)
-    assert found.asked == [{"every": False}] * 3
+    assert found.asked == [{"every": False}] * 4
     assert not found.is_cleared
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from actors import ray_pool
+from actors import health, ray_pool
 from actors.mailbox import MonitoredMailbox
 from actors.processes import Directory, ProcessEnded, ProcessUnavailable
 from actors.ray_pool import BLOCKING, RayProcess
@@ -166,16 +166,19 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
 
 async def test_a_lost_connection_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray says so of a process that serves on: it must not be killed."""
-    monkeypatch.setattr(ray_pool, "RETRY_S", 0.0)
+    for module in (ray_pool, health):
+        monkeypatch.setattr(module, "RETRY_S", 0.0)
     away, asked = ActorUnavailableError("connection reset", b"\0" * 16), list[tuple[str, str | None]]()
     handle = SimpleNamespace(
         wait_end=FakeMethod("wait_end", asked, [None, away, "stopped"]),
         stalled_s=FakeMethod("stalled_s", asked, [away, away, 0.5]),
+        start=FakeMethod("start", asked, [away, "ready"]),
         report=FakeMethod("report", asked, [away]),
     )
     process = RayProcess(handle)
     assert await process.ended() == "stopped"
     assert await process.stalled_s() == 0.5
+    assert await health.start(process, 10.0) == "ready"
     with pytest.raises(ProcessUnavailable, match="connection reset"):
         await process.call("report")
 

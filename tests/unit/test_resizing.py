@@ -71,7 +71,7 @@ async def test_a_target_that_leaves_ends_when_its_requests_have(supervisor: Supe
     supervisor.resize(FleetSize(1))
     leaving = await supervisor.directory(known)
     assert (leaving.leaving, leaving.addresses) == (("target-1",), known.addresses)
-    await eventually(lambda: ("drain", ()) in spawner.now("target-1").calls)
+    await eventually(lambda: ("drain", (True,)) in spawner.now("target-1").calls)
     assert spawner.now("target-1").alive
     _report(spawner, "target-1", num_running=0)
     await eventually(lambda: spawner.given_back == ["target-1"])
@@ -116,7 +116,7 @@ async def test_a_target_that_dies_while_it_leaves_is_not_started_again(
     supervisor.resize(FleetSize(2))
     await eventually(lambda: "target-1" in supervisor.pids())
     supervisor.resize(FleetSize(1))
-    await eventually(lambda: ("drain", ()) in spawner.now("target-1").calls)
+    await eventually(lambda: ("drain", (True,)) in spawner.now("target-1").calls)
     spawner.now("target-1").die("killed")
     await eventually(lambda: spawner.given_back == ["target-1"])
     assert len(spawner.lives["target-1"]) == 1
@@ -238,12 +238,24 @@ async def test_the_last_ready_target_serves_until_another_is_ready(spawner: Pret
         assert (await supervisor.directory(known)).leaving == ("target-1",)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not any(name == "drain" for name, _ in spawner.now("target-1").calls)
+        assert ("drain", (True,)) not in spawner.now("target-1").calls
         spawner.mute = set()
         await eventually(lambda: spawner.given_back == ["target-1"])
-        assert ("drain", ()) in spawner.now("target-1").calls
+        assert ("drain", (True,)) in spawner.now("target-1").calls
     finally:
         await supervisor.stop()
+
+
+async def test_a_draining_target_that_a_new_supervisor_finds_alone_accepts_requests_again(spawner: PretendedSpawner) -> None:
+    spawner.found, spawner.draining, spawner.stillborn = ["target-1"], {"target-1"}, {"target-0"}
+    successor = Supervisor(CONFIG, spawner)
+    try:
+        successor.start()
+        await eventually(lambda: "target-1" in successor.pids())
+        await eventually(lambda: ("drain", (False,)) in spawner.now("target-1").calls)
+        assert ("drain", (True,)) not in spawner.now("target-1").calls
+    finally:
+        await successor.stop()
 
 
 async def test_a_target_that_serves_alone_outlives_the_deadline_of_its_leave(
@@ -259,14 +271,14 @@ async def test_a_target_that_serves_alone_outlives_the_deadline_of_its_leave(
         leaving = spawner.now("target-1")
         _report(spawner, "target-1", num_running=1)
         supervisor.resize(FleetSize(1))
-        await eventually(lambda: ("drain", ()) in leaving.calls)
+        await eventually(lambda: ("drain", (True,)) in leaving.calls)
         spawner.stillborn = {"target-0"}
         spawner.now("target-0").die("its node is lost")
         await eventually(lambda: ("drain", (False,)) in leaving.calls)
-        num_drained = leaving.calls.count(("drain", ()))
+        num_drained = leaving.calls.count(("drain", (True,)))
         await asyncio.sleep(1.5)  # three deadlines
         assert leaving.alive
-        assert leaving.calls.count(("drain", ())) == num_drained
+        assert leaving.calls.count(("drain", (True,))) == num_drained
         spawner.stillborn = set()
         await eventually(lambda: spawner.given_back == ["target-1"])
     finally:

@@ -227,6 +227,52 @@ async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner
         await supervisor.stop()
 
 
+async def test_one_ready_target_is_enough_where_not_every_one_is_waited_for(spawner: PretendedSpawner) -> None:
+    """Also if another one fails before it."""
+    spawn, has_room = spawner.target, asyncio.Event()
+    spawner.stillborn = {"target-0"}
+
+    async def spawn_later(name: str) -> Process:
+        if name == "target-1":
+            await has_room.wait()
+        return await spawn(name)
+
+    spawner.target = spawn_later  # type: ignore[method-assign]
+    supervisor = Supervisor(Config(target=TargetConfig(replicas=2), drafters=(), supervision=FAST), spawner)
+    try:
+        waiting = asyncio.create_task(supervisor.ready(every=False))
+        await eventually(lambda: "target-0" in supervisor.reasons())
+        assert not waiting.done()
+        with pytest.raises(ProcessEnded, match="target-0 did not start"):
+            await supervisor.ready()
+        has_room.set()
+        assert (await asyncio.wait_for(waiting, 10)).addresses == ("grpc://node:0",)
+        await supervisor.ready()
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_target_that_ends_while_its_report_is_read_counts_once(spawner: PretendedSpawner) -> None:
+    supervisor = Supervisor(Config(target=TargetConfig(replicas=2), supervision=FAST), spawner)
+    try:
+        await supervisor.ready()
+        await eventually(lambda: {"ngram", "router"} <= set(supervisor.pids()))
+        reports = supervisor.reports
+
+        async def ends_meanwhile() -> list[TargetReport]:
+            found = await reports()
+            spawner.stillborn = {"target-1"}
+            spawner.now("target-1").die("killed")
+            await eventually(lambda: "target-1" in supervisor.reasons())
+            return found
+
+        supervisor.reports = ends_meanwhile  # type: ignore[method-assign]
+        status = await supervisor.status()
+        assert next(one.num_proposed for one in status.drafters if one.name == "ngram") == 40 + 40
+    finally:
+        await supervisor.stop()
+
+
 async def test_no_count_of_a_drafter_falls_when_a_target_is_silent_or_lost_or_leaves(spawner: PretendedSpawner) -> None:
     """A rate over a count that falls shows all that is left of it as new."""
     patient = FAST.model_copy(update={"health_timeout_ms": 500})

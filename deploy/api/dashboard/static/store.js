@@ -5,6 +5,7 @@ import { Refused } from "./api.js";
 
 const MAX_REQUESTS = 40;
 const MAX_ROUNDS = 600; // of a request
+const MAX_SKEW_S = 5; // of an answer that was under way
 const MAX_SAMPLES = 600;
 const WINDOW_S = 30; // of "now"
 
@@ -63,6 +64,7 @@ export class Store {
     const offset = this.now - answer.now_s;
     const first = { offset, begun: (answer.samples[0]?.at_s ?? answer.now_s) + offset, samples: [] };
     const replica = this.replicas.get(answer.epoch) ?? first;
+    if (Math.abs(offset - replica.offset) > MAX_SKEW_S) replica.offset = offset; // a clock was set
     this.replicas.delete(answer.epoch);
     this.replicas.set(answer.epoch, replica);
     for (const epoch of [...this.replicas.keys()].slice(0, -answer.num_replicas)) {
