@@ -1,13 +1,12 @@
-"""Rows of the fault table: each fault many times, with streams under way, on several servers at the same time."""
+"""Rows of the fault table: each fault many times, with streams under way."""
 
 import asyncio
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +28,7 @@ from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
 from deploy.local_ray import free_port
 
 OPEN_CALLS = "outrider_requests_in_flight"
+MAX_SERVERS = 3  # one after the other, where one does not recover
 NUM_ARRIVING = 2  # requests that come with a fault
 REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # a clear answer, after which a client tries again
 SHOWN = (50, 99)  # percentiles of recoveries
@@ -40,8 +40,7 @@ ENVIRONMENT = {"RAY_kill_worker_timeout_milliseconds": "500"}
 
 @dataclass(slots=True)
 class RowResult:
-    """``ends_streams``: streams may end with an error. ``complaints``: broken promises, one line each. May be
-    used from any thread."""
+    """``ends_streams``: streams may end with an error. ``complaints``: broken promises, one line each."""
 
     name: str
     ends_streams: bool = False
@@ -51,7 +50,6 @@ class RowResult:
     num_leaked: int = 0
     num_resumed: int = 0
     complaints: list[str] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def recovery_s(self, percent: float) -> float | None:
         """None if the server recovered from no run: JSON has no infinity."""
@@ -59,21 +57,19 @@ class RowResult:
 
     def add(self, run: Disturbed, plain: Sequence[TimedAnswer], num_resumed: int, left: Sequence[str]) -> None:
         """``plain``: the answers of a server that nothing disturbs. ``left``: what has leaked, one line each."""
-        with self._lock:
-            self.runs.append(run)
-            self.num_resumed += num_resumed
-            self.num_leaked += len(left)
-            self.complaints += left
-            for undisturbed, answer in zip(plain, run.answers, strict=True):
+        self.runs.append(run)
+        self.num_resumed += num_resumed
+        self.num_leaked += len(left)
+        self.complaints += left
+        for undisturbed, answer in zip(plain, run.answers, strict=True):
+            self._judge(undisturbed, answer)
+        for undisturbed, answer in zip(plain, run.arrived, strict=False):
+            if answer.status not in REFUSED:
                 self._judge(undisturbed, answer)
-            for undisturbed, answer in zip(plain, run.arrived, strict=False):
-                if answer.status not in REFUSED:
-                    self._judge(undisturbed, answer)
 
     def not_recovered(self, num_streams: int, reason: str) -> None:
-        with self._lock:
-            self.num_lost += num_streams
-            self.complaints.append(reason)
+        self.num_lost += num_streams
+        self.complaints.append(reason)
 
     def _judge(self, undisturbed: TimedAnswer, answer: TimedAnswer) -> None:
         if answer.error is not None and not self.ends_streams:
@@ -102,8 +98,8 @@ class Row:
 
 
 class Turns:
-    """Each row once, then each again: who takes a turn measures it. A run that is cut short has each as often, give or take
-    one. May be used from any thread."""
+    """Each row once, then each again. A run that is cut short has each as often, give or take one. May be used from any
+    thread."""
 
     def __init__(self, rows: Sequence[Row], num_times: int) -> None:
         self._results = [RowResult(row.name, row.ends_streams) for row in rows]
@@ -116,12 +112,24 @@ class Turns:
         except IndexError:
             return None
 
+    @property
+    def are_over(self) -> bool:
+        return not self._left
+
     def end(self) -> None:
         self._left.clear()
 
     def results(self) -> list[RowResult]:
         """Of the rows that were measured."""
         return [result for result in self._results if result.runs or result.complaints]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``lost``: processes that ended without being killed."""
+
+    rows: list[RowResult]
+    lost: list[str]
 
 
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
@@ -149,7 +157,7 @@ class FaultRows(DisturbedServer):
         raise NotImplementedError
 
     def measure(self, turns: Turns, asks: Sequence[LoadRequest]) -> None:
-        """Takes turns until there are none, or until the server does not recover; others may take those that are left."""
+        """Takes turns until there are none, or until the server does not recover; another may take those that are left."""
         rows = {row.name: row for row in self.table()}
         plain = asyncio.run(self.undisturbed(asks))
         while (turn := turns.take()) is not None:
@@ -251,21 +259,27 @@ class FaultRows(DisturbedServer):
                 yield f"{found} processes of {actor}, not {num}"
 
 
-def measure_together(servers: Sequence[tuple[FaultRows, Turns]], asks: Sequence[LoadRequest]) -> None:
-    """SIGINT, or an error of the benchmark itself on one server, ends it as soon as the rows under way have ended."""
-    with ThreadPoolExecutor(len(servers), thread_name_prefix="fault rows") as executor:
-        measuring = [executor.submit(rows.measure, turns, asks) for rows, turns in servers]
-        try:
-            wait(measuring, return_when=FIRST_EXCEPTION)
-        except KeyboardInterrupt:
-            servers[0][0].console.print("faults: interrupted, the rows under way are the last", highlight=False)
-            _end(servers)
-        if any(one.done() and one.exception() is not None for one in measuring):
-            _end(servers)
-    for ended in measuring:
-        ended.result()
+def measure(start: Callable[[ExitStack, int], FaultRows], num_times: int, asks: Sequence[LoadRequest]) -> Measured:
+    """Each row ``num_times``, on one server after the other: the next one is started when one does not recover. SIGINT ends
+    it as soon as the row under way has ended.
 
-
-def _end(servers: Sequence[tuple[FaultRows, Turns]]) -> None:
-    for _, turns in servers:
-        turns.end()
+    Args:
+        start: starts the server of a number, and leaves its end to the stack.
+    """
+    turns: Turns | None = None
+    lost: list[str] = []
+    for number in range(MAX_SERVERS):
+        with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="fault rows") as executor:
+            rows = start(stack, number)
+            turns = turns or Turns(rows.table(), num_times)
+            measuring = executor.submit(rows.measure, turns, asks)
+            try:
+                wait([measuring])
+            except KeyboardInterrupt:
+                rows.console.print("faults: interrupted, the row under way is the last", highlight=False)
+                turns.end()
+            measuring.result()
+            lost += rows.lost
+        if turns.are_over:
+            break
+    return Measured([] if turns is None else turns.results(), lost)

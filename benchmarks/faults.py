@@ -1,8 +1,8 @@
 """Faults of a running server: killed processes, faulty peers, a long pass, missing resources.
 
 Streams must keep their tokens, no other process may end, and killed processes must return soon. The first server has one
-target, so that its loss shows to clients. Then the rows of the fault table are measured on servers with two targets at the
-same time: those of `benchmarks.local_rows`, and one of `benchmarks.node_rows`, on a Ray cluster of several nodes.
+target, so that its loss shows to clients. Then the rows of the fault table are measured on servers with two targets, one
+after the other: that of `benchmarks.local_rows`, and that of `benchmarks.node_rows`, on a Ray cluster of several nodes.
 """
 
 import asyncio
@@ -11,14 +11,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import SHOWN, FaultRows, RowResult, Turns, measure_together
+from benchmarks.fault_rows import SHOWN, Measured, RowResult, measure
 from benchmarks.injections import (
     is_refused,
     locked_state,
@@ -48,8 +47,7 @@ SLOWED_S = 36.0  # time observed of it; a target silent for 30 s counts as hung
 OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
 NUM_TIMES = 20  # each row of the fault table
-NUM_ROW_STREAMS, NUM_ROW_TOKENS = 4, 64
-NUM_LOCAL_SERVERS = 2  # while one waits for a time-out, the other has the processors
+NUM_ROW_STREAMS, NUM_ROW_TOKENS = 4, 48
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -68,8 +66,8 @@ def run(options: BenchOptions) -> BenchResult:
       measured; ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at
       least 1.5 s.
 
-    SIGINT ends the repetitions when the rows under way have ended, and what was measured is reported. All rows are repeated
-    in turn, so that a shorter run has each as often, give or take one.
+    SIGINT ends the repetitions on a server when the row under way has ended, and what was measured is reported. The rows of
+    a server are repeated in turn, so that a shorter run has each as often, give or take one.
 
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
@@ -86,24 +84,16 @@ def run(options: BenchOptions) -> BenchResult:
             outcome = _FaultBench(server, folder).all_faults(asks)
         asks = [replace(ask, max_tokens=NUM_ROW_TOKENS) for ask in asks[:NUM_ROW_STREAMS]]
         num_times = 1 if options.quick else NUM_TIMES
-        rows, lost = _measure_rows(config, Path(temporary), asks, num_times)
-        return _result(outcome, rows, lost)
+        measured = _measure_rows(config, Path(temporary), asks, num_times)
+        return _result(outcome, measured.rows, measured.lost)
 
 
-def _measure_rows(
-    config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int
-) -> tuple[list[RowResult], list[str]]:
-    """Returns the rows, and processes that ended without being killed."""
-    with ExitStack() as stack:
-        local = [start_local_rows(stack, config, folder / f"local-{number}") for number in range(NUM_LOCAL_SERVERS)]
-        nodes = start_node_rows(stack, config, folder / "nodes", [rows.server for rows in local])
-        turns = Turns(local[0].table(), num_times)
-        servers: list[tuple[FaultRows, Turns]] = [(rows, turns) for rows in local]
-        if nodes is not None:
-            servers.append((nodes, Turns(nodes.table(), num_times)))
-        measure_together(servers, asks)
-    results = [result for turns in dict.fromkeys(turns for _, turns in servers) for result in turns.results()]
-    return results, [name for rows, _ in servers for name in rows.lost]
+def _measure_rows(config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int) -> Measured:
+    local = measure(lambda stack, number: start_local_rows(stack, config, folder / f"local-{number}"), num_times, asks)
+    if not shutil.which("redis-server"):
+        return local
+    nodes = measure(lambda stack, number: start_node_rows(stack, config, folder / f"nodes-{number}"), num_times, asks)
+    return Measured(local.rows + nodes.rows, local.lost + nodes.lost)
 
 
 def with_files(config: Config, folder: Path) -> Config:

@@ -1,9 +1,8 @@
 """Rows of the fault table that take a Ray cluster of several nodes: a machine and the GCS are lost."""
 
 import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,19 @@ from unittest.mock import patch
 
 import psutil
 
+from benchmarks.disturbed import FaultBenchFailed
 from benchmarks.fault_rows import ENVIRONMENT, FaultRows, Row, with_two_targets
 from benchmarks.redis_server import RedisServer
 from benchmarks.server import JoinedServer, ServerProcess
 from cluster.config import Config, Resources, TransportConfig
 from deploy.local_ray import OBJECT_STORE_BYTES, run_folder
+from deploy.process_tree import descendants, end_all
 
 GCS_AWAY_S = 3.0
 REPLACED_S = 2.0  # after the loss of a machine another one joins
 NUM_MACHINES = 2
+MAX_STARTS = 3  # of a machine
+LATE = "timed out during startup"  # what Ray says of a raylet that its GCS does not know
 MACHINE_CPUS = 2  # holds a target and a drafter, and no second target
 MACHINE = {"outrider-bench": "machine"}
 MEMORY = {"object_store_memory": OBJECT_STORE_BYTES}
@@ -29,19 +32,13 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_worker_niceness": "0",  # as of every deployment: at 15 they wait for minutes beside the other servers
+    "RAY_worker_niceness": "0",  # as of every deployment
     **ENVIRONMENT,
 }
 
 
-def start_node_rows(stack: ExitStack, config: Config, folder: Path, others: Sequence[ServerProcess]) -> "NodeRows | None":
-    """None without a redis-server, in which the GCS keeps its state. ``stack`` ends it.
-
-    Args:
-        others: servers of this process.
-    """
-    if not shutil.which("redis-server"):
-        return None
+def start_node_rows(stack: ExitStack, config: Config, folder: Path) -> "NodeRows":
+    """Needs a redis-server, in which the GCS keeps its state. ``stack`` ends it."""
     folder.mkdir()
     redis = RedisServer(folder)
     stack.callback(redis.stop)
@@ -55,7 +52,7 @@ def start_node_rows(stack: ExitStack, config: Config, folder: Path, others: Sequ
             "transport": TransportConfig(kind="grpc", host="127.0.0.1"),
         }
     )
-    return NodeRows(stack.enter_context(JoinedServer(config, others)), cluster)
+    return NodeRows(stack.enter_context(JoinedServer(config)), cluster)
 
 
 @contextmanager
@@ -75,14 +72,33 @@ def _ray_cluster(redis: RedisServer) -> Iterator[Any]:
             cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         try:
             for _ in range(NUM_MACHINES):
-                _add_machine(cluster)
+                add_machine(cluster)
             yield cluster
         finally:
             cluster.shutdown()
 
 
-def _add_machine(cluster: Any) -> None:
-    cluster.add_node(num_cpus=MACHINE_CPUS, labels=MACHINE, **MEMORY)
+def add_machine(cluster: Any) -> None:
+    """A machine whose raylet Ray does not know within 30 s is started again, as Kubernetes would do it. Raises
+    FaultBenchFailed after MAX_STARTS."""
+    for _ in range(MAX_STARTS):
+        try:
+            cluster.add_node(num_cpus=MACHINE_CPUS, labels=MACHINE, **MEMORY)
+        except Exception as error:  # Ray has no class of its own for it
+            if LATE not in str(error):
+                raise
+            _end_unknown_raylets(cluster)
+        else:
+            return
+    raise FaultBenchFailed(f"Ray did not know a machine within 30 s of its start, {MAX_STARTS} times in a row")
+
+
+def _end_unknown_raylets(cluster: Any) -> None:
+    """Those that were given up would join later."""
+    known = {pid for node in cluster.list_all_nodes() for pid in _pids(node)}
+    for child in psutil.Process().children():
+        if child.name() == "raylet" and child.pid not in known:
+            end_all([child, *descendants(child.pid)], grace_s=1.0)
 
 
 class NodeRows(FaultRows):
@@ -106,7 +122,7 @@ class NodeRows(FaultRows):
         psutil.wait_procs(gone)
         self._cluster.remove_node(node, allow_graceful=False)
         time.sleep(REPLACED_S)
-        _add_machine(self._cluster)
+        add_machine(self._cluster)
 
     def _lose_gcs(self) -> None:
         """It comes back with what Redis has kept, as Kubernetes restarts it."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -168,15 +168,10 @@ def signal_tree(pid: int, number: signal.Signals) -> None:
 
 
 class JoinedServer(ServerProcess):
-    """On a Ray cluster that this process started. ``others``: servers of this process, with Ray clusters of their own."""
-
-    def __init__(self, config: Config, others: Sequence[ServerProcess]) -> None:
-        super().__init__(config)
-        self._others = tuple(others)
+    """On a Ray cluster that this process started, beside no other server."""
 
     def _processes(self) -> list[psutil.Process]:
-        of_others = {process for other in self._others for process in descendants(other.pid)}
-        return [process for process in descendants() if process not in of_others]
+        return descendants()
 
 
 def _cmdline(process: psutil.Process) -> str:

@@ -21,10 +21,11 @@ import psutil
 import pytest
 
 from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import FaultRows, Row, RowResult, Turns, measure_together
+from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResult, measure
 from benchmarks.faults import recoveries
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
+from benchmarks.node_rows import LATE, MAX_STARTS, add_machine
 from benchmarks.recovery import Metrics
 from benchmarks.report import BenchResult, Table
 from benchmarks.soak import NUM_STREAMS, growth, num_at_once, saturated
@@ -222,59 +223,81 @@ def test_what_is_left_on_an_idle_server_is_named(monkeypatch: pytest.MonkeyPatch
     assert [line.split()[0] for line in rows._leaked()] == ["gone", "full", "ngram", "the"]
 
 
-def test_servers_take_the_rows_in_turn() -> None:
-    met = threading.Barrier(2, timeout=30.0)
-    both = [Rows(lambda rows, name: met.wait()), Rows(lambda rows, name: met.wait())]  # both measure at the same time
-    turns = Turns(both[0].table(), 4)
-    measure_together([(rows, turns) for rows in both], ASKS)
-    assert [len(rows.injured) for rows in both] == [4, 4]
-    assert [(row.name, len(row.runs), row.num_lost) for row in turns.results()] == [("first", 4, 0), ("second", 4, 0)]
-    assert turns.results()[0].recovery_s(50) == 2.0
+def measured(num_times: int, *servers: Rows) -> Measured:
+    """Of these servers, one after the other."""
+    return measure(lambda stack, number: servers[number], num_times, ASKS)
 
 
-def test_an_interrupt_lets_the_rows_under_way_end() -> None:
+def test_rows_are_repeated_in_turn() -> None:
+    rows = Rows()
+    found = measured(3, rows)
+    assert rows.injured == ["first", "second"] * 3
+    assert [(row.name, len(row.runs), row.num_lost) for row in found.rows] == [("first", 3, 0), ("second", 3, 0)]
+    assert found.rows[0].recovery_s(50) == 2.0
+
+
+def test_an_interrupt_lets_the_row_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(rows: Rows, name: str) -> None:
-        time.sleep(0.1)  # the main thread waits by then
         if rows.injured == ["first", "second", "first"]:
+            time.sleep(0.1)  # the main thread waits by then
             os.kill(os.getpid(), signal.SIGINT)
-            eventually(lambda: turns.take() is None, 30.0)
+            assert told.wait(30.0)
 
+    told = threading.Event()
     rows = Rows(interrupt)
-    turns = Turns(rows.table(), 10**4)
-    measure_together([(rows, turns)], ASKS)
-    assert {row.name: len(row.runs) for row in turns.results()}["second"] == 1
-    assert rows.injured == ["first", "second", "first"]
-    assert sum(row.num_lost for row in turns.results()) == 0
+    monkeypatch.setattr(rows.console, "print", lambda line, **_: told.set() if "interrupted" in line else None)
+    found = measured(10**4, rows)
+    assert [len(row.runs) for row in found.rows] in ([2, 1], [2, 2])  # the next one may have begun
+    assert sum(row.num_lost for row in found.rows) == 0
 
 
-def test_a_server_that_does_not_recover_has_lost_its_streams_and_others_go_on() -> None:
+def test_a_server_that_does_not_recover_has_lost_its_streams_and_another_goes_on() -> None:
     def fail(rows: Rows, name: str) -> None:
         if name == "second":
-            has_failed.set()
             raise TimeoutError
 
-    has_failed = threading.Event()
-    failing, well = Rows(fail), Rows(lambda rows, name: has_failed.wait(30.0))
-    turns = Turns(well.table(), 3)
-    measure_together([(failing, turns), (well, turns)], ASKS)
-    first, second = turns.results()
-    assert failing.injured[-1] == "second"
+    failing, well = Rows(fail), Rows()
+    first, second = measured(3, failing, well).rows
+    assert (failing.injured, well.injured) == (["first", "second"], ["first", "second"] * 2)
     assert (len(first.runs), len(second.runs)) == (3, 2)
     assert (first.num_lost, second.num_lost) == (0, 3)
     assert "its last words" in second.complaints[0]
 
 
-def test_an_error_of_the_benchmark_on_one_server_ends_the_others_too() -> None:
+def test_servers_that_do_not_recover_are_replaced_so_often() -> None:
     def fail(rows: Rows, name: str) -> None:
-        raise ConnectionResetError("while asking")
+        raise TimeoutError
 
-    failing, well = Rows(fail), Rows(lambda rows, name: eventually(lambda: turns.take() is None, 30.0))
-    mine = Turns(failing.table(), 1)
-    turns = Turns(well.table(), 10**4)
-    with pytest.raises(ConnectionResetError):
-        measure_together([(failing, mine), (well, turns)], ASKS)
-    assert turns.take() is None
-    assert len(well.injured) <= 1
+    failing = [Rows(fail) for _ in range(MAX_SERVERS)]
+    found = measured(3, *failing)
+    assert [rows.injured for rows in failing] == [["first"], ["second"], ["first"]]
+    assert [len(row.runs) for row in found.rows] == [0, 0]
+
+
+class LateCluster:
+    """Some of whose raylets are not known in time."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        self._errors = list(errors)
+        self.num_started = 0
+
+    def list_all_nodes(self) -> list[Any]:
+        return []
+
+    def add_node(self, **_: Any) -> None:
+        self.num_started += 1
+        if self._errors:
+            raise Exception(self._errors.pop(0))
+
+
+def test_a_machine_whose_raylet_is_late_is_started_again() -> None:
+    late = LateCluster([f"The current node {LATE}."])
+    add_machine(late)
+    assert late.num_started == 2
+    with pytest.raises(FaultBenchFailed, match="30 s"):
+        add_machine(LateCluster([LATE] * MAX_STARTS))
+    with pytest.raises(Exception, match="no such label"):
+        add_machine(LateCluster(["no such label"]))
 
 
 def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -> None:
