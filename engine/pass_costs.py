@@ -86,8 +86,10 @@ class PassCosts:
         self._decode_rate.interrupt()
         self.drafting.interrupt()
 
-    def note(self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit]) -> None:
-        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``."""
+    def note(
+        self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit], best_left_out: float = 0.0
+    ) -> None:
+        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan."""
         # A pass with prompts does not correct the model, for their rows are not all sampled.
         if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
             drift = self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)
@@ -104,7 +106,8 @@ class PassCosts:
         else:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
         if self.tokens_per_s is not None:
-            self._row_price.add(row_price(self.tokens_per_s, num_rows, num_context, self._cost), PRICE_PASSES)
+            price = row_price(self.tokens_per_s, num_rows, num_context, self._cost, best_left_out)
+            self._row_price.add(price, PRICE_PASSES)
 
     @property
     def row_price(self) -> float:

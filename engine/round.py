@@ -241,7 +241,7 @@ class TargetLoop:
         commits = self._commit(begun.spans, outcomes, end_s)
         if self._colocated and counts.num_sampled:
             self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)
-        self._pass_costs.note(begun.began_s, self._pass_s, counts, commits)
+        self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
             self._draft_lengths.learn(PassFeedback(commits, self._judgements, self._pass_s, end_s - since_s))

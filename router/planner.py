@@ -114,7 +114,14 @@ class StepPlanner:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         spans = (*decode, *prefill)
-        return replace(none, spans=spans, admitted=tuple(admitted), preempted=tuple(preempted), held=held)
+        return replace(
+            none,
+            spans=spans,
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+            held=held,
+            best_left_out=rows.best_left_out,
+        )
 
     def limits(
         self,

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
 from cluster.types import StopRule
 from router.assignment import drafter_of
 from router.cost_model import CostModel
@@ -90,7 +92,8 @@ class _Terms:
         if changed:
             join = self._join.value
             self.least_acceptance = break_even_acceptance(row_price, join, times.max_len) if join else 0.0
-        self.pays = not tokens_per_s or self._gains(times, tokens_per_s / times.num_requests)
+        second_price = tokens_per_s / times.num_requests * (_RETAIN if self.pays else 1.0)
+        self.pays = not tokens_per_s or self._gains(times, second_price) or times.gains_in_all(self.usual, second_price)
         if self.pays:
             self._pause.reset()
             self._num_trial_rounds_left = 0
@@ -100,9 +103,7 @@ class _Terms:
         return changed
 
     def _gains(self, times: "_DraftTimes", second_price: float) -> bool:
-        """Whether drafts of any length, for all requests, gain more than the wait for them costs."""
-        if self.pays:
-            second_price *= _RETAIN
+        """Whether drafts of any length, for all requests, gain more than the wait for them costs, at the price of a row."""
         survival, total = 1.0, 0.0
         for length in range(1, times.max_len + 1):
             survival *= self.usual
@@ -115,14 +116,30 @@ class _Terms:
 
 
 class _DraftTimes:
-    """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured."""
+    """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured.
 
-    def __init__(self, drafter: str, view: DrafterView, num_requests: int, max_len: int, cost: CostModel) -> None:
+    Args:
+        num_context: committed tokens of the requests.
+        tokens_per_s: that they decode.
+    """
+
+    def __init__(
+        self,
+        drafter: str,
+        view: DrafterView,
+        num_requests: int,
+        num_context: int,
+        max_len: int,
+        cost: CostModel,
+        tokens_per_s: float,
+    ) -> None:
         self.view = view
         self.num_requests = num_requests
         self.max_len = max_len
         self._name, self._cost = drafter_of(drafter), cost
         self._usual_len = view.draft_len or max_len
+        self._num_context = num_context
+        self._tokens_per_s = tokens_per_s
 
     def batch_s(self, length: int) -> float:
         """Drafts of so many tokens each. Without a profile proportional to the length, as in TurboSpec."""
@@ -130,6 +147,22 @@ class _DraftTimes:
         if profiled_s is not None:
             return profiled_s
         return (self.view.drafts_s(self.num_requests) or self.view.reply_s) * length / self._usual_len
+
+    def gains_in_all(self, acceptance: float, second_price: float) -> bool:
+        """As `_Terms._gains`, by the time that rows add to the pass. At a knee of the cost rows are scarce, and those before
+        it are worth more than they cost: by their price alone, drafts that fill them would gain nothing.
+
+        A pass verifies as many of the draft tokens as gains most: the sum over the likeliest k of a^i, less the tokens that
+        could be decoded in the time of k rows.
+        """
+        num = self.num_requests
+        lengths = np.arange(1, self.max_len + 1)
+        rows = np.arange(num, num * (1 + self.max_len) + 1)
+        pass_s = self._cost.table(self._num_context).at_each(rows)
+        gains = np.cumsum(np.repeat(acceptance**lengths, num)) - self._tokens_per_s * (pass_s[1:] - pass_s[0])
+        best = np.maximum.accumulate(gains)[num - 1 :: num]  # by length
+        wait_s = np.array([self.batch_s(int(length)) for length in lengths])
+        return bool(np.any(best > num * second_price * wait_s))
 
     @property
     def request_s(self) -> float:
@@ -149,11 +182,12 @@ class Outrider(DraftLengths):
         self._terms: dict[str, _Terms] = {}
         self._moved: set[str] = set()  # drafters whose break-even moved in this round
         self._tried: set[str] = set()  # drafters that one request tries in this round
-        self._tokens_per_s, self._num_decoding = 0.0, 1
+        self._tokens_per_s, self._num_decoding, self._num_context = 0.0, 1, 0
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
-        self._num_decoding = max(1, len(decoding(sequences)))
+        ready = decoding(sequences)
+        self._num_decoding, self._num_context = max(1, len(ready)), sum([one.committed_len for one in ready])
         self._tokens_per_s = batch.tokens_per_s or 0.0
         self._moved.clear()
         self._tried.clear()
@@ -173,13 +207,12 @@ class Outrider(DraftLengths):
             if sequence.drafter in self._tried and sequence.running and sequence.max_new_tokens > 1:
                 self._tried.discard(sequence.drafter)
                 budgets[sequence.request_id] = self._terms[sequence.drafter].drafting
-        return budgets if batch.limits is NO_LIMITS else self._by_objectives(decoding(sequences), batch, budgets)
+        return budgets if batch.limits is NO_LIMITS else self._by_objectives(ready, batch, budgets)
 
     def _by_objectives(
         self, ready: Sequence[SequenceView], batch: BatchState, budgets: dict[str, DraftBudget]
     ) -> dict[str, DraftBudget]:
         names = {sequence.request_id: sequence.drafter for sequence in ready if sequence.drafter is not None}
-        num_context = sum([sequence.committed_len for sequence in ready])
 
         def acceptance_of(request_id: str) -> float:
             return self._acceptance(request_id, names[request_id]) if request_id in names else 0.0
@@ -187,11 +220,11 @@ class Outrider(DraftLengths):
         longest = {}
         for drafter in set(names.values()) if batch.limits.streams and batch.num_micro_batches == 1 else ():
             view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
-            times = _DraftTimes(drafter, view, len(ready), self.max_len(drafter), batch.cost)
+            times = self._times(drafter, view, batch)
 
             def round_s(length: int, times: _DraftTimes = times) -> float:
                 num_accepted = len(names) * (expected_tokens(times.view.acceptance, length) - 1.0)
-                pass_s = batch.cost.step_s(len(ready) + round(num_accepted), num_context)
+                pass_s = batch.cost.step_s(len(ready) + round(num_accepted), self._num_context)
                 return pass_s + times.batch_s(length) if length else pass_s
 
             longest[drafter] = longest_draft(batch.limits.streams, acceptance_of, round_s, times.max_len)
@@ -206,7 +239,7 @@ class Outrider(DraftLengths):
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         terms = self._terms.setdefault(drafter, _Terms())
         view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
-        times = _DraftTimes(drafter, view, self._num_decoding, self.max_len(drafter), batch.cost)
+        times = self._times(drafter, view, batch)
         exposure = 0.0 if view.shares_device else view.exposure if batch.num_micro_batches > 1 else 1.0
         if terms.follow(times, self.row_price, exposure * self._tokens_per_s):
             self._moved.add(drafter)
@@ -215,6 +248,10 @@ class Outrider(DraftLengths):
         if terms.tries():
             self._tried.add(drafter)
         return terms.plain
+
+    def _times(self, drafter: str, view: DrafterView, batch: BatchState) -> _DraftTimes:
+        num, context = self._num_decoding, self._num_context
+        return _DraftTimes(drafter, view, num, context, self.max_len(drafter), batch.cost, self._tokens_per_s)
 
     def learn(self, feedback: PassFeedback) -> None:
         all_terms, requests = self._terms, self._requests

@@ -64,13 +64,21 @@ class DecodeRate:
         self._last = None
 
 
-def row_price(tokens_per_s: float | None, num_rows: int, num_context: int, cost: CostModel) -> float:
-    """Tokens that could be decoded in the time of one row more, or of the last one, from 0 to 1. A draft token less likely
-    to survive than this is not worth its row. At a knee of the cost the cheaper side counts."""
+def row_price(
+    tokens_per_s: float | None, num_rows: int, num_context: int, cost: CostModel, best_left_out: float = 0.0
+) -> float:
+    """What a row is worth, from 0 to 1: a draft token less likely to survive is not worth its row.
+
+    That is the number of tokens that could be decoded in its time. At a knee of the cost the next row takes longer than the
+    last one. There rows are scarce: one is worth the best token that has none, between the prices of both sides.
+
+    Args:
+        best_left_out: what the best draft token without a row would bring, in tokens.
+    """
     if tokens_per_s is None:
         return 0.0
     here_s = cost.step_s(num_rows, num_context)
-    row_s = cost.step_s(num_rows + 1, num_context) - here_s
-    if num_rows > 1:
-        row_s = min(row_s, here_s - cost.step_s(num_rows - 1, num_context))
-    return max(0.0, min(1.0, row_s * tokens_per_s))  # a cost that is corrected meanwhile may fall
+    next_s = cost.step_s(num_rows + 1, num_context) - here_s
+    last_s = here_s - cost.step_s(num_rows - 1, num_context) if num_rows > 1 else next_s
+    low, high = sorted((next_s * tokens_per_s, last_s * tokens_per_s))
+    return max(0.0, min(1.0, max(low, min(high, best_left_out))))  # a cost that is corrected meanwhile may fall

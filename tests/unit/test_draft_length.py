@@ -44,6 +44,15 @@ def test_a_row_costs_the_tokens_that_could_be_decoded_in_its_time() -> None:
     assert row_price(500.0, 2, 0, COST) == 0.0, "a row that is free"
 
 
+def test_at_a_knee_a_row_is_worth_the_best_draft_token_that_has_none() -> None:
+    """Up to 8 rows cost nothing, each further one a token, and beyond 16 half of one."""
+    assert row_price(500.0, 8, 0, COST, 0.6) == pytest.approx(0.6)
+    assert row_price(500.0, 16, 0, COST, 0.7) == pytest.approx(0.7)
+    assert row_price(500.0, 16, 0, COST, 0.2) == pytest.approx(0.5), "it would not pay on either side"
+    assert row_price(500.0, 7, 0, COST, 0.6) == 0.0, "there are more"
+    assert row_price(500.0, 12, 0, COST, 0.6) == pytest.approx(1.0), "no knee"
+
+
 def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
     rate = DecodeRate()
     began_s = 0.0

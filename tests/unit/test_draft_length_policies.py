@@ -102,6 +102,15 @@ class TestOutrider:
     def test_a_request_without_gain_is_decoded_plainly_and_the_others_go_on(self) -> None:
         assert self.after({"good": 3, "bad": 0}, 30, 0.3)[1] == {"good": MAX_LEN, "bad": 0}
 
+    @pytest.mark.parametrize(("num_free", "is_drafted"), [(2, True), (0, False)])
+    def test_drafts_that_fill_the_rows_before_a_knee_pay_whatever_a_row_costs(self, num_free: int, is_drafted: bool) -> None:
+        """At 0.55 a row a first token gains 0.05 of each request, and the wait for it costs 0.1. Two rows cost nothing: they
+        gain 1.2 tokens, and the wait costs 0.4 of all."""
+        knee = TableCost((1, 4 + num_free, 12 + num_free), (0.01, 0.01, 0.09))
+        drafters = {"d": DrafterView(0.008, 1.5, 0.6, draft_s=0.008, batch=4.0, draft_len=8.0)}
+        budgets = policy(OutriderLength()).budgets([view(name) for name in "abcd"], BatchState(knee, drafters, 0.55, 400.0))
+        assert all(lens(budgets).values()) is is_drafted
+
     def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
         """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
         lengths, sequences = policy(OutriderLength()), [view("bad")]
