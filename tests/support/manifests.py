@@ -23,6 +23,9 @@ CHART = ROOT / "k8s" / "chart"
 CRDS = ROOT / "tests" / "data" / "kuberay"
 KUBERNETES = "1.34"
 Manifest = dict[str, Any]
+INCREMENTAL: dict[str, Any] = {
+    "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "clusterUpgradeOptions": {"gatewayClassName": "istio"}}
+}
 
 _TEXT = {"type": "string", "minLength": 1}
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -141,6 +144,18 @@ def _unknown(model: Any, written: Any) -> Iterator[str]:
 def pod_templates(ray_service: Manifest) -> list[Manifest]:
     cluster = ray_service["spec"]["rayClusterConfig"]
     return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+
+
+def role(template: Manifest) -> str:
+    return str(template["metadata"]["labels"]["outrider/role"])
+
+
+def matches(labels: dict[str, str], template: Manifest) -> bool:
+    return labels.items() <= dict(template["metadata"]["labels"]).items()
+
+
+def port_names(template: Manifest) -> set[str]:
+    return {port["name"] for port in template["spec"]["containers"][0]["ports"]}
 
 
 @cache
