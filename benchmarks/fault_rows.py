@@ -25,6 +25,7 @@ from benchmarks.redis_server import RedisServer
 from benchmarks.report import Cell
 from benchmarks.server import ServerProcess
 from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
+from cluster.errors import OutriderError
 from deploy.local_ray import free_port
 
 OPEN_CALLS = "outrider_requests_in_flight"
@@ -124,12 +125,13 @@ class Turns:
         return [result for result in self._results if result.runs or result.complaints]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    """``lost``: processes that ended without being killed."""
+    """``lost``: processes that ended without being killed, servers among them."""
 
-    rows: list[RowResult]
-    lost: list[str]
+    rows: list[RowResult] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
 
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
@@ -260,26 +262,41 @@ class FaultRows(DisturbedServer):
 
 
 def measure(start: Callable[[ExitStack, int], FaultRows], num_times: int, asks: Sequence[LoadRequest]) -> Measured:
-    """Each row ``num_times``, on one server after the other: the next one is started when one does not recover. SIGINT ends
-    it as soon as the row under way has ended.
+    """Each row ``num_times``, on one server after the other: the next one is started when one does not recover. On SIGINT
+    the row under way is the last.
 
     Args:
         start: starts the server of a number, and leaves its end to the stack.
     """
+    found = Measured()
     turns: Turns | None = None
-    lost: list[str] = []
     for number in range(MAX_SERVERS):
-        with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="fault rows") as executor:
-            rows = start(stack, number)
-            turns = turns or Turns(rows.table(), num_times)
-            measuring = executor.submit(rows.measure, turns, asks)
-            try:
-                wait([measuring])
-            except KeyboardInterrupt:
-                rows.console.print("faults: interrupted, the row under way is the last", highlight=False)
-                turns.end()
-            measuring.result()
-            lost += rows.lost
-        if turns.are_over:
+        try:
+            with ExitStack() as stack:
+                rows = start(stack, number)
+                turns = turns or Turns(rows.table(), num_times)
+                found.interrupted = _measure_on(rows, turns, asks)
+                found.lost += rows.lost
+        except (OutriderError, TimeoutError, httpx.HTTPError) as error:  # what was measured counts
+            found.lost.append(f"server number {number + 1}, which did not start or end as it should: {error}")
+        except KeyboardInterrupt:  # while it started or ended
+            found.interrupted = True
+        if found.interrupted or (turns is not None and turns.are_over):
             break
-    return Measured([] if turns is None else turns.results(), lost)
+    found.rows = [] if turns is None else turns.results()
+    return found
+
+
+def _measure_on(rows: FaultRows, turns: Turns, asks: Sequence[LoadRequest]) -> bool:
+    """Returns whether SIGINT ended it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="fault rows") as executor:
+        measuring = executor.submit(rows.measure, turns, asks)
+        interrupted = False
+        try:
+            wait([measuring])
+        except KeyboardInterrupt:
+            interrupted = True
+            turns.end()
+            rows.console.print("faults: interrupted, the row under way is the last", highlight=False)
+        measuring.result()
+    return interrupted

@@ -66,8 +66,8 @@ def run(options: BenchOptions) -> BenchResult:
       measured; ``num_leaked``: requests, KV blocks and processes that are left; ``ROW.recovery_p50_s`` and ``_p99_s``, at
       least 1.5 s.
 
-    SIGINT ends the repetitions on a server when the row under way has ended, and what was measured is reported. The rows of
-    a server are repeated in turn, so that a shorter run has each as often, give or take one.
+    SIGINT ends the repetitions when the row under way has ended, and what was measured is reported. The rows of a server are
+    repeated in turn, so that a shorter run has each as often, give or take one.
 
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
@@ -90,7 +90,7 @@ def run(options: BenchOptions) -> BenchResult:
 
 def _measure_rows(config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int) -> Measured:
     local = measure(lambda stack, number: start_local_rows(stack, config, folder / f"local-{number}"), num_times, asks)
-    if not shutil.which("redis-server"):
+    if local.interrupted or not shutil.which("redis-server"):
         return local
     nodes = measure(lambda stack, number: start_node_rows(stack, config, folder / f"nodes-{number}"), num_times, asks)
     return Measured(local.rows + nodes.rows, local.lost + nodes.lost)

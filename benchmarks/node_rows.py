@@ -69,7 +69,11 @@ def _ray_cluster(redis: RedisServer) -> Iterator[Any]:
         }
         with patch.dict(os.environ, of_head):
             # It is shut down below: its own hooks at exit need the main thread.
-            cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+            try:
+                cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+            except BaseException:
+                end_all([child for child in descendants() if child.name() in ("raylet", "gcs_server")], grace_s=1.0)
+                raise
         try:
             for _ in range(NUM_MACHINES):
                 add_machine(cluster)

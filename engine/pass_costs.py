@@ -87,7 +87,7 @@ class PassCosts:
         self.drafting.interrupt()
 
     def note(
-        self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit], best_left_out: float = 0.0
+        self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit], best_left_out: float
     ) -> None:
         """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan."""
         # A pass with prompts does not correct the model, for their rows are not all sampled.

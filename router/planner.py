@@ -114,13 +114,16 @@ class StepPlanner:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         spans = (*decode, *prefill)
+        left_out = [
+            s.survival[d.num_verify] for s, d in zip(survivors, decode, strict=True) if len(s.survival) > d.num_verify
+        ]
         return replace(
             none,
             spans=spans,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             held=held,
-            best_left_out=rows.best_left_out,
+            best_left_out=max(left_out, default=0.0),
         )
 
     def limits(

@@ -22,7 +22,7 @@ class BatchState:
 
     cost: CostModel
     drafters: Mapping[str, DrafterView] = field(default_factory=dict)  # those that are linked and draft for a request
-    row_price: float = 0.0  # tokens that could be decoded in the time of one row more
+    row_price: float = 0.0  # in tokens, as `prices.row_price`
     tokens_per_s: float | None = None  # that the present batch decodes; None: not known yet
     num_micro_batches: int = 1  # of the present plan; with more than one, drafts are made while others are verified
     limits: RoundLimits = NO_LIMITS  # what the objectives of decoding requests leave a round

@@ -20,7 +20,6 @@ import numpy as np
 
 from cluster.types import StopRule
 from router.assignment import drafter_of
-from router.cost_model import CostModel
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback, decoding
 from router.draft_length.objectives import longest_draft, weighted
 from router.draft_length.prices import QuotedPrice
@@ -92,8 +91,8 @@ class _Terms:
         if changed:
             join = self._join.value
             self.least_acceptance = break_even_acceptance(row_price, join, times.max_len) if join else 0.0
-        second_price = tokens_per_s / times.num_requests * (_RETAIN if self.pays else 1.0)
-        self.pays = not tokens_per_s or self._gains(times, second_price) or times.gains_in_all(self.usual, second_price)
+        second_price = tokens_per_s / times.num_requests
+        self.pays = not tokens_per_s or times.pay(self.usual, second_price * (_RETAIN if self.pays else 1.0))
         if self.pays:
             self._pause.reset()
             self._num_trial_rounds_left = 0
@@ -102,25 +101,12 @@ class _Terms:
             self.drafting, self.plain = DraftBudget(times.max_len, row_price, stop), DraftBudget(0, row_price, stop)
         return changed
 
-    def _gains(self, times: "_DraftTimes", second_price: float) -> bool:
-        """Whether drafts of any length, for all requests, gain more than the wait for them costs, at the price of a row."""
-        survival, total = 1.0, 0.0
-        for length in range(1, times.max_len + 1):
-            survival *= self.usual
-            if survival <= self._row_price:
-                return False
-            total += survival - self._row_price
-            if total > times.batch_s(length) * second_price:
-                return True
-        return False
-
 
 class _DraftTimes:
     """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured.
 
     Args:
         num_context: committed tokens of the requests.
-        tokens_per_s: that they decode.
     """
 
     def __init__(
@@ -130,16 +116,16 @@ class _DraftTimes:
         num_requests: int,
         num_context: int,
         max_len: int,
-        cost: CostModel,
-        tokens_per_s: float,
+        batch: BatchState,
     ) -> None:
         self.view = view
         self.num_requests = num_requests
         self.max_len = max_len
-        self._name, self._cost = drafter_of(drafter), cost
+        self._name, self._cost = drafter_of(drafter), batch.cost
         self._usual_len = view.draft_len or max_len
         self._num_context = num_context
-        self._tokens_per_s = tokens_per_s
+        self._num_passes = batch.num_micro_batches
+        self._tokens_per_s = batch.tokens_per_s or 0.0
 
     def batch_s(self, length: int) -> float:
         """Drafts of so many tokens each. Without a profile proportional to the length, as in TurboSpec."""
@@ -148,21 +134,21 @@ class _DraftTimes:
             return profiled_s
         return (self.view.drafts_s(self.num_requests) or self.view.reply_s) * length / self._usual_len
 
-    def gains_in_all(self, acceptance: float, second_price: float) -> bool:
-        """As `_Terms._gains`, by the time that rows add to the pass. At a knee of the cost rows are scarce, and those before
-        it are worth more than they cost: by their price alone, drafts that fill them would gain nothing.
+    def pay(self, acceptance: float, second_price: float) -> bool:
+        """Whether drafts of any length, for all requests, gain more than the wait for them costs.
 
         A pass verifies as many of the draft tokens as gains most: the sum over the likeliest k of a^i, less the tokens that
-        could be decoded in the time of k rows.
+        could be decoded in the time that k rows add. At the price of a row they might gain nothing: at a knee of the cost,
+        where rows are scarce, those before it are worth more than they cost.
         """
-        num = self.num_requests
+        num = -(-self.num_requests // self._num_passes)
         lengths = np.arange(1, self.max_len + 1)
         rows = np.arange(num, num * (1 + self.max_len) + 1)
-        pass_s = self._cost.table(self._num_context).at_each(rows)
+        pass_s = self._cost.table(self._num_context // self._num_passes).at_each(rows)
         gains = np.cumsum(np.repeat(acceptance**lengths, num)) - self._tokens_per_s * (pass_s[1:] - pass_s[0])
         best = np.maximum.accumulate(gains)[num - 1 :: num]  # by length
-        wait_s = np.array([self.batch_s(int(length)) for length in lengths])
-        return bool(np.any(best > num * second_price * wait_s))
+        waits_s = np.array([self.batch_s(int(length)) for length in lengths])
+        return bool(np.any(best > num * second_price * waits_s))
 
     @property
     def request_s(self) -> float:
@@ -250,8 +236,7 @@ class Outrider(DraftLengths):
         return terms.plain
 
     def _times(self, drafter: str, view: DrafterView, batch: BatchState) -> _DraftTimes:
-        num, context = self._num_decoding, self._num_context
-        return _DraftTimes(drafter, view, num, context, self.max_len(drafter), batch.cost, self._tokens_per_s)
+        return _DraftTimes(drafter, view, self._num_decoding, self._num_context, self.max_len(drafter), batch)
 
     def learn(self, feedback: PassFeedback) -> None:
         all_terms, requests = self._terms, self._requests

@@ -69,16 +69,18 @@ def row_price(
 ) -> float:
     """What a row is worth, from 0 to 1: a draft token less likely to survive is not worth its row.
 
-    That is the number of tokens that could be decoded in its time. At a knee of the cost the next row takes longer than the
-    last one. There rows are scarce: one is worth the best token that has none, between the prices of both sides.
+    That is the number of tokens that could be decoded in its time. At a knee of the cost, where the next row takes longer
+    than the last one, rows are scarce: one is worth the best token that has none, between the prices of both.
 
     Args:
-        best_left_out: what the best draft token without a row would bring, in tokens.
+        best_left_out: survival of the best draft token without a row.
     """
     if tokens_per_s is None:
         return 0.0
     here_s = cost.step_s(num_rows, num_context)
-    next_s = cost.step_s(num_rows + 1, num_context) - here_s
-    last_s = here_s - cost.step_s(num_rows - 1, num_context) if num_rows > 1 else next_s
-    low, high = sorted((next_s * tokens_per_s, last_s * tokens_per_s))
-    return max(0.0, min(1.0, max(low, min(high, best_left_out))))  # a cost that is corrected meanwhile may fall
+    next_price = tokens_per_s * (cost.step_s(num_rows + 1, num_context) - here_s)
+    last_price = next_price
+    if num_rows > 1:
+        last_price = tokens_per_s * (here_s - cost.step_s(num_rows - 1, num_context))
+    price = min(next_price, max(last_price, best_left_out))
+    return max(0.0, min(1.0, price))  # a cost that is corrected meanwhile may fall

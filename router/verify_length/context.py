@@ -32,7 +32,6 @@ class PassRows:
 
     verify_lens: dict[str, int]  # request -> draft tokens that are verified
     num_prompt_tokens: int  # at most
-    best_left_out: float = 0.0  # tokens, of a draft token that the pass leaves out
 
 
 class VerificationPolicy(Protocol):

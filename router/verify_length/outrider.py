@@ -49,7 +49,7 @@ class OutriderVerification:
         else:
             num_drafts, gain = _best(ranking, num_ready, table, context)
         num_drafts = self._steady(num_drafts, gain, (num_ready.bit_length(), (num_context // num_ready).bit_length()))
-        return PassRows(ranking.lens(num_drafts), num_prompts, ranking.best_beyond(num_drafts))
+        return PassRows(ranking.lens(num_drafts), num_prompts)
 
     def _steady(self, num_drafts: int, gain: float, octaves: tuple[int, int]) -> int:
         """Hysteresis: drafts that did not pay in a situation are verified again once they gain MIN_GAIN."""

@@ -50,10 +50,6 @@ class Ranking:
     def num_tokens(self) -> int:
         return len(self._likeliest)
 
-    def best_beyond(self, num_first: int) -> float:
-        """What the likeliest token after the first ones brings; 0: there is none."""
-        return float(self._likeliest[num_first]) if num_first < len(self._likeliest) else 0.0
-
     def lens(self, num_first: int) -> dict[str, int]:
         """How many tokens of each proposal are among the first. Ties go to earlier tokens, then to earlier proposals."""
         if not num_first:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,13 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks import node_rows
 from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
 from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResult, measure
 from benchmarks.faults import recoveries
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
-from benchmarks.node_rows import LATE, MAX_STARTS, add_machine
+from benchmarks.node_rows import LATE
 from benchmarks.recovery import Metrics
 from benchmarks.report import BenchResult, Table
 from benchmarks.soak import NUM_STREAMS, growth, num_at_once, saturated
@@ -247,7 +248,8 @@ def test_an_interrupt_lets_the_row_under_way_end(monkeypatch: pytest.MonkeyPatch
     rows = Rows(interrupt)
     monkeypatch.setattr(rows.console, "print", lambda line, **_: told.set() if "interrupted" in line else None)
     found = measured(10**4, rows)
-    assert [len(row.runs) for row in found.rows] in ([2, 1], [2, 2])  # the next one may have begun
+    assert [len(row.runs) for row in found.rows] == [2, 1]
+    assert found.interrupted
     assert sum(row.num_lost for row in found.rows) == 0
 
 
@@ -274,6 +276,21 @@ def test_servers_that_do_not_recover_are_replaced_so_often() -> None:
     assert [len(row.runs) for row in found.rows] == [0, 0]
 
 
+def test_servers_that_do_not_start_or_end_lose_nothing_that_was_measured() -> None:
+    def start(stack: ExitStack, number: int) -> Rows:
+        if number == 0:
+            raise FaultBenchFailed("it does not start")
+        stack.callback(partial(fail, "it does not end"))
+        return Rows()
+
+    def fail(reason: str) -> None:
+        raise FaultBenchFailed(reason)
+
+    found = measure(start, 2, ASKS)
+    assert [len(row.runs) for row in found.rows] == [2, 2]
+    assert [line.rpartition(": ")[2] for line in found.lost] == ["it does not start", "it does not end"]
+
+
 class LateCluster:
     """Some of whose raylets are not known in time."""
 
@@ -290,14 +307,25 @@ class LateCluster:
             raise Exception(self._errors.pop(0))
 
 
-def test_a_machine_whose_raylet_is_late_is_started_again() -> None:
+def test_a_machine_whose_raylet_is_late_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[Any]()
+    known, unknown, other = (
+        SimpleNamespace(pid=pid, name=partial(str, name)) for pid, name in ((1, "raylet"), (2, "raylet"), (3, "python"))
+    )
     late = LateCluster([f"The current node {LATE}."])
-    add_machine(late)
-    assert late.num_started == 2
+    monkeypatch.setattr(node_rows, "_pids", lambda node: {node.pid})
+    monkeypatch.setattr(late, "list_all_nodes", lambda: [known])
+    monkeypatch.setattr(
+        node_rows, "psutil", SimpleNamespace(Process=lambda: SimpleNamespace(children=lambda: [known, unknown, other]))
+    )
+    monkeypatch.setattr(node_rows, "descendants", lambda pid: [])
+    monkeypatch.setattr(node_rows, "end_all", lambda processes, grace_s: ended.extend(processes))
+    node_rows.add_machine(late)
+    assert (late.num_started, ended) == (2, [unknown])
     with pytest.raises(FaultBenchFailed, match="30 s"):
-        add_machine(LateCluster([LATE] * MAX_STARTS))
+        node_rows.add_machine(LateCluster([LATE] * node_rows.MAX_STARTS))
     with pytest.raises(Exception, match="no such label"):
-        add_machine(LateCluster(["no such label"]))
+        node_rows.add_machine(LateCluster(["no such label"]))
 
 
 def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -> None:

@@ -47,10 +47,10 @@ def test_a_row_costs_the_tokens_that_could_be_decoded_in_its_time() -> None:
 def test_at_a_knee_a_row_is_worth_the_best_draft_token_that_has_none() -> None:
     """Up to 8 rows cost nothing, each further one a token, and beyond 16 half of one."""
     assert row_price(500.0, 8, 0, COST, 0.6) == pytest.approx(0.6)
-    assert row_price(500.0, 16, 0, COST, 0.7) == pytest.approx(0.7)
-    assert row_price(500.0, 16, 0, COST, 0.2) == pytest.approx(0.5), "it would not pay on either side"
+    assert row_price(200.0, 8, 0, COST, 0.6) == pytest.approx(0.4), "it would pay beyond the knee, too"
     assert row_price(500.0, 7, 0, COST, 0.6) == 0.0, "there are more"
     assert row_price(500.0, 12, 0, COST, 0.6) == pytest.approx(1.0), "no knee"
+    assert row_price(500.0, 16, 0, COST, 0.7) == pytest.approx(0.5), "the next row is cheaper"
 
 
 def test_the_time_of_prompts_and_of_pauses_does_not_count() -> None:
@@ -73,12 +73,12 @@ def test_rounds_of_requests_that_have_only_begun_do_not_count() -> None:
     begun = PassCounts(1, 0, 1, 1, 0, frozenset(), 0)
     for number in range(10):
         costs.plan(0, 0)
-        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))])
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], 0.0)
     costs.plan(8, 0)
     assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0))
     costs.plan(0, 0)
     for number in range(10, 20):
-        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))])
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], 0.0)
     costs.plan(8, 0)
     assert costs.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0)), "nor by the price of the batch before"
 
@@ -92,7 +92,7 @@ def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     commits = [Commit(str(i), 10, (1, 2), num_proposed=1, num_accepted=1) for i in range(8)]
     for number in range(10):
         costs.plan(8, 0)
-        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits)
+        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits, 0.0)
     for batch in (1, 16, 2):
         costs.plan(batch, 0)
         assert costs.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
@@ -118,6 +118,16 @@ def test_a_long_pause_within_a_round_hardly_counts() -> None:
     assert decoded_over_plain(rate) == pytest.approx(2.0, rel=0.05)
 
 
+def test_the_price_of_a_row_at_a_knee_is_that_of_what_is_left_out() -> None:
+    costs = PassCosts(COST)
+    costs.plan(8, 0)
+    at_knee = PassCounts(8, 0, 8, 8, 0, frozenset(), 0)
+    commits = [Commit(str(i), 10, (1,)) for i in range(8)]
+    for left_out, price in ((0.0, 0.0), (0.6, 0.3)):
+        costs.note(0.0, 0.01, at_knee, commits, left_out)
+        assert costs.row_price == pytest.approx(price, abs=0.02), "a mean of the passes"
+
+
 def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
     """By the last pass alone everybody would draft in every other round."""
     costs, prices = PassCosts(COST), []
@@ -126,7 +136,7 @@ def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
         costs.plan(4, 0)
         counts = PassCounts(num_rows, 0, 4, num_rows, 0, frozenset(), 0)
         commits = [Commit(str(i), 10, (1,), num_proposed=num_rows // 4 - 1) for i in range(4)]
-        costs.note(number * 0.01, COST.step_s(num_rows, 0), counts, commits)
+        costs.note(number * 0.01, COST.step_s(num_rows, 0), counts, commits, 0.0)
         prices.append(costs.row_price)
     beyond = row_price(costs.tokens_per_s, 12, 0, COST)
     assert beyond > 0.1

@@ -19,6 +19,7 @@ from drafters.small_model import SmallModel
 from engine.factory import load_model, load_target
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
+from router.cost_model import TableCost
 from router.draft_length import BatchState, DraftLengths, build_draft_lengths
 from router.plan import DraftBudget, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
@@ -59,6 +60,9 @@ class Load:
         return PASS_S + self.row_s * num_rows
 
     prefill_s = step_s
+
+    def table(self, num_context: int) -> TableCost:
+        return TableCost((1, 64), (self.step_s(1, 0), self.step_s(64, 0)))
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> None:
         return None

@@ -167,6 +167,16 @@ def test_outrider_verifies_all_where_rows_are_cheap_and_nothing_where_they_are_d
     assert set(lengths_by("all", batch, drafters, STEEP).values()) == {7}
 
 
+def test_the_best_draft_token_without_a_row_is_told() -> None:
+    """Four rows before the knee: for the first token of each, not for the second."""
+    knee = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
+    batch = [view(str(i), num_drafted=2, survival=(0.9 - 0.1 * i, 0.5 - 0.1 * i)) for i in range(4)]
+    step = StepPlanner().plan(batch, {"d": QUICK}, CAPACITY, knee, 1.0)
+    assert {span.num_verify for span in step.spans} == {1}
+    assert step.best_left_out == 0.5
+    assert StepPlanner().plan(batch[:2], {"d": QUICK}, CAPACITY, knee, 1.0).best_left_out == 0.0, "all are verified"
+
+
 def test_outrider_spends_rows_on_the_drafter_that_is_right() -> None:
     knee = TableCost((1, 8, 16), (0.02, 0.02, 0.08))
     batch = [view("good", num_drafted=7, drafter="good"), view("bad", num_drafted=7, drafter="bad")]

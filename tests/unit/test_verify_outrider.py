@@ -52,13 +52,6 @@ def fits(drawn: Drawn, num_drafts: int, num_prompts: int) -> bool:
     return least or drawn.seconds(num_drafts, num_prompts) <= drawn.context.limit_s
 
 
-def test_the_best_token_that_is_left_out_is_told() -> None:
-    scarce = [decoding(str(i), (0.9 - 0.1 * i, 0.5)) for i in range(4)]
-    rows = decide("outrider", scarce, a_pass(KNEE))
-    assert (rows.verify_lens, rows.best_left_out) == (dict.fromkeys("0123", 1), 0.5), "four rows before the knee"
-    assert decide("outrider", scarce[:2], a_pass(KNEE)).best_left_out == 0.0, "all are verified"
-
-
 @given(passes())
 def test_a_few_drafts_are_decided_as_many_are(drawn: Drawn) -> None:
     few = decide("outrider", drawn.batch, drawn.context)
