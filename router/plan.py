@@ -144,7 +144,7 @@ class StepPlan:
     budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
     frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # drafter -> it drafts ahead; others do not
     num_micro_batches: int = 1  # that requests are verified in, in turn
-    best_left_out: float = 0.0  # greatest survival of a draft token that the pass does not verify; 0: it verifies all
+    best_left_out: float = 0.0  # greatest known survival of a draft token that the pass does not verify; 0: of none
 
     @property
     def is_empty(self) -> bool:

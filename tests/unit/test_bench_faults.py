@@ -291,6 +291,16 @@ def test_servers_that_do_not_start_or_end_lose_nothing_that_was_measured() -> No
     assert [line.rpartition(": ")[2] for line in found.lost] == ["it does not start", "it does not end"]
 
 
+def test_an_error_of_the_benchmark_itself_is_raised() -> None:
+    def fail(rows: Rows, name: str) -> None:
+        raise ConnectionResetError("while asking")
+
+    failing, next_one = Rows(fail), Rows()
+    with pytest.raises(ConnectionResetError):
+        measured(10**4, failing, next_one)
+    assert (failing.injured, next_one.injured) == (["first"], [])
+
+
 class LateCluster:
     """Some of whose raylets are not known in time."""
 
