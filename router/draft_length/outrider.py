@@ -12,11 +12,10 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
   expensive member, not here.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-
-import numpy as np
 
 from cluster.types import StopRule
 from router.assignment import drafter_of
@@ -142,13 +141,19 @@ class _DraftTimes:
         where rows are scarce, those before it are worth more than they cost.
         """
         num = -(-self.num_requests // self._num_passes)
-        lengths = np.arange(1, self.max_len + 1)
-        rows = np.arange(num, num * (1 + self.max_len) + 1)
-        pass_s = self._cost.table(self._num_context // self._num_passes).at_each(rows)
-        gains = np.cumsum(np.repeat(acceptance**lengths, num)) - self._tokens_per_s * (pass_s[1:] - pass_s[0])
-        best = np.maximum.accumulate(gains)[num - 1 :: num]  # by length
-        waits_s = np.array([self.batch_s(int(length)) for length in lengths])
-        return bool(np.any(best > num * second_price * waits_s))
+        table = self._cost.table(self._num_context // self._num_passes)
+        start, plain_s = num, table.at(num)
+        survivals, best = 0.0, 0.0
+        for length in range(1, self.max_len + 1):
+            survival, end = acceptance**length, start + num
+            # The gain is linear between the table's points, so that the most is at one of them or at an end.
+            for rows in (*table.rows[bisect_right(table.rows, start) : bisect_left(table.rows, end)], end):
+                lost = self._tokens_per_s * (table.at(rows) - plain_s)
+                best = max(best, survivals + survival * (rows - start) - lost)
+            if best > num * second_price * self.batch_s(length):
+                return True
+            survivals, start = survivals + survival * num, end
+        return False
 
     @property
     def request_s(self) -> float:

@@ -1,8 +1,9 @@
 """Each draft-length policy against cases worked by hand, with a control for each."""
 
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import ceil, inf
 
+import numpy as np
 import pytest
 
 from cluster.config import (
@@ -110,6 +111,32 @@ class TestOutrider:
         drafters = {"d": DrafterView(0.008, 1.5, 0.6, draft_s=0.008, batch=4.0, draft_len=8.0)}
         budgets = policy(OutriderLength()).budgets([view(name) for name in "abcd"], BatchState(knee, drafters, 0.55, 400.0))
         assert all(lens(budgets).values()) is is_drafted
+
+    @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
+    def test_a_drafter_pays_where_some_number_of_rows_at_some_length_does(self, num_micro_batches: int) -> None:
+        """Every number of rows of a pass is tried, of tables with steps and of slow and quick drafters."""
+        chance, seen = np.random.default_rng(num_micro_batches), []
+        for _ in range(100):
+            num_requests, tokens_per_s = int(chance.integers(1, 12)), float(chance.uniform(50, 800))
+            points = np.sort(chance.choice(np.arange(1, 60), size=8, replace=False))
+            pass_s = 0.01 * np.cumsum(chance.exponential(1.0, 8) * np.tile([0, 1], 4))
+            table = TableCost(tuple(map(int, points)), tuple(map(float, pass_s)))
+            acceptance, reply_s = float(chance.uniform(0.1, 0.95)), float(chance.choice([0.0005, 0.005, 0.05]))
+            drafters = {"d": DrafterView(reply_s, 3.0, acceptance)}
+            batch = BatchState(table, drafters, 0.0, tokens_per_s, num_micro_batches)
+            budgets = policy(OutriderLength()).budgets([view(f"r{i}") for i in range(num_requests)], batch)
+
+            num = ceil(num_requests / num_micro_batches)
+            gains = [
+                sum(sorted((acceptance ** (1 + i // num) for i in range(length * num)), reverse=True)[:rows])
+                - tokens_per_s * (table.at(num + rows) - table.at(num))
+                - 0.9 * num * tokens_per_s / num_requests * reply_s * length / MAX_LEN
+                for length in range(1, MAX_LEN + 1)
+                for rows in range(1, length * num + 1)
+            ]
+            seen.append(bool(max(gains) > 0))
+            assert all(lens(budgets).values()) is seen[-1]
+        assert 10 < sum(seen) < 90, "cases of both kinds"
 
     def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
         """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
