@@ -35,7 +35,7 @@ from engine.threads import useful_threads
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-SPAWN_S = 60.0  # for Ray's worker processes to start
+SPAWN_S = 60.0  # beyond a call's own deadline during the start, while Ray starts workers and models load
 
 
 class DeployedCluster(AbstractContextManager["DeployedCluster"]):
@@ -76,6 +76,8 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         try:
             run_application(deployment.config, directory, str(model_folder), deployment.token)
         except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
+            for line in local_ray.proxy_log_tail(self._folder) if self._owns_ray else ():
+                logger.error("the proxy's log: %s", line)
             raise LaunchError(f"the HTTP server did not start: {error}") from error
         assert directory.model is not None, "the supervisor starts with a directory that names the model"
         return directory.model
@@ -88,7 +90,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         try:
             start_s = config.supervision.start_timeout_s
             directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
-            for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=CALL_DEADLINE_S).items():
+            for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=SPAWN_S).items():
                 logger.warning("%s is not ready and is restarted: %s", name, reason)
         except GetTimeoutError as error:
             raise LaunchError(f"the targets were not ready after {start_s:g} s (supervision.start_timeout_s)") from error

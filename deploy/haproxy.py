@@ -8,6 +8,8 @@ It rewrites the configuration that Ray Serve 2.60 generates, and then executes H
 - Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.
 - Every error has OpenAI's shape, and every response one `x-request-id`: the client's if it is valid, else a new one.
 - Headers and paths that control Ray Serve are blocked.
+- A new process waits for one that is too busy to hand over its sockets: HAProxy gives up after a second, and Serve, after
+  three tries, on the configuration.
 
 Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pages of HAProxy's HTTP parser.
 The wrapper needs only the standard library.
@@ -19,12 +21,16 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 LUA = Path(__file__).with_name("haproxy.lua")
 HEADER_TIMEOUT_S = 10
+PROMPT_S = 0.2  # an answer of a process that hands over its sockets in time
+HANDOVER_S = 20.0
 # Connections beside the clients': statistics and management.
 SPARE_CONNECTIONS = 100
 MAX_CLIENTS = 10_000
@@ -79,8 +85,8 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
     errors = [f"http-error {_reply(status)}" for status in OWN_ERRORS]
     config = _insert_after(r"(?m)^defaults\n    mode http$", config, waiting + errors)
     public = _find(r"(?m)^frontend http_frontend\n    bind (\S+)$", config)
-    socket = f"unix@{folder / 'http.sock'}"
-    rules = [f"bind {socket} accept-proxy proto h1 mode 600", *_rules()]
+    http_socket = f"unix@{folder / 'http.sock'}"
+    rules = [f"bind {http_socket} accept-proxy proto h1 mode 600", *_rules()]
     config = config.replace(public[0], _section("frontend http_frontend", rules))
     default = _find(r"(?m)^backend default_backend\n    http-request return .*$", config)[0]
     config = config.replace(default, _section("backend default_backend", [f"http-request return {_reply(503)}"]))
@@ -89,7 +95,7 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
     added = [
         _section("defaults", ["mode tcp", "timeout connect 5s", "timeout client 1h", "timeout server 1h"]),
         _section("frontend clients", clients),
-        _section("backend http_socket", [f"server http_frontend {socket} send-proxy-v2"]),
+        _section("backend http_socket", [f"server http_frontend {http_socket} send-proxy-v2"]),
     ]
     return config + "\n".join([*added, ""])
 
@@ -154,6 +160,23 @@ def _insert_after(pattern: str, config: str, lines: list[str]) -> str:
     return config[:end] + "".join(f"\n    {line}" for line in lines) + config[end:]
 
 
+def wait_for_predecessor(admin: str, prompt_s: float = PROMPT_S, deadline_s: float = HANDOVER_S) -> None:
+    """Returns when the process at an admin socket answers promptly, when none answers, or at the deadline."""
+    end = time.monotonic() + deadline_s
+    while (start := time.monotonic()) < end:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(end - start)
+                connection.connect(admin)
+                connection.sendall(b"show info\n")
+                while connection.recv(4096):
+                    pass
+        except OSError:  # there is none, it is too late, or it has ended
+            return
+        if time.monotonic() - start < prompt_s:
+            return
+
+
 def main(binary: str, arguments: list[str]) -> None:
     if sys.platform == "linux":  # other systems lack it
         # Survives exec: the kernel kills HAProxy when its parent has ended.
@@ -163,6 +186,8 @@ def main(binary: str, arguments: list[str]) -> None:
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         max_files = None if hard_limit == resource.RLIM_INFINITY else hard_limit
         file.write_text(rewrite(file.read_text(), file.parent, max_files))
+    if "-x" in arguments:
+        wait_for_predecessor(arguments[arguments.index("-x") + 1])
     os.execv(binary, [binary, *arguments])
 
 

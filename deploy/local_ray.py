@@ -49,6 +49,8 @@ _INHERITED = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
     # By default Serve gives up on a proxy that is not ready within tries of 5 s, which a busy machine exceeds.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # By default a reload that a busy machine delays by 30 s is killed, after it may have told the old HAProxy to end.
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
     # Unused housekeeping takes several percent of two cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
@@ -161,6 +163,12 @@ def start(folder: Path, namespace: str) -> None:
         if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError):
             raise LaunchError(f"Ray did not start: {error}") from error
         raise
+
+
+def proxy_log_tail(folder: Path, num_lines: int = 60) -> list[str]:
+    """The last lines of each proxy's log, which is deleted with the cluster's folder."""
+    logs = sorted((folder / "ray" / "session_latest" / "logs" / "serve").glob("proxy_*.log"))
+    return [line for log in logs for line in log.read_text(errors="replace").splitlines()[-num_lines:]]
 
 
 def stop() -> None:

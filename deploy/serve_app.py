@@ -192,7 +192,6 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
     """Returns when the replicas are ready and the proxy listens. Raises Serve's errors."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
     retry_after_s = ApiSettings.from_config(config.api).retry_after_s
     deployment: Any = serve.deployment(
         serve.ingress()(ApiReplica),
@@ -206,4 +205,13 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
         ray_actor_options={"num_cpus": API_CPUS},
     )
     application = deployment.bind(config, directory, model_folder, token)
-    serve.run(application, name=APP, route_prefix="/", logging_config=quiet)
+    for is_last in (False, True):
+        try:
+            serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
+            serve.run(application, name=APP, route_prefix="/", logging_config=quiet)
+            return
+        except TimeoutError as error:
+            if is_last:
+                raise
+            # After three failed reloads Serve 2.60 leaves HAProxy without the application, until its next change.
+            logger.warning("Serve: %s The application is deployed once more.", error)

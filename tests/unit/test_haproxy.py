@@ -2,9 +2,16 @@
 
 import os
 import select
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -92,6 +99,62 @@ def test_clients_meet_the_filter_and_nothing_is_spliced(tmp_path: Path) -> None:
 def test_each_client_has_the_files_that_it_needs(num_files: int, num_clients: int) -> None:
     assert haproxy.clients_for(num_files) == num_clients
     assert num_clients == 1 or 2 * haproxy.maxconn_for(num_clients) <= num_files
+
+
+def answering(admin: Path, waits: Sequence[Callable[[], object]], calls: list[bytes]) -> threading.Thread:
+    """A process at an admin socket, which answers one call after each wait and then ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(admin))
+    listener.listen()
+
+    def answer() -> None:
+        with listener:
+            for wait in waits:
+                connection, _ = listener.accept()
+                with connection, suppress(BrokenPipeError):
+                    calls.append(connection.recv(64))
+                    wait()
+                    connection.sendall(b"Pid: 1\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return thread
+
+
+def test_it_waits_for_a_predecessor_that_is_late(tmp_path: Path) -> None:
+    calls: list[bytes] = []
+    thread = answering(tmp_path / "admin.sock", [partial(time.sleep, 0.3), int], calls)
+    haproxy.wait_for_predecessor(str(tmp_path / "admin.sock"), prompt_s=0.3, deadline_s=30.0)
+    thread.join()
+    assert calls == [b"show info\n"] * 2
+
+
+def test_a_reload_asks_its_predecessor_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bytes] = []
+    started: list[int] = []
+    monkeypatch.setattr(haproxy.ctypes, "CDLL", lambda _: MagicMock())
+    monkeypatch.setattr(haproxy.os, "execv", lambda *_: started.append(len(calls)))
+    thread = answering(tmp_path / "admin.sock", [int], calls)
+    haproxy.main("/bin/haproxy", ["-x", str(tmp_path / "admin.sock")])
+    assert started == [1]
+    thread.join()
+
+
+def test_it_waits_for_a_predecessor_that_hangs_until_the_deadline(tmp_path: Path) -> None:
+    released = threading.Event()
+    thread = answering(tmp_path / "admin.sock", [released.wait], [])
+    start = time.monotonic()
+    haproxy.wait_for_predecessor(str(tmp_path / "admin.sock"), deadline_s=0.5)
+    assert time.monotonic() - start >= 0.5
+    released.set()
+    thread.join()
+
+
+def test_it_does_not_wait_for_a_predecessor_that_has_ended(tmp_path: Path) -> None:
+    never_s = 1e6
+    haproxy.wait_for_predecessor(str(tmp_path / "admin.sock"), deadline_s=never_s)
+    answering(tmp_path / "admin.sock", [], []).join()
+    haproxy.wait_for_predecessor(str(tmp_path / "admin.sock"), deadline_s=never_s)
 
 
 def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:

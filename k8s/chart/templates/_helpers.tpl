@@ -77,6 +77,7 @@ failureThreshold: {{ .failureThreshold }}
 - {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
+- {name: RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, value: "120"}
 {{- end }}
 
 {{/* A pod template. Arguments: root, group, role (head, worker), serving (whether clients reach it). */}}
