@@ -106,10 +106,13 @@ def _stream(server: ServerProcess, client: int, stop: threading.Event) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator["Browser"]:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    from tests.support.dashboard import LIVE_MS
 
     program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     assert program is not None, "there is no chromium: install it, or name it in CHROMIUM"
+    expect.set_options(timeout=LIVE_MS)
     with sync_playwright() as playwright:
         # Chromium's sandbox refuses to run as root, as containers do.
         browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=os.geteuid() != 0)

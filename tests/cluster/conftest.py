@@ -14,6 +14,7 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 from benchmarks.server import ServerProcess
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
+from tests.support.waiting import eventually, gauge
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +22,6 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Who drafts shows in the figures, whatever the drafts are worth on this machine."""
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
     with served(config.model_copy(update={"planner": ALWAYS_DRAFTED})) as server:
+        with server.client() as http:
+            eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
         yield server

@@ -8,17 +8,17 @@ import pytest
 
 from benchmarks.server import ServerProcess
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
-
 VARIABLE = "OUTRIDER_CLIENTS"  # a virtual environment with the packages of tests/clients/requirements.txt
+SKIPPED = pytest.mark.skipif(not os.environ.get(VARIABLE), reason="make test-clients runs it")  # and starts no server
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, SKIPPED]
+
 CLIENTS = Path(__file__).parents[1] / "clients"
 
 
 @pytest.mark.timeout(900)
 def test_other_people_s_clients(server: ServerProcess, model_folder: Path) -> None:
-    folder = os.environ.get(VARIABLE)
-    if not folder:
-        pytest.skip("make test-clients runs it")
+    folder = os.environ[VARIABLE]
     outcome = subprocess.run(
         [Path(folder) / "bin" / "python", "-m", "pytest", "-q", "-c", CLIENTS / "pytest.ini", CLIENTS],
         env={

@@ -18,6 +18,7 @@ from cluster.types import ModelInfo
 from deploy.deployment import connect
 from engine.models.tokenizer import fingerprint
 from tests.support.examples import EXAMPLES, MACHINES
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.ray
 
@@ -39,7 +40,7 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
             object_store_memory=80 * 2**20,
             include_dashboard=False,
         )
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(DEADLINE_S)
     try:
         yield request.param, cluster
     finally:

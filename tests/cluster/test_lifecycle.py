@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.server import ServerProcess
+from benchmarks.server import START_S, ServerProcess
 from cluster.config import Config
 from deploy.local_ray import run_folder
 from deploy.process_tree import descendants
@@ -44,8 +44,22 @@ class Traces:
         return any(_is(process, name) for process in self.processes)
 
     def left(self) -> list[str]:
-        alive = [str(p) for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = [str(process) for process in self.processes if _lives(process)]
         return alive + [str(folder) for folder in self.folders if folder.exists()]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _is(process: psutil.Process, name: str) -> bool:
@@ -71,7 +85,7 @@ def test_a_signal_ends_a_serving_cluster_without_a_trace(server: ServerProcess) 
     server.wait_ready()
     traces = Traces(server)
     traces.look()
-    assert {"haproxy", "raylet", "gcs_server"} <= {process.name() for process in traces.processes}
+    assert {"haproxy", "raylet", "gcs_server"} <= set(map(_name, traces.processes))
     assert traces.folders
     server.signal(signal.SIGINT)
     assert server.wait_end() == 0, server.last_words()
@@ -106,7 +120,7 @@ def test_a_cluster_ends_with_a_launcher_that_is_killed(server: ServerProcess) ->
     own = {process for process in traces.processes if not any(_is(process, name) for name in RAY_AGENTS)}
     server.signal(signal.SIGKILL)
     server.wait_end()
-    eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in own))
+    eventually(lambda: not any(map(_lives, own)))
     assert traces.folders
     with run_folder():  # whoever starts next tidies up
         assert not any(folder.exists() for folder in traces.folders)
@@ -117,7 +131,7 @@ def fails(config: Config) -> str:
     server = ServerProcess(config)
     try:
         server.start()
-        assert server.wait_end() == 1
+        assert server.wait_end(START_S) == 1
     finally:
         server.__exit__(None, None, None)
     assert "Traceback" not in server.last_words(1000)

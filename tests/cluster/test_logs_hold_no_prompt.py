@@ -9,6 +9,7 @@ from benchmarks.server import ServerProcess
 from cluster.config import ObservabilityConfig
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, API_KEY, small_config
+from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -47,6 +48,7 @@ def test_no_log_holds_a_prompt_or_an_answer(model_folder: Path, tmp_path: Path) 
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with served(config, os.environ | {"PYTHONPATH": path}) as server, server.client() as client:
         client.headers["authorization"] = f"Bearer {API_KEY}"
+        eventually(lambda: gauge(client, "outrider_drafter_ready") == 2)
         token_ids = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
         assert len(token_ids) > 8
         (model,) = (one["id"] for one in client.get("/v1/models").json()["data"])

@@ -31,12 +31,12 @@ from tests.support.waiting import DEADLINE_S, eventually, gauge
 
 pytestmark = pytest.mark.ray
 
-# A dead node is seen within about two seconds, instead of fifteen.
+# A dead node refuses connections and is found in two seconds instead of fifteen; a slow one is given 20 s.
 FAST_HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 3,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 20_000,
 }
 
 
@@ -108,8 +108,11 @@ def test_groups_land_as_planned(nodes: Cluster) -> None:
             remove_placement_group(group)
 
 
-def test_a_node_that_does_not_answer_is_left_out(nodes: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_does_not_answer_is_left_out(
+    nodes: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here one that is gone since the inventory was read."""
+    monkeypatch.setattr("deploy.placement_groups.QUERY_DEADLINE_S", DEADLINE_S)  # the others may be slow
     present = read_inventory(ray.nodes())
     gone = replace(present.nodes[0], name="0" * 56)
     found = with_cores(Inventory((*present.nodes, gone)))
@@ -171,7 +174,7 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
         directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
         status: Callable[[], ClusterStatus] = lambda: ray.get(supervisor.status.remote(), timeout=DEADLINE_S)  # noqa: E731
         eventually(lambda: status().drafters[0].state == "ready", DEADLINE_S)
-        caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret"))
+        caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret", DEADLINE_S))
         assert caller.client.wait_linked(DEADLINE_S)
         sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
         alone = caller.complete(Request("alone", (5, 6, 7), sampling, time.monotonic())).result(DEADLINE_S)
@@ -203,11 +206,10 @@ def test_a_running_cluster_is_joined_and_left_as_it_was(nodes: Cluster, tiny_mod
     with served(config) as server, server.client() as http:
         assert http.post("/v1/completions", json={"model": "model", "prompt": [5, 6], "max_tokens": 3}).status_code == 200
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2, DEADLINE_S)
-        assert {"TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor"} <= _actor_classes("joined")
+        eventually(lambda: {"TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor"} <= _actor_classes("joined"))
     assert server.wait_end() == 0, server.last_words()
     eventually(lambda: not _actor_classes("joined"), DEADLINE_S)
-    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    assert not groups, "placement groups were left behind"
+    eventually(lambda: {group["state"] for group in placement_group_table().values()} <= {"REMOVED"})
 
 
 def _actor_classes(namespace: str) -> set[str]:

@@ -15,6 +15,7 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from actors.ray_pool import SUPERVISOR
+from benchmarks.server import START_S
 from cluster.config import Config
 from deploy import haproxy
 from deploy.k8s.render import Options, values_for
@@ -100,7 +101,7 @@ def url(manifest: dict[str, Any], nodes: Cluster, tmp_path_factory: pytest.TempP
             except httpx.TransportError:
                 return False
 
-        eventually(healthy)
+        eventually(healthy, START_S)
         yield url
     finally:
         running.terminate()
@@ -112,8 +113,8 @@ def test_it_answers_as_the_cluster_would(url: str, manifest: dict[str, Any]) -> 
     with httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False) as http:
         assert complete(http).startswith(" Paris")
         assert http.get("/-/routes").status_code == httpx.codes.NOT_FOUND
-        status = http.get("/v1/outrider/status").json()
-        assert {target["state"] for target in status["targets"]} == {"ready"}
+        status = lambda: http.get("/v1/outrider/status").json().get("targets", ())  # noqa: E731
+        eventually(lambda: {target["state"] for target in status()} == {"ready"})
         groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
         (gateway,) = [group["template"] for group in groups if group["groupName"] == "gateway"]
         probe = gateway["spec"]["containers"][0]["readinessProbe"]["httpGet"]
@@ -148,7 +149,7 @@ def test_deleting_the_application_ends_its_processes(url: str) -> None:
     """Last: what `serve run` deployed is gone."""
     from ray import serve
 
-    serve.delete("outrider")
+    serve.delete("outrider", _blocking=False)
     states = lambda: {group["state"] for group in ray.util.placement_group_table().values()}  # noqa: E731
     eventually(lambda: states() <= {"REMOVED"})
     with pytest.raises(ValueError, match="supervisor"):

@@ -25,7 +25,7 @@ def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess, pl
         restarts = gauge(http, "outrider_drafter_restarts_total")
         disturbed = run(server, kill="DrafterActor")
         assert (disturbed.texts, disturbed.errors) == (plain, {})
-        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == restarts + 2)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") >= restarts + 2)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
         verified = gauge(http, "outrider_drafter_verified_total")  # of both, for the router may prefer either
 
@@ -42,9 +42,10 @@ def test_without_a_router_the_last_table_serves_and_another_takes_over(server: S
 
 def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProcess, plain: Texts) -> None:
     target, drafters = server.workers("TargetActor")[0].pid, [p.pid for p in server.workers("DrafterActor")]
-    router = server.workers("RouterActor")[0].pid
+    router, killed = server.workers("RouterActor")[0].pid, server.workers("PoolSupervisor")[0].pid
     disturbed = run(server, kill="PoolSupervisor")
     assert (disturbed.texts, disturbed.errors) == (plain, {})
+    eventually(lambda: [p.pid for p in server.workers("PoolSupervisor")] not in ([], [killed]))
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 1 and gauge(http, "outrider_drafter_ready") == 2)
     assert [p.pid for p in server.workers("TargetActor")] == [target]
@@ -52,7 +53,7 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
     assert [p.pid for p in server.workers("RouterActor")] == [router]
     server.workers("DrafterActor")[0].kill()
     with server.client() as http:
-        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == 1)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") >= 1)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 
@@ -70,7 +71,7 @@ def test_a_supervisor_that_hangs_is_replaced(server: ServerProcess, plain: Texts
 
 
 def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server: ServerProcess, plain: Texts) -> None:
-    killed = run(server, kill="TargetActor", max_tokens=400)
+    killed = run(server, kill="TargetActor", max_tokens=1500, drafting="off")  # so long that none ends before
     assert not killed.texts
     assert {type(error) for error in killed.errors.values()} == {openai.APIError}
     assert all("again" in str(error) for error in killed.errors.values()), killed.errors

@@ -97,7 +97,7 @@ def test_targets_and_drafters_join_and_leave_under_streams(node: Cluster, tiny_m
     caller = None
     try:
         directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
-        caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret"))
+        caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret", DEADLINE_S))
         assert caller.client.wait_linked(DEADLINE_S)
         sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
@@ -177,7 +177,7 @@ async def test_a_target_joins_in_a_burst_and_leaves_after_it(node: Cluster, tiny
         async with asyncio.timeout(DEADLINE_S):
             directory = await supervisor.ready()
             assert directory.model is not None
-            client = LinkClient("test", directory.model, directory.addresses, _no_status, "secret")
+            client = LinkClient("test", directory.model, directory.addresses, _no_status, "secret", DEADLINE_S)
             assert await asyncio.to_thread(client.wait_linked, DEADLINE_S)
             await stream(client)
             burst += [asyncio.create_task(busy(client)) for _ in range(NUM_STREAMS)]

@@ -51,6 +51,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
+def pids(server: ServerProcess) -> set[int]:
+    """Of all ranks of all replicas."""
+    return {worker.pid for actor in ("RankActor", "TargetActor") for worker in server.workers(actor)}
+
+
 def long_streams(url: str) -> Streamed:
     streamed = Streamed(url, LONG, drafting="off")
     streamed.start(NUM_STREAMS)
@@ -72,19 +77,22 @@ def test_a_lost_rank_ends_its_replica_and_no_stream(server: ServerProcess, of_on
     """The other replica continues all streams, and the whole group is replaced."""
     with server.client() as http:
         num_resumed = gauge(http, "outrider_requests_resumed_total")
-    ranks, targets = server.workers("RankActor"), server.workers("TargetActor")
-    assert (len(ranks), len(targets)) == (2, 2)
-    streamed = Streamed(server.url, LONG, drafting="off")
-    streamed.start(NUM_STREAMS)
-    streamed.wait_flowing()
-    server.workers(killed)[0].kill()
-    streamed.wait_end()
-    assert (streamed.texts, streamed.errors) == (of_one_rank, {})
-    with server.client() as http:
-        eventually(lambda: gauge(http, "outrider_requests_resumed_total") > num_resumed)
-        eventually(lambda: gauge(http, "outrider_target_ready") == 2)
-    before = {worker.pid for worker in (*ranks, *targets)}
-    after = {worker.pid for worker in (*server.workers("RankActor"), *server.workers("TargetActor"))}
-    assert len(after) == 4
-    assert len(before & after) == 2, "the other replica was restarted, too"
+
+        def resumed() -> bool:
+            """False if all streams of the replica had ended."""
+            eventually(lambda: gauge(http, "outrider_target_ready") == 2 and len(pids(server)) == 4)
+            before = pids(server)
+            streamed = Streamed(server.url, LONG, drafting="off")
+            streamed.start(NUM_STREAMS)
+            streamed.wait_flowing()
+            server.workers(killed)[0].kill()
+            streamed.wait_end()
+            assert (streamed.texts, streamed.errors) == (of_one_rank, {})
+            # Until the lost group is replaced, the other one being as it was.
+            eventually(lambda: len(now := pids(server)) == 4 and len(now & before) == 2)
+            eventually(lambda: gauge(http, "outrider_target_ready") == 2)
+            assert len(pids(server) & before) == 2, "the other replica was restarted, too"
+            return gauge(http, "outrider_requests_resumed_total") > num_resumed
+
+        eventually(resumed)
     assert long_streams(server.url).texts == of_one_rank

@@ -15,6 +15,7 @@ from cluster.config import (
     PlannerConfig,
     RouterConfig,
     SuffixOptions,
+    SupervisionConfig,
     TargetConfig,
 )
 from deploy.local_ray import free_port
@@ -27,7 +28,10 @@ API_KEY = "sk-of-a-test"
 
 
 def small_config(model: str, state_folder: Path) -> Config:
-    """The default deployment in fp32, where tokens do not depend on batch shape; all requests use ``ngram``."""
+    """The default deployment in fp32, where tokens do not depend on batch shape; all requests use ``ngram``.
+
+    Health checks wait 10 s, so that a slow machine is not mistaken for a hang; a killed process is replaced at once.
+    """
     return Config(
         model=ModelConfig(name=model),
         target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.25),
@@ -38,4 +42,5 @@ def small_config(model: str, state_folder: Path) -> Config:
         router=RouterConfig(policy=FixedPolicy(chain=("ngram",)), slot_ms=100),
         api=ApiConfig(port=free_port()),
         cluster=ClusterConfig(state=FileStateConfig(folder=state_folder)),
+        supervision=SupervisionConfig(health_timeout_ms=10_000),
     )

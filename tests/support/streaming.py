@@ -59,6 +59,8 @@ class Streamed:
                 self.texts[i] = "".join(pieces)
             except openai.OpenAIError as error:
                 self.errors[i] = error
+            finally:
+                self.flowing[i].set()  # also of one that ended sooner: with an error, or in fewer and longer pieces
 
 
 def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, drafting: str = "auto") -> Streamed:

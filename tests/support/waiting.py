@@ -25,7 +25,9 @@ def gauge(http: httpx.Client, name: str, member: str | None = None) -> float:
     samples: list[Sample] = []
 
     def answers() -> bool:
-        families = text_string_to_metric_families(http.get("/metrics").text)
+        if not (page := http.get("/metrics")).is_success:
+            return False
+        families = text_string_to_metric_families(page.text)
         samples[:] = [sample for family in families for sample in family.samples]
         return any(sample.name == "outrider_cluster_up" and sample.value for sample in samples)
 
