@@ -25,10 +25,14 @@ OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path has at most 107 bytes, HAProxy's 97, of which Serve takes 70.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
+# Of Ray's exception, a plain one: its raylet had 30 s, which a busy machine exceeds.
+STARTUP_TIMEOUT = "timed out during startup"
 # Above the ports of Ray's workers, below those of Serve's replicas and the kernel's for outgoing connections.
 PORTS = range(20_000, 30_000)
 FOLDER_PREFIX = "outrider-"
 LOCK = "launcher.lock"
+
+logger = logging.getLogger(__name__)
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -150,19 +154,33 @@ def start(folder: Path, namespace: str) -> None:
     import ray
 
     try:
-        ray.init(
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            _temp_dir=str(folder / "ray"),
-        )
+        try:
+            _init(folder, namespace)
+        except Exception as error:
+            if STARTUP_TIMEOUT not in str(error):
+                raise
+            logger.warning("Ray is started once more: %s", error)
+            ray.shutdown()
+            end_descendants(GRACE_S)
+            _init(folder, namespace)
     except BaseException as error:  # also a signal
         stop()
-        if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError):
+        if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError) or STARTUP_TIMEOUT in str(error):
             raise LaunchError(f"Ray did not start: {error}") from error
         raise
+
+
+def _init(folder: Path, namespace: str) -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        namespace=namespace,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder / "ray"),
+    )
 
 
 def proxy_log_tail(folder: Path, num_lines: int = 60) -> list[str]:

@@ -38,3 +38,36 @@ def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", port))
         with pytest.raises(LaunchError, match=f"from {port} to {port}"):
             free_port()
+
+
+class Starts:
+    """Ray, whose first starts take too long."""
+
+    def __init__(self, num_late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num, self._num_late, self.ended = 0, num_late, 0
+        monkeypatch.setattr("ray.init", self._init)
+        monkeypatch.setattr("ray.shutdown", lambda: None)
+        monkeypatch.setattr(local_ray, "adopt_orphans", lambda: None)
+        monkeypatch.setattr(local_ray, "stop", lambda: None)
+        monkeypatch.setattr(local_ray, "end_descendants", self._end)
+
+    def _init(self, **_: object) -> None:
+        self.num += 1
+        if self.num <= self._num_late:
+            raise Exception("The current node timed out during startup.")
+
+    def _end(self, grace_s: float) -> None:
+        self.ended += 1
+
+
+def test_a_ray_that_was_late_is_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(1, monkeypatch)
+    local_ray.start(tmp_path, "test")
+    assert (starts.num, starts.ended) == (2, 1)
+
+
+def test_a_ray_that_is_always_late_is_an_error_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(9, monkeypatch)
+    with pytest.raises(LaunchError, match="Ray did not start: The current node timed out"):
+        local_ray.start(tmp_path, "test")
+    assert starts.num == 2
