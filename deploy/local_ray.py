@@ -20,6 +20,8 @@ from cluster.errors import OutriderError
 from deploy import haproxy
 from deploy.process_tree import adopt_orphans, end_descendants
 
+logger = logging.getLogger(__name__)
+
 # Ray's minimum is 75 MB; only routing tables and status pass through it.
 OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path has at most 107 bytes, HAProxy's 97, of which Serve takes 70.
@@ -31,8 +33,6 @@ STARTUP_TIMEOUT = "timed out during startup"
 PORTS = range(20_000, 30_000)
 FOLDER_PREFIX = "outrider-"
 LOCK = "launcher.lock"
-
-logger = logging.getLogger(__name__)
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
