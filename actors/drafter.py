@@ -7,6 +7,7 @@ from functools import partial
 from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
 from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
+from cluster.cpu_scheduling import run_in_foreground
 from cluster.messages import Hello, Role
 from cluster.spans import open_spans
 from cluster.types import ModelInfo
@@ -39,6 +40,7 @@ class DrafterActor(LoopActor):
         observability: ObservabilityConfig = NOT_OBSERVED,
     ) -> None:
         super().__init__(observability)
+        run_in_foreground()
         self._observability = observability
         self._config = config
         self._proposers = tuple(proposers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from actors.processes import Process
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.config import Config
+from cluster.cpu_scheduling import run_in_foreground
 from engine.cpu_setup import configure_cpu
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class RankActor(LoopActor):
 
     def __init__(self, config: Config, rank: int, node_host: Callable[[], str]) -> None:
         super().__init__(config.observability)
+        run_in_foreground()
         self._config, self._rank, self._node_host = config, rank, node_host
         self._address = ""
         self._follower: Follower | None = None

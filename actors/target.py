@@ -12,6 +12,7 @@ from actors.rank import host_of_ranks, rendezvous
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
+from cluster.cpu_scheduling import run_in_foreground
 from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
@@ -72,6 +73,7 @@ class TargetActor(LoopActor):
         self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
     ) -> None:
         super().__init__(config.observability)
+        run_in_foreground()
         self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
         self._rendezvous: Rendezvous | None = None  # of a target of several ranks

@@ -15,6 +15,7 @@ Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pa
 The wrapper needs only the standard library.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -181,6 +182,8 @@ def main(binary: str, arguments: list[str]) -> None:
     if sys.platform == "linux":  # other systems lack it
         # Survives exec: the kernel kills HAProxy when its parent has ended.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        with contextlib.suppress(OSError):  # as cluster.cpu_scheduling, which this script cannot import
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

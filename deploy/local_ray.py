@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from cluster.cpu_scheduling import run_in_background, run_in_foreground
 from cluster.errors import OutriderError
 from deploy import haproxy
 from deploy.process_tree import adopt_orphans, end_descendants
@@ -149,10 +150,12 @@ def _wrapped_haproxy(folder: Path) -> Path:
 
 
 def start(folder: Path, namespace: str) -> None:
-    """Starts the cluster. Raises LaunchError: Ray did not come up."""
+    """Starts the cluster. Its processes run in the background unless they ask for more. Raises LaunchError: Ray did not
+    come up."""
     adopt_orphans()
     import ray
 
+    run_in_background()
     try:
         try:
             _init(folder, namespace)
@@ -168,6 +171,8 @@ def start(folder: Path, namespace: str) -> None:
         if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError) or STARTUP_TIMEOUT in str(error):
             raise LaunchError(f"Ray did not start: {error}") from error
         raise
+    finally:
+        run_in_foreground()
 
 
 def _init(folder: Path, namespace: str) -> None:

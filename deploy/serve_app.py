@@ -20,6 +20,7 @@ from actors.ray_pool import SUPERVISOR
 from actors.supervisor import TARGET_TIMEOUT_FACTOR
 from cluster.client import ClusterStatus, ReplicaMetrics
 from cluster.config import Config, PolicyConfig, SupervisionConfig
+from cluster.cpu_scheduling import run_in_foreground
 from cluster.errors import LinkClosed
 from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
@@ -51,6 +52,7 @@ class ApiReplica:
         self._client: LinkClient | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        run_in_foreground()
         log_as_configured(self._config.observability)
         directory = self._directory
         assert directory.model is not None

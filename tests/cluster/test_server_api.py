@@ -1,5 +1,7 @@
 """The whole stack through HTTP, by the official client, on the real model."""
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from benchmarks.server import ServerProcess
+from deploy.process_tree import descendants
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -118,3 +121,13 @@ def test_a_caller_that_goes_away_frees_its_blocks(server: ServerProcess) -> None
             eventually(lambda: gauge(http, "outrider_target_running") == 1)
         eventually(lambda: gauge(http, "outrider_target_running") == 0)
         assert gauge(http, "outrider_target_free_blocks") == free
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has these scheduling policies")
+def test_only_what_serves_interrupts_others(server: ServerProcess) -> None:
+    policies = {process.name()[:15]: os.sched_getscheduler(process.pid) for process in descendants(server.pid)}
+
+    of = {name: policies[name] for name in ("ray::TargetActo", "ray::DrafterAct", "ray::ServeRepli", "haproxy")}
+    assert set(of.values()) == {os.SCHED_OTHER}, of
+    of = {name: policies[name] for name in ("ray::PoolSuperv", "ray::RouterActo", "raylet", "gcs_server")}
+    assert set(of.values()) == {os.SCHED_BATCH}, of

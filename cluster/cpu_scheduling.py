@@ -1,0 +1,40 @@
+"""Which processes of a machine interrupt others when they wake.
+
+The threads of a matrix product wait for each other, so that each wake-up of another process on one of their cores delays the
+whole pass. Ray's processes, the supervisor and the router wake some thousand times a second in all and can wait for a
+millisecond: under SCHED_BATCH they get their share of the processor, but wait for the next tick or an idle core. The policy
+is inherited, so that a local cluster is started in the background and what serves returns to the foreground.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_TASKS = Path("/proc/self/task")
+
+
+def run_in_background() -> None:
+    """The calling thread, and what it starts from now on."""
+    _set("SCHED_BATCH", [0])
+
+
+def run_in_foreground() -> None:
+    """All threads of this process, and what they start from now on."""
+    _set("SCHED_OTHER", [int(task.name) for task in _TASKS.iterdir()] if _TASKS.exists() else [])
+
+
+def _set(policy: str, threads: Iterable[int]) -> None:
+    if sys.platform != "linux":
+        return
+    for thread in threads:
+        try:
+            os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
+        except ProcessLookupError:  # a thread that has ended meanwhile
+            continue
+        except OSError as error:  # some sandboxes do not allow it; only speed depends on it
+            logger.info("the scheduling policy stays as it is: %s", error)
+            return
