@@ -19,6 +19,7 @@ from math import inf
 
 from cluster.types import StopRule
 from router.assignment import drafter_of
+from router.cost_model import TableCost
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback, decoding
 from router.draft_length.objectives import longest_draft, weighted
 from router.draft_length.prices import QuotedPrice
@@ -39,7 +40,7 @@ _TRIAL_TOKENS = 16.0  # what was learned of a request before a trial counts for 
 _TRIAL_ROUNDS = 8  # in which one request tries a drafter that pays for none
 _RESUME = 1.1  # a request resumes where its acceptance exceeds the break-even so far
 _RETAIN = 0.9  # share of its price that a drafter in use must gain
-_STEPS = 20  # of bisection
+_PRECISION = 1e-6  # of a break-even acceptance
 _SLACK = 256  # requests that may be remembered beyond twice the live ones
 
 
@@ -105,7 +106,7 @@ class _DraftTimes:
     """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured.
 
     Args:
-        num_context: committed tokens of the requests.
+        table: of a pass over one micro-batch of the requests.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class _DraftTimes:
         drafter: str,
         view: DrafterView,
         num_requests: int,
-        num_context: int,
+        table: TableCost,
         max_len: int,
         batch: BatchState,
     ) -> None:
@@ -122,7 +123,7 @@ class _DraftTimes:
         self.max_len = max_len
         self._name, self._cost = drafter_of(drafter), batch.cost
         self._usual_len = view.draft_len or max_len
-        self._num_context = num_context
+        self._table = table
         self._num_passes = batch.num_micro_batches
         self._tokens_per_s = batch.tokens_per_s or 0.0
 
@@ -140,8 +141,7 @@ class _DraftTimes:
         could be decoded in the time that k rows add. At the price of a row they might gain nothing: at a knee of the cost,
         where rows are scarce, those before it are worth more than they cost.
         """
-        num = -(-self.num_requests // self._num_passes)
-        table = self._cost.table(self._num_context // self._num_passes)
+        num, table = -(-self.num_requests // self._num_passes), self._table
         start, plain_s = num, table.at(num)
         survivals, best = 0.0, 0.0
         for length in range(1, self.max_len + 1):
@@ -174,12 +174,13 @@ class Outrider(DraftLengths):
         self._moved: set[str] = set()  # drafters whose break-even moved in this round
         self._tried: set[str] = set()  # drafters that one request tries in this round
         self._tokens_per_s, self._num_decoding, self._num_context = 0.0, 1, 0
+        self._table: TableCost | None = None  # of this round
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
         ready = decoding(sequences)
         self._num_decoding, self._num_context = max(1, len(ready)), sum([one.committed_len for one in ready])
-        self._tokens_per_s = batch.tokens_per_s or 0.0
+        self._tokens_per_s, self._table = batch.tokens_per_s or 0.0, None
         self._moved.clear()
         self._tried.clear()
         budgets = super().budgets(sequences, batch)
@@ -241,7 +242,9 @@ class Outrider(DraftLengths):
         return terms.plain
 
     def _times(self, drafter: str, view: DrafterView, batch: BatchState) -> _DraftTimes:
-        return _DraftTimes(drafter, view, self._num_decoding, self._num_context, self.max_len(drafter), batch)
+        if self._table is None:
+            self._table = batch.cost.table(self._num_context // batch.num_micro_batches)
+        return _DraftTimes(drafter, view, self._num_decoding, self._table, self.max_len(drafter), batch)
 
     def learn(self, feedback: PassFeedback) -> None:
         all_terms, requests = self._terms, self._requests
@@ -296,20 +299,21 @@ class Outrider(DraftLengths):
 def break_even_acceptance(row_price: float, price: float, max_len: int) -> float:
     """The acceptance a of a draft token above which drafting gains: sum over k = 1 .. ``max_len`` of max(0, a^k - row price)
     exceeds ``price``, in tokens. Above 1: none does."""
-
-    def gain(acceptance: float) -> float:
-        survival, total = 1.0, 0.0
-        for _ in range(max_len):
-            survival *= acceptance
+    if max_len * (1.0 - row_price) <= price:
+        return inf
+    if not price:
+        return row_price
+    # The sum is convex and rises with a, so that Newton's method descends to the root from above.
+    acceptance = 1.0
+    while True:
+        survival, gain, slope = 1.0, 0.0, 0.0
+        for k in range(1, max_len + 1):
+            slope_k, survival = k * survival, survival * acceptance
             if survival <= row_price:
                 break
-            total += survival - row_price
-        return total
-
-    if gain(1.0) <= price:
-        return inf
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS if row_price or price else 0):
-        middle = (low + high) / 2
-        low, high = (low, middle) if gain(middle) > price else (middle, high)
-    return low
+            gain += survival - row_price
+            slope += slope_k
+        step = (gain - price) / slope
+        acceptance -= step
+        if step < _PRECISION:
+            return acceptance

@@ -1,5 +1,6 @@
 """Each draft-length policy against cases worked by hand, with a control for each."""
 
+import random
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
@@ -90,6 +91,20 @@ class TestOutrider:
         # Two tokens: a + a^2 > 0.75.
         assert break_even_acceptance(0.0, 0.75, 2) == pytest.approx(0.5, abs=1e-4)
         assert break_even_acceptance(0.5, 4.0, 8) == inf, "8 certain tokens gain 4"
+
+    def test_at_the_break_even_the_gain_is_the_price(self) -> None:
+        rng = random.Random(3)
+        for _ in range(500):
+            row_price, price, max_len = rng.random(), 4 * rng.random() ** 3, rng.randint(1, 8)
+            found = break_even_acceptance(row_price, price, max_len)
+
+            def gain(acceptance: float, row_price: float = row_price, max_len: int = max_len) -> float:
+                return sum(max(0.0, acceptance**k - row_price) for k in range(1, max_len + 1))
+
+            if found == inf:
+                assert gain(1.0) <= price + 1e-9
+            else:
+                assert gain(found) == pytest.approx(price, abs=1e-4), (row_price, price, max_len)
 
     @staticmethod
     def after(num_right: Mapping[str, int], num_rounds: int, row_price: float) -> tuple[DraftLengths, dict[str, int]]:
