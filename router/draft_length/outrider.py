@@ -301,7 +301,7 @@ def break_even_acceptance(row_price: float, price: float, max_len: int) -> float
     exceeds ``price``, in tokens. Above 1: none does."""
     if max_len * (1.0 - row_price) <= price:
         return inf
-    if not price:
+    if price <= _PRECISION:
         return row_price
     # The sum is convex and rises with a, so that Newton's method descends to the root from above.
     acceptance = 1.0

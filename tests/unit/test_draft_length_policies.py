@@ -86,6 +86,7 @@ class TestOutrider:
     def test_what_breaks_even(self) -> None:
         assert break_even_acceptance(0.0, 0.0, 8) == 0.0, "free rows and free drafts"
         assert break_even_acceptance(0.4, 0.0, 8) == pytest.approx(0.4, abs=1e-4), "the first token must be worth its row"
+        assert break_even_acceptance(0.4, 1e-20, 1) == pytest.approx(0.4, abs=1e-4), "in doubles 0.4 + 1e-20 is 0.4"
         # One token: a - 0.2 > 0.3.
         assert break_even_acceptance(0.2, 0.3, 1) == pytest.approx(0.5, abs=1e-4)
         # Two tokens: a + a^2 > 0.75.
