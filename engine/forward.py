@@ -2,7 +2,6 @@
 distinguished."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.liveness import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
-from engine.ops import HeadNorms, Linear, Ops
+from engine.ops import HeadNorms, LayerParts, Linear, Ops
 from engine.tensor_parallel.ranks import ModelRanks
 
 __all__ = ["CausalModel", "PackedSpan"]
@@ -31,21 +30,16 @@ class RowWatch(Protocol):
         """The hidden states are ``residual`` + ``delta``, [rows, hidden]; not to be modified. None: all rows stay."""
 
 
-@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Fused products of one layer; norms are fp32."""
+    """One layer, by the operators of its device."""
 
-    input_norm: torch.Tensor
-    qkv: Linear
-    head_norms: HeadNorms | None
-    out: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    def __init__(self, ops: Ops, parts: LayerParts) -> None:
+        self.parts = parts
+        self._ops = ops
+        self._fused = ops.fused(parts)
 
     def run(
         self,
-        ops: Ops,
         layout: Layout,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
@@ -54,10 +48,13 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Adds ``delta`` and the attention to ``residual`` in place. Returns the feed-forward output, still to be added.
         ``kv``: keys and values of the layer's cache. ``attends``: the layout of the attention."""
-        qkv = self.qkv(ops.add_norm(residual, delta, self.input_norm))
-        queries = ops.rotate_and_store(qkv, self.head_norms, layout, *kv)
-        attended = self.out(ops.attention(queries, attends, *kv))
-        return self.down(ops.gate(self.gate_up(ops.add_norm(residual, attended, self.post_norm))))
+        if self._fused is not None:
+            return self._fused(layout, residual, delta, kv, attends)
+        ops, parts = self._ops, self.parts
+        qkv = parts.qkv(ops.add_norm(residual, delta, parts.input_norm))
+        queries = ops.rotate_and_store(qkv, parts.head_norms, layout, *kv)
+        attended = parts.out(ops.attention(queries, attends, *kv))
+        return parts.down(ops.gate(parts.gate_up(ops.add_norm(residual, attended, parts.post_norm))))
 
 
 class CausalModel:
@@ -106,7 +103,7 @@ class CausalModel:
     @property
     def layer_products(self) -> list[tuple[Linear, Linear, Linear, Linear]]:
         """Linear products of each layer, in the order of a pass: qkv, out, gate_up, down."""
-        return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
+        return [layer.parts.products for layer in self._layers]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         config = self.config if self.ranks is None else self.ranks.shard.config_of(self.config)
@@ -153,7 +150,7 @@ class CausalModel:
         for index, layer in enumerate(self._layers):
             PASSES.advanced()
             kv = cache.keys[index], cache.values[index]
-            delta = layer.run(self._ops, layout, residual, delta, kv, attends=layout)
+            delta = layer.run(layout, residual, delta, kv, attends=layout)
             if index in layers:
                 kept[index] = residual + delta
             if watch is None or index + 1 == len(self._layers) or index + 1 not in watch.depths:
@@ -204,4 +201,4 @@ class CausalModel:
         qkv, out, gate_up, down = (linear(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down))
         if self.ranks is not None:
             out, down = self.ranks.summed(out), self.ranks.summed(down)
-        return DecoderLayer(input_norm, qkv, norms, out, post_norm, gate_up, down)
+        return DecoderLayer(self._ops, LayerParts(input_norm, qkv, norms, out, post_norm, gate_up, down))

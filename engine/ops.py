@@ -63,6 +63,38 @@ class HeadNorms:
     k: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Fused products of one decoder layer; norms are fp32."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def products(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order of a pass."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class FusedLayer(Protocol):
+    """A layer as one operator: ``engine.forward.DecoderLayer.run``."""
+
+    def __call__(
+        self,
+        layout: Layout,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        attends: Layout,
+        /,
+    ) -> torch.Tensor: ...
+
+
 class Ops(Protocol):
     """Operators on one device for one model shape and dtype. The residual stream is fp32, products are in the dtype. Not
     thread-safe; a returned tensor may be overwritten by the next call of the same operator."""
@@ -91,6 +123,9 @@ class Ops(Protocol):
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, [rows, intermediate], of [rows, 2 * intermediate]."""
 
+    def fused(self, parts: LayerParts) -> FusedLayer | None:
+        """All operators of a layer in one call, with the same results. None: they are called one by one."""
+
 
 class TorchOps:
     """The reference on any device. Slow: attention loops over spans."""
@@ -109,6 +144,9 @@ class TorchOps:
         return plain_logits(self.linear(weight))
 
     def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
+        return None
+
+    def fused(self, parts: LayerParts) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
 from engine.models.config import inverse_frequencies
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, Linear
+from engine.ops import HeadNorms, LayerParts, Linear
 
 
 class Backbone:
@@ -56,7 +56,7 @@ class Backbone:
         parts = self._context_kv(context).unflatten(-1, (len(self._layers), -1)).transpose(0, 1).contiguous()
         for index, (layer, kv) in enumerate(zip(self._layers, parts, strict=True)):
             keys, values = cache.keys[index], cache.values[index]
-            self._context_ops.rotate_and_store(kv, layer.head_norms, layout, keys, values)
+            self._context_ops.rotate_and_store(kv, layer.parts.head_norms, layout, keys, values)
 
     @torch.inference_mode()
     def run(self, blocks: Sequence[PackedSpan], last_features: Tensor | None, cache: KvCache) -> Tensor:
@@ -64,13 +64,13 @@ class Backbone:
 
         ``last_features``: [blocks, feature_size] of the position before each anchor or zeros, for ``anchor_input``.
         """
-        ops, layout = self._ops, lay_out(blocks, cache.block_len, self._frequencies, self.device)
+        layout = lay_out(blocks, cache.block_len, self._frequencies, self.device)
         whole = _each_row_at_the_end(layout, self.config.block_size)
         residual = self._inputs(layout, last_features)
         delta = None
         for index, layer in enumerate(self._layers):
-            delta = layer.run(ops, layout, residual, delta, (cache.keys[index], cache.values[index]), attends=whole)
-        return ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
+            delta = layer.run(layout, residual, delta, (cache.keys[index], cache.values[index]), attends=whole)
+        return self._ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
 
     def _inputs(self, layout: Layout, last_features: Tensor | None) -> Tensor:
         """fp32 [rows, d], which may be modified."""
@@ -86,7 +86,7 @@ class Backbone:
         attention, mlp = layer.self_attn, layer.mlp
         has_norms = self.config.shape.qk_norm
         norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm)) if has_norms else None
-        return DecoderLayer(
+        parts = LayerParts(
             input_norm=self._norm(layer.input_layernorm),
             qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms=norms,
@@ -95,6 +95,7 @@ class Backbone:
             gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
             down=self._linear(mlp.down_proj),
         )
+        return DecoderLayer(self._ops, parts)
 
     def _linear(self, *parts: torch.nn.Linear, uneven: bool = False) -> Linear:
         """Fuses products of one input. ``uneven``: the input is raw hidden states of the target."""

@@ -1,6 +1,7 @@
 /* What the two kernels of attention share: operands, a tile of queries, and where keys and values lie. See attention.c. */
 #pragma once
 #include "bf16.h"
+#include "operators.h"
 
 #if ELEM_BF16 && __AVX512BF16__
 #include <immintrin.h>

@@ -167,7 +167,8 @@ static void multiply_panel(const Bf16Product *p, int64_t panel, const float *pac
 }
 
 /* x [rows][num_in] -> out [rows][num_out]. Returns 0, or 1 when there is no memory. */
-int bf16_product(const Bf16Product *p, const elem *x, elem *out, int64_t rows, int num_threads) {
+int bf16_product(const void *product, const elem *x, elem *out, int64_t rows, int num_threads) {
+    const Bf16Product *p = product;
     const int64_t num_panels = (p->num_out + PANEL - 1) / PANEL, num_groups = groups_of(rows);
     const int tiles = takes_tiles(p);
     float *packed = NULL;

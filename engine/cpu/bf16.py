@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from engine.cpu.native_product import NativeProduct
 from engine.models.weights import LinearWeight
 
 _PANEL, _PAIR = 32, 2  # as in bf16.h
@@ -35,6 +36,7 @@ class Bf16Linear:
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self._product = _Bf16Product(self._num_in, self._num_out, self._weights.data_ptr(), bias_at)
         self._at = ctypes.byref(self._product)
+        self.native = NativeProduct(library.bf16_product, self._product, self._num_out)
 
     @staticmethod
     def supports(weight: LinearWeight) -> bool:

@@ -11,8 +11,8 @@ from engine.compiling import compiler_version, find_compiler, load_compiled
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "gumbel_argmax.c")
-_HEADERS = ("vectors.h", "attention.h", "bf16.h")
+_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "layer.c", "gumbel_argmax.c")
+_HEADERS = ("vectors.h", "operators.h", "attention.h", "bf16.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _SOURCES)
 HEADERS = (*(Path(__file__).with_name(name) for name in _HEADERS), Path(__file__).parent.with_name("noise.h"))
 _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from engine.cpu.native_product import NativeProduct
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight
 
@@ -45,6 +46,7 @@ class Int8Linear:
             None if self._columns is None else self._columns.data_ptr(),
         )
         self._at = ctypes.byref(self._product)
+        self.native = NativeProduct(library.int8_linear, self._product, self._num_out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] in the dtype."""

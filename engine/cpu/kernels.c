@@ -5,7 +5,7 @@
  *
  * Layouts of queries, keys and values: attention.c.
  */
-#include "vectors.h"
+#include "operators.h"
 
 /* residual [rows][size] += delta (if any); out = residual / rms(residual) * weight. */
 void add_norm(float *residual, const elem *delta, const float *weight, elem *out, int64_t rows, int64_t size, float eps,

@@ -14,10 +14,11 @@ from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
+from engine.cpu.layer import CpuLayer
 from engine.cpu.packed import packed_linear
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, Linear, Logits, plain_logits
+from engine.ops import HeadNorms, LayerParts, Linear, Logits, plain_logits
 
 _VECTOR_LEN = 16  # keys and head elements that the kernels take at once
 _MAX_HEAD_DIM = 512
@@ -44,6 +45,8 @@ class CpuOps:
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
         self._attention = _function(library.attention, "pppppp ll pp ii")
         self._attention.restype = ctypes.c_int
+        self._decoder_layer = _function(library.decoder_layer, "pppp l pppppp ll ppp i")
+        self._decoder_layer.restype = ctypes.c_int
         self._shapes: dict[int, AttentionShape] = {}
 
     @staticmethod
@@ -130,6 +133,12 @@ class CpuOps:
         out = torch.empty(rows, size, dtype=self._dtype)
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
         return out
+
+    def fused(self, parts: LayerParts) -> CpuLayer | None:
+        native = [p.native for p in parts.products if isinstance(p, Bf16Linear | Int8Linear)]
+        if len(native) < len(parts.products):
+            return None
+        return CpuLayer(self._decoder_layer, parts, native, self._config.norm_eps, self._shape)
 
     def _shape(self, block_len: int) -> "ctypes._CArgObject":
         shape = self._shapes.get(block_len)

@@ -298,3 +298,8 @@ int int8_product(const Product *p, const elem *x, elem *out, float *out_float, c
     free(split_rows);
     return 0;
 }
+
+/* int8_product as a Multiply (operators.h). */
+int int8_linear(const void *product, const elem *x, elem *out, int64_t rows, int num_threads) {
+    return int8_product(product, x, out, NULL, NULL, 0, rows, num_threads);
+}

@@ -13,7 +13,7 @@ from engine.batch_layout import Layout
 from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, rotate_and_store_kernel
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, Linear, Logits, plain_logits
+from engine.ops import HeadNorms, LayerParts, Linear, Logits, plain_logits
 
 TILES = (16, 32, 64)  # queries of an attention program; 16 is the minimum of a tensor core
 _GATE_WIDTH = 1024
@@ -46,6 +46,9 @@ class CudaOps:
         return plain_logits(self.linear(weight))
 
     def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
+        return None
+
+    def fused(self, parts: LayerParts) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

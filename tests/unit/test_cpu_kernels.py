@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ from engine.cpu.ops import AttentionShape, CpuOps
 from engine.cpu.packed import packed_linear
 from engine.cpu_level import AVX512_BF16, cpu_level
 from engine.factory import make_ops
+from engine.forward import DecoderLayer
 from engine.models.config import DecoderConfig, inverse_frequencies, parse_config
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, TorchOps
+from engine.ops import HeadNorms, LayerParts, TorchOps
 from tests.support.compiler import needs_compiler
 
 CPU = torch.device("cpu")
@@ -179,6 +181,46 @@ def test_who_looks_for_one_key_gets_its_value(head_dim: int, block_len: int, num
         found = ops.attention(wanted.repeat_interleave(5, 0).repeat(num_rows, 1, 1), layout, keys, values)
         expected = values[block, :, place].repeat_interleave(5, 0).reshape(1, -1).expand(num_rows, -1)
         torch.testing.assert_close(found.reshape(num_rows, -1), expected, **TOLERANCE[dtype], msg=f"at {position}")
+
+
+class OneByOne(CpuOps):
+    def fused(self, parts: LayerParts) -> None:
+        return None
+
+
+@needs_compiler
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("normed", "biased"), [(False, True), (True, False)])
+def test_a_layer_by_one_call_is_the_same_to_the_last_bit(normed: bool, biased: bool, int8: bool, dtype: torch.dtype) -> None:
+    """With and without something to add first, its attention by another layout than its rows, as of DSpark."""
+    torch.manual_seed(3)
+    config = config_of(48)
+    layout, num_blocks = spans_of(config, 16, ((30, 4), (0, 4)))
+    ends = layout.base_lens.repeat_interleave(4) + 3
+    starts, tables = torch.arange(9, dtype=torch.int32), layout.tables.repeat_interleave(4, dim=0)
+    each_at_the_end = replace(layout, starts=starts, base_lens=ends, tables=tables, max_span_len=1)
+    norms = HeadNorms(torch.rand(48) + 0.5, torch.rand(48) + 0.5) if normed else None
+
+    def weight(num_out: int, num_in: int) -> LinearWeight:
+        bias = torch.randn(num_out).to(dtype) if biased else None
+        return LinearWeight((torch.randn(num_out, num_in) / num_in**0.5).to(dtype), bias)
+
+    weights = [weight(*sizes) for sizes in ((14 * 48, 100), (100, 480), (300, 100), (100, 150))]
+    norm_weights = torch.rand(100) + 0.5, torch.rand(100) + 0.5
+    residual, delta = torch.randn(8, 100), torch.randn(8, 100).to(dtype)
+    cache = torch.randn(num_blocks, 2, 48, 16).to(dtype), torch.randn(num_blocks, 2, 16, 48).to(dtype)
+    results = []
+    for ops in (CpuOps(config, dtype, int8=int8), OneByOne(config, dtype, int8=int8)):
+        qkv, out, gate_up, down = (ops.linear(each) for each in weights)
+        parts = LayerParts(norm_weights[0], qkv, norms, out, norm_weights[1], gate_up, down)
+        assert (ops.fused(parts) is not None) == (type(ops) is CpuOps and (int8 or dtype == torch.bfloat16))
+        layer = DecoderLayer(ops, parts)
+        for added, attends in ((None, layout), (delta, each_at_the_end)):
+            own, kv = residual.clone(), (cache[0].clone(), cache[1].clone())
+            results.append((layer.run(layout, own, added, kv, attends), own, *kv))
+    for ours, expected in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert not torch.equal(results[0][0], results[1][0])
 
 
 @needs_compiler

@@ -1,0 +1,52 @@
+/* A decoder layer by one call, with the operators of the other files and so with their results, bit by bit.
+ *
+ * A pass of one row takes longer to call nine operators a layer from Python than to compute the smaller ones, gives up the
+ * interpreter's lock for each, and lets the other threads of the team fall asleep between them.
+ */
+#include "operators.h"
+
+typedef struct {
+    Multiply *multiply;
+    const void *product;
+    int64_t num_out;
+} Linear;
+
+/* As in engine/cpu/layer.py. */
+typedef struct {
+    Linear qkv, out, gate_up, down;
+    const float *input_norm, *post_norm;
+    const float *q_norm, *k_norm; /* may be null */
+    int64_t hidden;
+    float eps;
+} DecoderLayer;
+
+/* Adds delta (if any) and the attention to residual [rows][hidden]; out [rows][hidden]: the feed-forward output, still to be
+ * added. cos_rows, sin_rows, slots: of rows; the other operands, from starts on: of attention (attention.c). Returns 0, or 1
+ * when there is no memory. */
+int decoder_layer(const DecoderLayer *l, float *residual, const elem *delta, elem *out, int64_t rows, const float *cos_rows,
+                  const float *sin_rows, const int64_t *slots, const int32_t *starts, const int32_t *base_lens,
+                  const int32_t *tables, int64_t table_width, int64_t num_spans, elem *keys, elem *values,
+                  const Shape *shape, int num_threads) {
+    const int64_t q_size = shape->heads * shape->head_dim, qkv_size = l->qkv.num_out, both = l->gate_up.num_out;
+    const int64_t row_elems = l->hidden + qkv_size + q_size + both + both / 2;
+    float *queries = malloc(rows * (q_size * sizeof(float) + row_elems * sizeof(elem)));
+    if (!queries) return 1;
+    elem *normed = (elem *)(queries + rows * q_size), *qkv = normed + rows * l->hidden, *attended = qkv + rows * qkv_size;
+    elem *gate_up = attended + rows * q_size, *gated = gate_up + rows * both;
+    int failed = 0;
+#define PRODUCT(of, x, y) failed |= l->of.multiply(l->of.product, x, y, rows, num_threads)
+    add_norm(residual, delta, l->input_norm, normed, rows, l->hidden, l->eps, num_threads);
+    PRODUCT(qkv, normed, qkv);
+    rotate_and_store(qkv, l->q_norm, l->k_norm, l->eps, cos_rows, sin_rows, slots, queries, keys, values, rows, shape,
+                     num_threads);
+    failed |= attention(queries, keys, values, starts, base_lens, tables, table_width, num_spans, attended, shape, 0,
+                        num_threads);
+    PRODUCT(out, attended, out);
+    add_norm(residual, out, l->post_norm, normed, rows, l->hidden, l->eps, num_threads);
+    PRODUCT(gate_up, normed, gate_up);
+    gate(gate_up, gated, rows, both / 2, num_threads);
+    PRODUCT(down, gated, out);
+#undef PRODUCT
+    free(queries);
+    return failed;
+}
