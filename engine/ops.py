@@ -124,7 +124,8 @@ class Ops(Protocol):
         """silu(gate) * up, [rows, intermediate], of [rows, 2 * intermediate]."""
 
     def fused(self, parts: LayerParts) -> FusedLayer | None:
-        """All operators of a layer in one call, with the same results. None: they are called one by one."""
+        """All operators of a layer in one call, with the same results. None: they are called one by one, as where a subclass
+        replaces one."""
 
 
 class TorchOps:

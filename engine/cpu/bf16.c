@@ -9,6 +9,7 @@
  * registers. Intel's CPUs take two cycles for an instruction of AVX-512 BF16, in which they make four float ones.
  */
 #include "bf16.h"
+#include "operators.h"
 #if __x86_64__
 #include <immintrin.h>
 #endif

@@ -1,7 +1,7 @@
 /* A decoder layer by one call, with the operators of the other files and so with their results, bit by bit.
  *
- * A pass of one row takes longer to call nine operators a layer from Python than to compute the smaller ones, gives up the
- * interpreter's lock for each, and lets the other threads of the team fall asleep between them.
+ * Called one by one from Python, the nine operators of a layer release the interpreter's lock nine times, and threads of the team
+ * fall asleep between them. At one row the calls take longer than the smaller operators.
  */
 #include "operators.h"
 
@@ -28,25 +28,29 @@ int decoder_layer(const DecoderLayer *l, float *residual, const elem *delta, ele
                   const int32_t *tables, int64_t table_width, int64_t num_spans, elem *keys, elem *values,
                   const Shape *shape, int num_threads) {
     const int64_t q_size = shape->heads * shape->head_dim, qkv_size = l->qkv.num_out, both = l->gate_up.num_out;
-    const int64_t row_elems = l->hidden + qkv_size + q_size + both + both / 2;
-    float *queries = malloc(rows * (q_size * sizeof(float) + row_elems * sizeof(elem)));
-    if (!queries) return 1;
-    elem *normed = (elem *)(queries + rows * q_size), *qkv = normed + rows * l->hidden, *attended = qkv + rows * qkv_size;
-    elem *gate_up = attended + rows * q_size, *gated = gate_up + rows * both;
-    int failed = 0;
-#define PRODUCT(of, x, y) failed |= l->of.multiply(l->of.product, x, y, rows, num_threads)
+    /* Each by itself: from 32 MiB on, glibc maps a block anew each time. */
+    float *queries = malloc(rows * q_size * sizeof(float));
+    elem *normed = malloc(rows * l->hidden * sizeof(elem)), *qkv = malloc(rows * qkv_size * sizeof(elem));
+    elem *attended = malloc(rows * q_size * sizeof(elem)), *gate_up = malloc(rows * both * sizeof(elem));
+    elem *gated = malloc(rows * (both / 2) * sizeof(elem));
+    int failed = 1;
+    if (!queries || !normed || !qkv || !attended || !gate_up || !gated) goto end;
+#define PRODUCT(of, x, y) \
+    if (l->of.multiply(l->of.product, x, y, rows, num_threads)) goto end
     add_norm(residual, delta, l->input_norm, normed, rows, l->hidden, l->eps, num_threads);
     PRODUCT(qkv, normed, qkv);
     rotate_and_store(qkv, l->q_norm, l->k_norm, l->eps, cos_rows, sin_rows, slots, queries, keys, values, rows, shape,
                      num_threads);
-    failed |= attention(queries, keys, values, starts, base_lens, tables, table_width, num_spans, attended, shape, 0,
-                        num_threads);
+    if (attention(queries, keys, values, starts, base_lens, tables, table_width, num_spans, attended, shape, 0, num_threads))
+        goto end;
     PRODUCT(out, attended, out);
     add_norm(residual, out, l->post_norm, normed, rows, l->hidden, l->eps, num_threads);
     PRODUCT(gate_up, normed, gate_up);
     gate(gate_up, gated, rows, both / 2, num_threads);
     PRODUCT(down, gated, out);
 #undef PRODUCT
-    free(queries);
+    failed = 0;
+end:
+    free(queries), free(normed), free(qkv), free(attended), free(gate_up), free(gated);
     return failed;
 }

@@ -4,6 +4,7 @@
 
 /* A product with weights: x [rows][in] -> out [rows][out]. Returns 0, or 1 when there is no memory. */
 typedef int Multiply(const void *product, const elem *x, elem *out, int64_t rows, int num_threads);
+Multiply bf16_product, int8_linear; /* bf16.c, products.c */
 
 void add_norm(float *residual, const elem *delta, const float *weight, elem *out, int64_t rows, int64_t size, float eps,
               int num_threads);

@@ -9,7 +9,7 @@
  * is taken off at the end. Without, weights are widened to 16 bits in registers, each once for several rows; the inputs of a quad
  * lie as 0, 2, 1, 3 then, so that its even bytes are the weights of inputs 0 and 1. See int8_by_bytes.
  */
-#include "vectors.h"
+#include "operators.h"
 #if __x86_64__
 #include <immintrin.h>
 #endif
