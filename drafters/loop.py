@@ -25,7 +25,7 @@ MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
 
 
 # What the first half of a step did. ``answered`` took no time of the drafter; the proposals of ``drafted`` are not sent yet.
-StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "abandoned", "scored"]
 
 
 class DrafterLoop:
@@ -37,7 +37,7 @@ class DrafterLoop:
        need not wait.
     2. Draft one batch for the requests without a proposal.
     3. Draft ahead for requests whose proposal is being verified, on the drafter's own guess and for other likely outcomes
-       (`drafters.outcome_drafts`).
+       (`drafters.outcome_drafts`). A commit that corrects every guess of the batch ends it early, where the drafter can.
     4. Score requests that other drafters drive.
 
     A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
@@ -86,11 +86,10 @@ class DrafterLoop:
             self._send_proposals(ready, resyncs, now_s)
             return "answered"
         if unanswered:
-            self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
-            return "drafted"
+            wanted = [(session, session.draft_len - len(session.ahead)) for _, session in unanswered]
+            return "drafted" if self._draft(wanted) else "abandoned"
         if ahead := self._drafts_ahead(now_s):
-            self._draft(ahead)
-            return "drafted ahead"
+            return "drafted ahead" if self._draft(ahead) else "abandoned"
         return "scored" if self._score(now_s) else "nothing"
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
@@ -185,10 +184,17 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield session, num_tokens
 
-    def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> None:
+    def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> bool:
+        """Returns whether it was drafted: not if messages came meanwhile that make all of it void."""
         self._num_drafting = len(batch)
         demands = [one.demand(num_tokens) for one, num_tokens in batch]
-        drafts = self._drafter.propose(demands)
+        abandons = self._drafter.capabilities.abandons
+        if abandons is None:
+            drafts = self._drafter.propose(demands)
+        elif (found := abandons.propose_unless(demands, self._void_check(batch))) is not None:
+            drafts = found
+        else:
+            return False
         lens = [len(draft.token_ids) for draft in drafts]
         if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
             lens = self._cut_lens(demands, [draft.confidences for draft in drafts])
@@ -197,6 +203,23 @@ class DrafterLoop:
             one.take(draft, length, num_tokens)
         if self.sessions.spans is not None:
             self.sessions.spans.note_batch([(one.key, length) for (one, _), length in zip(batch, lens, strict=True)])
+        return True
+
+    def _void_check(self, batch: Sequence[tuple[Session | Prepared, int]]) -> Callable[[], bool]:
+        """Whether messages that wait to be read make the whole batch void. Drafts for other outcomes never are: one may be
+        what the message says."""
+        valid = {one.key for one, _ in batch}
+        num_seen = 0
+
+        def is_void() -> bool:
+            nonlocal num_seen
+            events = self._mailbox.peek(num_seen)
+            num_seen += len(events)
+            for event in events:
+                valid.difference_update(self.sessions.voided_by(event))
+            return not valid
+
+        return is_void
 
     def _cut_lens(self, demands: Sequence[Demand], drafted: Sequence[Sequence[float]]) -> list[int]:
         from drafters.draft_stops import DraftStops, cut_lens  # needs numpy; processes of lookups do without otherwise

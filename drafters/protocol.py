@@ -1,6 +1,6 @@
 """The interface of drafters, alone or as part of a chain or cascade (DESIGN idea 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
@@ -52,6 +52,7 @@ class Capabilities:
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
     forks: "Forks | None" = None
+    abandons: "Abandons | None" = None
     stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
@@ -102,6 +103,14 @@ class TokenByToken(Protocol):
         One pass of about ``max_rows`` rows at most, which evicts no cache. None: only part of the missing tokens was
         computed. Fewer tokens than ``ahead``: no answer is possible.
         """
+
+
+class Abandons(Protocol):
+    """Gives up drafts under way."""
+
+    def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
+        """As ``Drafter.propose``; None as soon as ``is_void`` says that the drafts would be dropped. It is asked several
+        times a pass, and must not change the drafter."""
 
 
 class Forks(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.message_checks import Inspection
 from cluster.messages import Budget, DraftRound, Extend, Open
-from cluster.transport.base import Event, Link, LinkDown, LinkUp
+from cluster.transport.base import Event, Link, LinkDown, LinkUp, Received
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
@@ -106,6 +106,23 @@ class TargetSessions:
             if self._inspection.must_go(event.link):
                 self.unlinked.append(event.link)
                 self.drop_link(event.link)
+
+    def voided_by(self, event: Event) -> set[str]:
+        """Keys of the sessions of which an event, once handled, will drop what is being drafted ahead: it ends them, or
+        commits other tokens. Reads only."""
+        peer = self.peers.get(id(event.link))
+        if peer is None:
+            return set()
+        if isinstance(event, LinkDown):
+            return {session.key for session in peer.sessions.values()}
+        message = event.message if isinstance(event, Received) else None
+        if not isinstance(message, DraftRound):
+            return set()
+        ended = [peer.sessions[request_id] for request_id in message.releases if request_id in peer.sessions]
+        followed = [(peer.sessions.get(extension.request_id), extension) for extension in message.extends]
+        return {session.key for session in ended} | {
+            session.key for session, extension in followed if session is not None and session.corrects(extension)
+        }
 
     def drop_link(self, link: Link) -> None:
         """Forgets a target and its requests. Idempotent."""

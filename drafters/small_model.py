@@ -1,7 +1,8 @@
 """A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -13,7 +14,7 @@ from drafters.cache_sharing import evict, parts_that_fit
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
-from engine.forward import CausalModel, PackedSpan
+from engine.forward import CausalModel, PackedSpan, RowWatch
 from engine.kv_blocks import BlockLedger, Checkpoint
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
@@ -30,6 +31,22 @@ class Question:
     request_id: str
     ahead: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
+
+
+class PassAbandoned(Exception):
+    """The pass under way was given up: nobody wants its result any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AbandoningWatch:
+    """A ``RowWatch`` that ends the pass instead of letting rows leave."""
+
+    depths: range
+    is_void: Callable[[], bool]
+
+    def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> None:
+        if self.is_void():
+            raise PassAbandoned
 
 
 @dataclass(slots=True)
@@ -80,6 +97,7 @@ class SmallModel:
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
         self._num_promised = 0  # to all branches
+        self._watch: _AbandoningWatch | None = None
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # evicted caches
@@ -233,6 +251,17 @@ class SmallModel:
                 self._ledger.release(request_id)
             self._sessions[request_id].checkpoint = self._ledger.move(branch_id, request_id)
 
+    @contextmanager
+    def abandoning(self, is_void: Callable[[], bool]) -> Iterator[None]:
+        """Within it, ``choose`` asks between layers whether its answers are void, and if so raises PassAbandoned; the model
+        then is as after an earlier pass. Only on a CPU: a GPU's passes are queued as a whole."""
+        if self._model.device.type == "cpu":
+            self._watch = _AbandoningWatch(range(1, self._model.config.num_layers), is_void)
+        try:
+            yield
+        finally:
+            self._watch = None
+
     def choose(self, questions: Sequence[Question], num_runners_up: int = 0) -> list[Chosen]:
         """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``).
 
@@ -243,7 +272,14 @@ class SmallModel:
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
         lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
-        hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
+        computed = [self._sessions[question.request_id].checkpoint for question in questions]
+        spans = [self._compute(question, n) for question, n in zip(questions, lens, strict=True)]
+        try:
+            hidden = self._forward(spans, self._watch)
+        except PassAbandoned:
+            for question, before in zip(questions, computed, strict=True):
+                self._forget_rows(question.request_id, 0 if before is None else len(before.token_ids))
+            raise
         answers = zip(questions, accumulate(lens), strict=True)
         answered = np.concatenate([np.arange(end - 1 - len(question.drafts), end) for question, end in answers])
         logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
@@ -345,6 +381,16 @@ class SmallModel:
             session.checkpoint = self._ledger.revise(session.checkpoint, before + token_ids)
         return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
 
+    def _forget_rows(self, request_id: str, num_kept: int) -> None:
+        """Undoes ``_compute`` for rows that no pass computed: all beyond the first ``num_kept`` of the checkpoint."""
+        session = self._sessions[request_id]
+        assert session.checkpoint is not None
+        if num_kept:
+            session.checkpoint = self._ledger.revise(session.checkpoint, session.checkpoint.token_ids[:num_kept])
+        else:
+            self._ledger.commit(session.checkpoint, 0)
+            session.checkpoint = None
+
     def _catch_up_pass(self, questions: Sequence[Question], missing: list[int], order: Iterable[int]) -> None:
         """One pass of at most ``max_pass_rows`` missing rows, in this order; subtracts them from ``missing``."""
         rows_left, spans = self._max_pass_rows, []
@@ -356,7 +402,9 @@ class SmallModel:
                 rows_left -= num_rows
         self._forward(spans)
 
-    def _forward(self, spans: Sequence[PackedSpan]) -> torch.Tensor:
+    def _forward(self, spans: Sequence[PackedSpan], watch: RowWatch | None = None) -> torch.Tensor:
         self.num_passes += 1
         self.num_rows += sum(len(span.token_ids) for span in spans)
-        return self._model.forward(spans, self._cache)
+        if watch is None:
+            return self._model.forward(spans, self._cache)
+        return self._model.forward_watched(spans, self._cache, (), watch)[0]

@@ -1,7 +1,7 @@
 """The drafter's side of the data plane: what a step of its loop does."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -305,3 +305,79 @@ def test_a_drafter_without_proposers_drafts_alone(caplog: pytest.LogCaptureFixtu
     bench.settle()
     assert [proposal.token_ids for proposal in bench.link.take()] == [(3, 4, 5, 6)]
     assert "it has no proposers a" in caplog.text
+
+
+class Abandoning(Counting):
+    """Asks once, at the end of a batch, whether it is void."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = Capabilities(abandons=self)
+        self.num_abandoned = 0
+
+    def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
+        drafts = self.propose(demands)
+        if is_void():
+            self.num_abandoned += 1
+            return None
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("commits", "num_abandoned"),
+    [
+        ([(10, 99)], 1),  # a correction
+        ([(10, 11)], 0),  # as guessed
+        ([(10, 11, 12, 13, 99)], 0),  # beyond the guess: the token under way is not known to be wrong
+        ([(10, 11), (12, 99)], 0),  # the second follows the first, which is not read yet
+        ([], 0),
+    ],
+)
+def test_a_commit_that_corrects_a_guess_ends_the_batch_under_way(
+    commits: Sequence[tuple[int, ...]], num_abandoned: int
+) -> None:
+    drafter = Abandoning()
+    bench = Bench(ahead_len=8, drafter=drafter)
+    bench.open("a", 10)
+    while not bench.link.sent:
+        bench.step()
+
+    def commit() -> None:
+        base_len = 10
+        for token_ids in commits:
+            bench.extend("a", base_len, *token_ids)
+            base_len += len(token_ids)
+
+    drafter.meanwhile = commit
+    assert bench.step()
+    assert drafter.num_abandoned == num_abandoned
+    bench.settle()
+    committed = [token_id for token_ids in commits for token_id in token_ids]
+    assert drafter.texts == {"0/a": [*range(10), *committed]}
+    last = bench.link.take()[-1]
+    assert (last.base_len, last.token_ids[:2]) == (10 + len(committed), (10 + len(committed), 11 + len(committed)))
+
+
+def test_a_batch_goes_on_while_any_of_its_requests_wants_it() -> None:
+    drafter = Abandoning()
+    bench = Bench(ahead_len=8, drafter=drafter)
+    for name in "ab":
+        bench.open(name, 10)
+    while not bench.link.sent:
+        bench.step()
+    drafter.meanwhile = lambda: bench.extend("a", 10, 99)
+    bench.step()
+    assert drafter.num_abandoned == 0
+
+    def end_both() -> None:
+        bench.extend("a", 11, 99)
+        bench.mail(releases=("b",))
+
+    bench.settle()
+    bench.extend("b", 10, 10)
+    while not drafter.num_abandoned:
+        drafter.meanwhile = end_both
+        assert bench.step()
+    bench.settle()
+    assert drafter.num_abandoned == 1
+    assert list(drafter.texts) == ["0/a"]

@@ -297,3 +297,42 @@ def test_ids_beyond_the_models_vocabulary_are_left_out_of_its_sampling(folder: P
     assert bias.token_ids == plain.token_ids != ()
     assert some.token_ids == (7, 7, 7)
     assert none.token_ids == ()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 7])
+def test_a_draft_given_up_between_two_layers_leaves_the_model_as_it_was(folder: Path, num_ahead: int) -> None:
+    model, untouched = small_model(folder), small_model(folder)
+    drafters = ModelDrafter(model), ModelDrafter(untouched)
+    for drafter in drafters:
+        drafter.open("r", PROMPT, len(PROMPT), SAMPLED)
+        (before,) = drafter.propose([Demand("r", num_ahead)]) if num_ahead else (Draft("r", (), ()),)
+    demand = Demand("r", 4, before.token_ids)
+    for last_asked in (1, 2):  # of three layers: there are two chances to give up
+        asked: list[int] = []
+
+        def is_void(asked: list[int] = asked, last: int = last_asked) -> bool:
+            asked.append(len(asked) + 1)
+            return asked[-1] == last
+
+        assert drafters[0].propose_unless([demand], is_void) is None
+        assert asked == list(range(1, last_asked + 1))
+        model.check_integrity()
+    corrected = (9, 8)
+    for wanted in (demand, Demand("r", 4)):  # as before, and after a commit that says otherwise
+        assert drafters[0].propose_unless([wanted], lambda: False) == drafters[1].propose([wanted])
+        assert model.num_rows - untouched.num_rows == 2 * (len(PROMPT) if not num_ahead else 1)  # those of two passes
+        for drafter in drafters:
+            drafter.extend("r", corrected)
+            drafter.check_integrity()
+
+
+def test_a_draft_is_given_up_at_any_of_its_passes_and_their_rows_are_kept(folder: Path) -> None:
+    model = small_model(folder)
+    drafter = ModelDrafter(model)
+    drafter.open("r", PROMPT, len(PROMPT), GREEDY)
+    (expected,) = drafter.propose([Demand("r", 4)])
+    drafter.open("r", PROMPT, len(PROMPT), GREEDY)
+    assert drafter.propose_unless([Demand("r", 4)], lambda: model.num_passes == 4 + 3) is None  # in the third pass
+    num_rows = model.num_rows
+    assert drafter.propose([Demand("r", 4)]) == [expected]
+    assert model.num_rows == num_rows + 2 + 2  # two passes were kept; what each of them chose is asked again
