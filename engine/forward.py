@@ -36,7 +36,7 @@ class DecoderLayer:
     def __init__(self, ops: Ops, parts: LayerParts) -> None:
         self.parts = parts
         self._ops = ops
-        self._fused = ops.fused(parts)
+        self._whole = ops.whole_layer(parts)
 
     def run(
         self,
@@ -48,8 +48,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Adds ``delta`` and the attention to ``residual`` in place. Returns the feed-forward output, still to be added.
         ``kv``: keys and values of the layer's cache. ``attends``: the layout of the attention."""
-        if self._fused is not None:
-            return self._fused(layout, residual, delta, kv, attends)
+        if self._whole is not None:
+            return self._whole(layout, residual, delta, kv, attends)
         ops, parts = self._ops, self.parts
         qkv = parts.qkv(ops.add_norm(residual, delta, parts.input_norm))
         queries = ops.rotate_and_store(qkv, parts.head_norms, layout, *kv)

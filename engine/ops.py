@@ -81,7 +81,7 @@ class LayerParts:
         return self.qkv, self.out, self.gate_up, self.down
 
 
-class FusedLayer(Protocol):
+class WholeLayer(Protocol):
     """A layer as one operator: ``engine.forward.DecoderLayer.run``."""
 
     def __call__(
@@ -123,7 +123,7 @@ class Ops(Protocol):
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, [rows, intermediate], of [rows, 2 * intermediate]."""
 
-    def fused(self, parts: LayerParts) -> FusedLayer | None:
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """All operators of a layer in one call, with the same results. None: they are called one by one, as where a subclass
         replaces one."""
 
@@ -147,7 +147,7 @@ class TorchOps:
     def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
         return None
 
-    def fused(self, parts: LayerParts) -> None:
+    def whole_layer(self, parts: LayerParts) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Backbone:
         self._hidden_norm = self._norm(network.hidden_norm)
         layers = [layer for layer in network.layers if isinstance(layer, DSparkLayer)]
         self._context_kv = self._linear(*(part for x in layers for part in (x.self_attn.k_proj, x.self_attn.v_proj)))
-        self._layers = [self._fused(layer) for layer in layers]
+        self._layers = [self._layer(layer) for layer in layers]
         self._final_norm = self._norm(network.norm)
         self._embedding = network.embed_tokens.weight.detach().to(device)
         self._anchor_input: list[Linear] = []
@@ -82,7 +82,7 @@ class Backbone:
             x = product(x)
         return embedded.float() + x.float().view(embedded.shape)
 
-    def _fused(self, layer: DSparkLayer) -> DecoderLayer:
+    def _layer(self, layer: DSparkLayer) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         has_norms = self.config.shape.qk_norm
         norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm)) if has_norms else None

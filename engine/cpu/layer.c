@@ -5,15 +5,16 @@
  */
 #include "operators.h"
 
+/* As in engine/cpu/native_product.py. */
 typedef struct {
     Multiply *multiply;
     const void *product;
     int64_t num_out;
-} Linear;
+} Product;
 
 /* As in engine/cpu/layer.py. */
 typedef struct {
-    Linear qkv, out, gate_up, down;
+    Product qkv, out, gate_up, down;
     const float *input_norm, *post_norm;
     const float *q_norm, *k_norm; /* may be null */
     int64_t hidden;

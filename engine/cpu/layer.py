@@ -21,7 +21,7 @@ class _DecoderLayer(ctypes.Structure):
 
 
 class CpuLayer:
-    """``engine.ops.FusedLayer``.
+    """``engine.ops.WholeLayer``.
 
     Args:
         function: ``decoder_layer``.

@@ -134,7 +134,7 @@ class CpuOps:
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
         return out
 
-    def fused(self, parts: LayerParts) -> CpuLayer | None:
+    def whole_layer(self, parts: LayerParts) -> CpuLayer | None:
         native = [p.native for p in parts.products if isinstance(p, Bf16Linear | Int8Linear)]
         if len(native) < len(parts.products):
             return None

@@ -48,7 +48,7 @@ class CudaOps:
     def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
         return None
 
-    def fused(self, parts: LayerParts) -> None:
+    def whole_layer(self, parts: LayerParts) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

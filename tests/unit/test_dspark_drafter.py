@@ -11,11 +11,12 @@ import torch
 
 from cluster.sampling_params import SamplingParams
 from drafters.dspark import sequential
+from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import load_network
 from drafters.protocol import Demand
 from engine.cpu.ops import CpuOps
 from engine.factory import load_model
-from engine.forward import CausalModel
+from engine.forward import CausalModel, PackedSpan
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
@@ -277,3 +278,26 @@ def test_drafts_end_at_stop_tokens(vanilla: Path, target: Path, model: CausalMod
         if expected and not params.ignore_eos:
             (further,) = drafter.propose([Demand("r", 2, draft.token_ids)])
             assert further.token_ids == ()
+
+
+@needs_compiler
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_parallel_stage_in_bf16_is_the_same_by_one_call_a_layer(
+    vanilla: Path, target: Path, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_network(vanilla, target_rows(target))
+    found = []
+    for by_one_call in (True, False):
+        if not by_one_call:
+            monkeypatch.setattr(CpuOps, "whole_layer", lambda self, parts: None)
+        torch.manual_seed(1)
+        stage = Backbone(network, torch.bfloat16, torch.device("cpu"), int8=int8)
+        assert all((layer._whole is not None) == by_one_call for layer in stage._layers)
+        cache, tables = stage.new_cache(6), np.arange(6, dtype=np.int32).reshape(2, 3)
+        context = [PackedSpan(0, (0,) * length, table) for length, table in zip((40, 7), tables, strict=True)]
+        stage.project(context, torch.randn(47, stage.config.feature_size).bfloat16(), cache)
+        block = (9, *(stage.config.mask_token_id,) * (stage.config.block_size - 1))
+        blocks = [PackedSpan(length, block, table) for length, table in zip((40, 7), tables, strict=True)]
+        found.append(stage.run(blocks, None, cache))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0][0], found[0][1])  # each attends to its own context

@@ -38,6 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
     return load_model(folder, "float32")
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
+    """In bf16 a layer is one call on a CPU with a compiler."""
+    folder = tmp_path_factory.mktemp("early-exit-dtypes") / "model"
+    write_family("llama-tied", folder)
+    return load_model(folder, request.param)
+
+
 @dataclass(slots=True)
 class RandomWatch:
     """Lets random suffixes of drafts leave after every layer."""
@@ -113,8 +121,9 @@ def serve(
 
 @pytest.mark.parametrize("sampling", sorted(ALL))
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_leave_anywhere_never_change_the_tokens(model: CausalModel, sampling: str, seed: int) -> None:
+def test_rows_that_leave_anywhere_never_change_the_tokens(any_model: CausalModel, sampling: str, seed: int) -> None:
     """In batches of three, with hidden states kept; then served again from the cached prefix."""
+    model = any_model
     wanted = [request(name, ALL[sampling]) for name in "abc"]
     expected = [plain(model, each) for each in wanted]
     target = poisoned(model, feature_layers=(-1, 0, 2))
