@@ -94,11 +94,7 @@ class DSparkStudent(nn.Module):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = copy.deepcopy(self.network)
-        for module in network.modules():
-            if parametrize.is_parametrized(module):  # an adapter
-                parametrize.remove_parametrizations(module, "weight")
-        network = self._folded(network)
+        network = self._folded(_merged(copy.deepcopy(self.network)))
         shape = json.loads((self._target.folder / "config.json").read_text())
         save_network(network, folder, shape, STORED)
 
@@ -150,6 +146,18 @@ class DSparkStudent(nn.Module):
         first = _feature_map(anchor_input)
         shift = first.weight[:, : len(self.mean)] @ self.mean
         return shift if first is anchor_input.maps else quantise(anchor_input.maps.weight).dequantised() @ shift
+
+
+def _merged(network: DSparkNetwork) -> DSparkNetwork:
+    """With the changes of an adapter in plain weights, in place. torch's ``remove_parametrizations`` would take them off the
+    network that this one was copied from, too: a copy shares its class."""
+    for path, module in list(network.named_modules()):
+        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, module.weight.device)
+            plain.weight.copy_(module.weight)
+            plain.bias = module.bias
+            network.set_submodule(path, plain)
+    return network
 
 
 def _feature_map(anchor_input: AnchorInput) -> nn.Linear:

@@ -213,11 +213,15 @@ def test_a_served_adapter_computes_what_was_trained(
             parameter.add_(0.3 * torch.randn_like(parameter))
         save_file(adapter_tensors(mine), tmp_path / "own.safetensors")
         expected = mine.network(*inputs)
+        mine.save(tmp_path / "merged")  # as at a checkpoint, after which training goes on
+        torch.testing.assert_close(mine.network(*inputs), expected)
+        merged = load_network(tmp_path / "merged", target.rows)(batch.features, batch.token_ids, batch.lens, batch.anchors)
         loaded = load_network(tmp_path / "saved", target.rows)
         apply_adapter(tmp_path / "own.safetensors", loaded)
         served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
     assert (expected - before).norm() > 0.1 * before.norm()
-    assert (served - expected).norm() < 0.03 * expected.norm(), "of the rounding of the maps"
+    for found in (served, merged):
+        assert (found - expected).norm() < 0.03 * expected.norm(), "of the rounding of the maps"
     previous = batch.token_ids[:1].expand(len(batch.anchors), 4)
     logits = [net.confidence_logits(expected, previous) for net in (mine.network, loaded)]
     torch.testing.assert_close(*logits)
