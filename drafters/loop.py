@@ -25,7 +25,7 @@ MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
 
 
 # What the first half of a step did. ``answered`` took no time of the drafter; the proposals of ``drafted`` are not sent yet.
-StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "abandoned", "scored"]
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "cancelled", "scored"]
 
 
 class DrafterLoop:
@@ -37,8 +37,10 @@ class DrafterLoop:
        need not wait.
     2. Draft one batch for the requests without a proposal.
     3. Draft ahead for requests whose proposal is being verified, on the drafter's own guess and for other likely outcomes
-       (`drafters.outcome_drafts`). A commit that corrects every guess of the batch ends it early, where the drafter can.
+       (`drafters.outcome_drafts`).
     4. Score requests that other drafters drive.
+
+    A batch ends early, where the drafter is cancellable, once messages that wait void all of it.
 
     A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
 
@@ -87,9 +89,9 @@ class DrafterLoop:
             return "answered"
         if unanswered:
             wanted = [(session, session.draft_len - len(session.ahead)) for _, session in unanswered]
-            return "drafted" if self._draft(wanted) else "abandoned"
+            return "drafted" if self._draft(wanted) else "cancelled"
         if ahead := self._drafts_ahead(now_s):
-            return "drafted ahead" if self._draft(ahead) else "abandoned"
+            return "drafted ahead" if self._draft(ahead) else "cancelled"
         return "scored" if self._score(now_s) else "nothing"
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
@@ -185,13 +187,13 @@ class DrafterLoop:
                     yield session, num_tokens
 
     def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> bool:
-        """Returns whether it was drafted: not if messages came meanwhile that make all of it void."""
+        """Returns whether it was drafted, not cancelled."""
         self._num_drafting = len(batch)
         demands = [one.demand(num_tokens) for one, num_tokens in batch]
-        abandons = self._drafter.capabilities.abandons
-        if abandons is None:
+        cancellable = self._drafter.capabilities.cancellable
+        if cancellable is None:
             drafts = self._drafter.propose(demands)
-        elif (found := abandons.propose_unless(demands, self._void_check(batch))) is not None:
+        elif (found := cancellable.propose_unless(demands, self._void_check(batch))) is not None:
             drafts = found
         else:
             return False
@@ -206,8 +208,8 @@ class DrafterLoop:
         return True
 
     def _void_check(self, batch: Sequence[tuple[Session | Prepared, int]]) -> Callable[[], bool]:
-        """Whether messages that wait to be read make the whole batch void. Drafts for other outcomes never are: one may be
-        what the message says."""
+        """Whether messages that wait void the whole batch. Drafts for other outcomes count as valid: a commit may confirm
+        one."""
         valid = {one.key for one, _ in batch}
         num_seen = 0
 

@@ -52,7 +52,7 @@ class Capabilities:
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
     forks: "Forks | None" = None
-    abandons: "Abandons | None" = None
+    cancellable: "Cancellable | None" = None
     stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
@@ -105,12 +105,12 @@ class TokenByToken(Protocol):
         """
 
 
-class Abandons(Protocol):
-    """Gives up drafts under way."""
+class Cancellable(Protocol):
+    """Ends a batch of drafts early."""
 
     def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
-        """As ``Drafter.propose``; None as soon as ``is_void`` says that the drafts would be dropped. It is asked several
-        times a pass, and must not change the drafter."""
+        """As ``Drafter.propose``; None if ``is_void`` said meanwhile that all of the drafts would be dropped. It is asked at
+        any time, perhaps never, and must not change the drafter."""
 
 
 class Forks(Protocol):

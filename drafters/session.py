@@ -79,11 +79,11 @@ class Session:
         self.exhausted = self.exhausted and bool(self.ahead)
         return hit
 
-    def corrects(self, extension: Extend) -> bool:
-        """Whether a commit will drop all that is drafted, and being drafted, ahead on the drafter's own guess."""
+    def is_corrected_by(self, extension: Extend) -> bool:
+        """Whether a commit will drop what is drafted, and being drafted, on the drafter's own guess."""
         outcome, new = reconcile(self.token_ids, extension.base_len, extension.token_ids)
         num_known = min(len(self.ahead), len(new))
-        return outcome is ExtendOutcome.APPLIED and self.ahead[:num_known] != list(new[:num_known])
+        return outcome is ExtendOutcome.CONFLICT or self.ahead[:num_known] != list(new[:num_known])
 
     def drop_ahead(self) -> None:
         self.ahead, self.confidences, self.runners_up = [], [], []

@@ -108,8 +108,9 @@ class TargetSessions:
                 self.drop_link(event.link)
 
     def voided_by(self, event: Event) -> set[str]:
-        """Keys of the sessions of which an event, once handled, will drop what is being drafted ahead: it ends them, or
-        commits other tokens. Reads only."""
+        """Keys of sessions whose drafts under way an event, once handled, will drop: it ends them, commits other tokens, or
+        hands them to another drafter. Some may be missed, and an unsound message may be believed; either costs one batch at
+        most. Changes nothing."""
         peer = self.peers.get(id(event.link))
         if peer is None:
             return set()
@@ -118,11 +119,13 @@ class TargetSessions:
         message = event.message if isinstance(event, Received) else None
         if not isinstance(message, DraftRound):
             return set()
-        ended = [peer.sessions[request_id] for request_id in message.releases if request_id in peer.sessions]
-        followed = [(peer.sessions.get(extension.request_id), extension) for extension in message.extends]
-        return {session.key for session in ended} | {
-            session.key for session, extension in followed if session is not None and session.corrects(extension)
-        }
+        sessions = peer.sessions
+        ended = {*message.releases, *(budget.request_id for budget in message.budgets if not budget.num_tokens)}
+        for extension in message.extends:
+            session = sessions.get(extension.request_id)
+            if session is not None and session.is_corrected_by(extension):
+                ended.add(extension.request_id)
+        return {sessions[request_id].key for request_id in ended if request_id in sessions}
 
     def drop_link(self, link: Link) -> None:
         """Forgets a target and its requests. Idempotent."""

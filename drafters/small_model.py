@@ -33,12 +33,15 @@ class Question:
     drafts: tuple[int, ...] = ()
 
 
-class PassAbandoned(Exception):
-    """The pass under way was given up: nobody wants its result any more."""
+_FEW_MISSING = 16  # rows before the questions of a pass, up to which it does not catch up
+
+
+class PassCancelled(Exception):
+    """The pass under way ended early: all its answers are void."""
 
 
 @dataclass(frozen=True, slots=True)
-class _AbandoningWatch:
+class _Cancelling:
     """A ``RowWatch`` that ends the pass instead of letting rows leave."""
 
     depths: range
@@ -46,7 +49,7 @@ class _AbandoningWatch:
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> None:
         if self.is_void():
-            raise PassAbandoned
+            raise PassCancelled
 
 
 @dataclass(slots=True)
@@ -97,7 +100,7 @@ class SmallModel:
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
         self._num_promised = 0  # to all branches
-        self._watch: _AbandoningWatch | None = None
+        self._watch: _Cancelling | None = None
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # evicted caches
@@ -251,12 +254,17 @@ class SmallModel:
                 self._ledger.release(request_id)
             self._sessions[request_id].checkpoint = self._ledger.move(branch_id, request_id)
 
+    @property
+    def can_cancel(self) -> bool:
+        """Passes on a GPU are queued as a whole."""
+        return self._model.device.type == "cpu"
+
     @contextmanager
-    def abandoning(self, is_void: Callable[[], bool]) -> Iterator[None]:
-        """Within it, ``choose`` asks between layers whether its answers are void, and if so raises PassAbandoned; the model
-        then is as after an earlier pass. Only on a CPU: a GPU's passes are queued as a whole."""
-        if self._model.device.type == "cpu":
-            self._watch = _AbandoningWatch(range(1, self._model.config.num_layers), is_void)
+    def cancelling(self, is_void: Callable[[], bool]) -> Iterator[None]:
+        """Within it, ``choose`` asks after each layer whether its answers are void. If so it raises PassCancelled, and the
+        model keeps what earlier passes computed. A pass that catches up is computed to its end: most of its rows are of
+        committed tokens, and needed again."""
+        self._watch = _Cancelling(range(1, self._model.config.num_layers + 1), is_void)
         try:
             yield
         finally:
@@ -275,8 +283,8 @@ class SmallModel:
         computed = [self._sessions[question.request_id].checkpoint for question in questions]
         spans = [self._compute(question, n) for question, n in zip(questions, lens, strict=True)]
         try:
-            hidden = self._forward(spans, self._watch)
-        except PassAbandoned:
+            hidden = self._forward(spans, self._watch if sum(missing) <= _FEW_MISSING else None)
+        except PassCancelled:
             for question, before in zip(questions, computed, strict=True):
                 self._forget_rows(question.request_id, 0 if before is None else len(before.token_ids))
             raise

@@ -10,11 +10,11 @@ typedef struct {
     Multiply *multiply;
     const void *product;
     int64_t num_out;
-} Product;
+} NativeProduct;
 
 /* As in engine/cpu/layer.py. */
 typedef struct {
-    Product qkv, out, gate_up, down;
+    NativeProduct qkv, out, gate_up, down;
     const float *input_norm, *post_norm;
     const float *q_norm, *k_norm; /* may be null */
     int64_t hidden;

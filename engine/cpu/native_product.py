@@ -4,7 +4,7 @@ import ctypes
 
 
 class NativeProduct(ctypes.Structure):
-    """``Product`` of layer.c: a ``Multiply`` of operators.h, and its first argument, which is not kept alive."""
+    """``NativeProduct`` of layer.c: a ``Multiply`` of operators.h, and its first argument, which is not kept alive."""
 
     _fields_ = [("multiply", ctypes.c_void_p), ("product", ctypes.c_void_p), ("num_out", ctypes.c_int64)]
 

@@ -230,19 +230,21 @@ def test_a_layer_by_one_call_is_the_same_on_threads(int8: bool) -> None:
     """Of a size of which each operator is divided among the threads."""
     torch.manual_seed(4)
     config = config_of(64)
-    layout, num_blocks = spans_of(config, 32, ((300, 12), (300, 12)))
+    layout, num_blocks = spans_of(config, 32, ((300, 36), (300, 36)))
     weights = [
         LinearWeight((torch.randn(num_out, num_in) / num_in**0.5).bfloat16())
         for num_out, num_in in ((14 * 64, 512), (512, 640), (1536, 512), (512, 768))
     ]
     norms = torch.rand(512) + 0.5, torch.rand(512) + 0.5
-    residual, delta = torch.randn(24, 512), torch.randn(24, 512).bfloat16()
+    residual, delta = torch.randn(72, 512), torch.randn(72, 512).bfloat16()
     cache = torch.randn(num_blocks, 2, 64, 32).bfloat16(), torch.randn(num_blocks, 2, 32, 64).bfloat16()
     results = []
     with computing_threads(2):
         for ops in (CpuOps(config, torch.bfloat16, int8=int8), OneByOne(config, torch.bfloat16, int8=int8)):
             qkv, out, gate_up, down = (ops.linear(each) for each in weights)
-            layer = DecoderLayer(ops, LayerParts(norms[0], qkv, None, out, norms[1], gate_up, down))
+            parts = LayerParts(norms[0], qkv, None, out, norms[1], gate_up, down)
+            assert (ops.whole_layer(parts) is not None) == (type(ops) is CpuOps)
+            layer = DecoderLayer(ops, parts)
             own, kv = residual.clone(), (cache[0].clone(), cache[1].clone())
             results.append((layer.run(layout, own, delta, kv, layout), own, *kv))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -389,7 +391,9 @@ def test_without_a_compiler_plain_torch_does_it_and_the_log_says_so(
         monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert isinstance(make_ops(CONFIG, torch.float32, CPU), TorchOps)
-    told = [record.getMessage() for record in caplog.records if record.name == "engine.factory"]  # others tell of AMX
+    told = [
+        record.getMessage() for record in caplog.records if record.name == "engine.factory"
+    ]  # another logger warns where there is AMX
     assert len(told) == 1
     assert "several times slower" in told[0]
     assert not list(tmp_path.rglob("*.so*"))
