@@ -21,6 +21,9 @@ typedef struct {
     float eps;
 } DecoderLayer;
 
+/* At a cache line, as torch's tensors are: rows of tiles are loaded a line at a time. */
+static void *aligned(int64_t size) { return aligned_alloc(64, (size + 63) / 64 * 64); }
+
 /* Adds delta (if any) and the attention to residual [rows][hidden]; out [rows][hidden]: the feed-forward output, still to be
  * added. cos_rows, sin_rows, slots: of rows; the other operands, from starts on: of attention (attention.c). Returns 0, or 1
  * when there is no memory. */
@@ -30,10 +33,10 @@ int decoder_layer(const DecoderLayer *l, float *residual, const elem *delta, ele
                   const Shape *shape, int num_threads) {
     const int64_t q_size = shape->heads * shape->head_dim, qkv_size = l->qkv.num_out, both = l->gate_up.num_out;
     /* Each by itself: from 32 MiB on, glibc maps a block anew each time. */
-    float *queries = malloc(rows * q_size * sizeof(float));
-    elem *normed = malloc(rows * l->hidden * sizeof(elem)), *qkv = malloc(rows * qkv_size * sizeof(elem));
-    elem *attended = malloc(rows * q_size * sizeof(elem)), *gate_up = malloc(rows * both * sizeof(elem));
-    elem *gated = malloc(rows * (both / 2) * sizeof(elem));
+    float *queries = aligned(rows * q_size * sizeof(float));
+    elem *normed = aligned(rows * l->hidden * sizeof(elem)), *qkv = aligned(rows * qkv_size * sizeof(elem));
+    elem *attended = aligned(rows * q_size * sizeof(elem)), *gate_up = aligned(rows * both * sizeof(elem));
+    elem *gated = aligned(rows * (both / 2) * sizeof(elem));
     int failed = 1;
     if (!queries || !normed || !qkv || !attended || !gate_up || !gated) goto end;
 #define PRODUCT(of, x, y) \
