@@ -9,9 +9,9 @@ tokens, bonus token included, at acceptance a per token.
   They are compared with a barrier by tokens per second, each at its best length of drafts: drafts that take no time of the
   target grow, and long drafts make a barrier look slow.
 - frontier (FASER, 4.3) of chunks of c tokens: while one is verified, m = min(c, t_v/t - 1) tokens and the bonus token are
-  drafted from the drafter's own guess (t: one token of drafts for all). They are right with probability p_c = a^((c+1) B),
-  behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes t_v and has L(m) tokens; others take
-  t_v + (c + 1/2) t and have L(c).
+  drafted from the drafter's own guess (t: one token of drafts for all), or one token where t_v is too short for any. They are
+  right with probability p_c = a^((c+1) B), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes
+  max(t_v, (m + 1) t) and has L(m) tokens; others take t_v + (c + 1/2) t and have L(c).
 """
 
 import math
@@ -130,13 +130,14 @@ class Pipeline:
             tokens = expected_tokens(acceptance, length)
             pass_s = self._cost.step_s(num_requests * (1 + length), self.num_context)
             barrier_rate = max(barrier_rate, tokens / (pass_s + length * token_s))
-            next_len = min(length, int(pass_s / token_s) - 1)  # one of those drafted meanwhile is the bonus token
-            if next_len < 1:
-                continue
+            # One of those drafted meanwhile is the bonus token; one more that is due soon after the pass is awaited.
+            next_len = min(length, max(1, int(pass_s / token_s) - 1))
+            hit_s = max(pass_s, (next_len + 1) * token_s)
             hit, next_hit = (acceptance ** ((n + 1) * num_requests) for n in (length, next_len))
             share = hit / (1.0 - next_hit + hit)  # of rounds whose proposal was drafted during the pass before
             tokens += share * (expected_tokens(acceptance, next_len) - tokens)
-            rate = tokens / (pass_s + (1.0 - share) * (length + 0.5) * token_s)  # a correction comes in mid-token
+            miss_s = pass_s + (length + 0.5) * token_s  # a correction comes in mid-token
+            rate = tokens / (share * hit_s + (1.0 - share) * miss_s)
             if rate > best_rate:
                 best, best_rate, best_pass_s = length, rate, pass_s
         if not best or (not always and best_rate * (1.0 - FRONTIER_MARGIN) <= barrier_rate):

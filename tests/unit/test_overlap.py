@@ -133,7 +133,7 @@ def test_a_plan_that_waits_keeps_the_frontiers() -> None:
 
 @pytest.mark.parametrize("num_requests", [1, 2, 4])
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97, 0.999])
-@pytest.mark.parametrize("token_s", [0.001, 0.006, 0.03])
+@pytest.mark.parametrize("token_s", [0.001, 0.006, 0.012, 0.03])
 def test_a_frontier_that_is_dismissed_at_once_would_not_pay(num_requests: int, acceptance: float, token_s: float) -> None:
     """The bound on what overlap saves dismisses none that the search would choose."""
     drafter = replace(SLOW, acceptance=acceptance, draft_s=4 * token_s, batch=1.0, request_s=0.0, draft_len=4.0)
@@ -143,13 +143,22 @@ def test_a_frontier_that_is_dismissed_at_once_would_not_pay(num_requests: int, a
     for length in range(1, MAX_CHUNK_LEN + 1):
         pass_s = COST.step_s(num_requests * (1 + length), 20 * num_requests)
         barrier_rate = max(barrier_rate, expected_tokens(acceptance, length) / (pass_s + length * token_s))
-        next_len = min(length, int(pass_s / token_s) - 1)
-        if next_len >= 1:
-            hit, next_hit = (acceptance ** ((n + 1) * num_requests) for n in (length, next_len))
-            share = hit / (1.0 - next_hit + hit)
-            tokens = share * expected_tokens(acceptance, next_len) + (1.0 - share) * expected_tokens(acceptance, length)
-            rate = max(rate, tokens / (pass_s + (1.0 - share) * (length + 0.5) * token_s))
+        next_len = min(length, max(1, int(pass_s / token_s) - 1))
+        hit, next_hit = (acceptance ** ((n + 1) * num_requests) for n in (length, next_len))
+        share = hit / (1.0 - next_hit + hit)
+        tokens = share * expected_tokens(acceptance, next_len) + (1.0 - share) * expected_tokens(acceptance, length)
+        hit_s, miss_s = max(pass_s, (next_len + 1) * token_s), pass_s + (length + 0.5) * token_s
+        rate = max(rate, tokens / (share * hit_s + (1.0 - share) * miss_s))
     assert (found is not None) == (rate * (1.0 - FRONTIER_MARGIN) > barrier_rate)
+
+
+def test_a_frontier_pays_with_a_drafter_that_drafts_less_than_two_tokens_a_pass() -> None:
+    """The pass after a good guess waits for the token under way instead of for a whole proposal."""
+    pass_s = COST.step_s(2, 20)
+    drafter = replace(SLOW, acceptance=0.9, draft_s=4 * 0.6 * pass_s, batch=1.0, request_s=0.0, draft_len=4.0)
+    found = Pipeline([ready("a")], {"d": drafter}, COST).frontier("d")
+    assert found is not None
+    assert found.chunk_len == 1
 
 
 def test_budgets_are_cut_to_chunks() -> None:
