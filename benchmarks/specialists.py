@@ -9,7 +9,7 @@ alone. A round costs one step, and each model's draft the share of it that it co
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 from benchmarks.fixtures import Fixtures
@@ -35,7 +35,7 @@ class _Counted:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.num_drafts = 0
-        self.capabilities = replace(drafter.capabilities, cancellable=None)
+        self.capabilities = drafter.capabilities
         self.open, self.extend, self.release = drafter.open, drafter.extend, drafter.release
         self.check_integrity = drafter.check_integrity
 

@@ -25,7 +25,7 @@ MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
 
 
 # What the first half of a step did. ``answered`` took no time of the drafter; the proposals of ``drafted`` are not sent yet.
-StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "cancelled", "scored"]
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
 
 
 class DrafterLoop:
@@ -39,8 +39,6 @@ class DrafterLoop:
     3. Draft ahead for requests whose proposal is being verified, on the drafter's own guess and for other likely outcomes
        (`drafters.outcome_drafts`).
     4. Score requests that other drafters drive.
-
-    A batch ends early, where the drafter is cancellable, once messages that wait void all of it.
 
     A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
 
@@ -88,10 +86,11 @@ class DrafterLoop:
             self._send_proposals(ready, resyncs, now_s)
             return "answered"
         if unanswered:
-            wanted = [(session, session.draft_len - len(session.ahead)) for _, session in unanswered]
-            return "drafted" if self._draft(wanted) else "cancelled"
+            self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
+            return "drafted"
         if ahead := self._drafts_ahead(now_s):
-            return "drafted ahead" if self._draft(ahead) else "cancelled"
+            self._draft(ahead)
+            return "drafted ahead"
         return "scored" if self._score(now_s) else "nothing"
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
@@ -186,17 +185,10 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield session, num_tokens
 
-    def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> bool:
-        """Returns whether it was drafted, not cancelled."""
+    def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> None:
         self._num_drafting = len(batch)
         demands = [one.demand(num_tokens) for one, num_tokens in batch]
-        cancellable = self._drafter.capabilities.cancellable
-        if cancellable is None:
-            drafts = self._drafter.propose(demands)
-        elif (found := cancellable.propose_unless(demands, self._void_check(batch))) is not None:
-            drafts = found
-        else:
-            return False
+        drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]
         if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
             lens = self._cut_lens(demands, [draft.confidences for draft in drafts])
@@ -205,23 +197,6 @@ class DrafterLoop:
             one.take(draft, length, num_tokens)
         if self.sessions.spans is not None:
             self.sessions.spans.note_batch([(one.key, length) for (one, _), length in zip(batch, lens, strict=True)])
-        return True
-
-    def _void_check(self, batch: Sequence[tuple[Session | Prepared, int]]) -> Callable[[], bool]:
-        """Whether messages that wait void the whole batch. Drafts for other outcomes count as valid: a commit may confirm
-        one."""
-        valid = {one.key for one, _ in batch}
-        num_seen = 0
-
-        def is_void() -> bool:
-            nonlocal num_seen
-            events = self._mailbox.peek(num_seen)
-            num_seen += len(events)
-            for event in events:
-                valid.difference_update(self.sessions.voided_by(event))
-            return not valid
-
-        return is_void
 
     def _cut_lens(self, demands: Sequence[Demand], drafted: Sequence[Sequence[float]]) -> list[int]:
         from drafters.draft_stops import DraftStops, cut_lens  # needs numpy; processes of lookups do without otherwise

@@ -8,7 +8,7 @@ from cluster.messages import LevelReport, Verified
 from cluster.sampling_params import SamplingParams
 from drafters.draft_stops import DraftStops
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from drafters.small_model import PassCancelled, Question, SmallModel
+from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
 from profiler.calibration import Calibration, TemperatureScaling
@@ -72,8 +72,7 @@ class ModelDrafter:
 
     @property
     def capabilities(self) -> Capabilities:
-        chain, cancellable = self if self._proposers else None, self if self._model.can_cancel else None
-        return Capabilities(token_by_token=self, chain=chain, forks=self, cancellable=cancellable, stops=True)
+        return Capabilities(token_by_token=self, chain=self if self._proposers else None, forks=self, stops=True)
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -122,14 +121,6 @@ class ModelDrafter:
         for draft in drafts:
             self._stops.note_draft(draft.demand, draft.token_ids, draft.confidences)
         return [self._finished(draft) for draft in drafts]
-
-    def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
-        """As ``Cancellable.propose_unless``."""
-        try:
-            with self._model.cancelling(is_void):
-                return self.propose(demands)
-        except PassCancelled:
-            return None
 
     def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
         """As ``Forks.fork``. A branch has no proposers: it is drafted for by the model alone."""

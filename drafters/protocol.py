@@ -1,6 +1,6 @@
 """The interface of drafters, alone or as part of a chain or cascade (DESIGN idea 4)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
@@ -52,7 +52,6 @@ class Capabilities:
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
     forks: "Forks | None" = None
-    cancellable: "Cancellable | None" = None
     stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
 
 
@@ -103,14 +102,6 @@ class TokenByToken(Protocol):
         One pass of about ``max_rows`` rows at most, which evicts no cache. None: only part of the missing tokens was
         computed. Fewer tokens than ``ahead``: no answer is possible.
         """
-
-
-class Cancellable(Protocol):
-    """Ends a batch of drafts early."""
-
-    def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
-        """As ``Drafter.propose``; None if ``is_void`` said meanwhile that all of the drafts would be dropped. It is asked at
-        any time, perhaps never, and must not change the drafter."""
 
 
 class Forks(Protocol):

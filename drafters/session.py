@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
 
-from cluster.messages import DraftScore, Extend
+from cluster.messages import DraftScore
 from cluster.transport.base import Link
 from cluster.types import NO_STOP, StopRule
 from drafters.counterfactual import Shadow
@@ -78,12 +78,6 @@ class Session:
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
         return hit
-
-    def is_corrected_by(self, extension: Extend) -> bool:
-        """Whether a commit will drop what is drafted, and being drafted, on the drafter's own guess."""
-        outcome, new = reconcile(self.token_ids, extension.base_len, extension.token_ids)
-        num_known = min(len(self.ahead), len(new))
-        return outcome is ExtendOutcome.CONFLICT or self.ahead[:num_known] != list(new[:num_known])
 
     def drop_ahead(self) -> None:
         self.ahead, self.confidences, self.runners_up = [], [], []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.message_checks import Inspection
 from cluster.messages import Budget, DraftRound, Extend, Open
-from cluster.transport.base import Event, Link, LinkDown, LinkUp, Received
+from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
@@ -106,26 +106,6 @@ class TargetSessions:
             if self._inspection.must_go(event.link):
                 self.unlinked.append(event.link)
                 self.drop_link(event.link)
-
-    def voided_by(self, event: Event) -> set[str]:
-        """Keys of sessions whose drafts under way an event, once handled, will drop: it ends them, commits other tokens, or
-        hands them to another drafter. Some may be missed, and an unsound message may be believed; either costs one batch at
-        most. Changes nothing."""
-        peer = self.peers.get(id(event.link))
-        if peer is None:
-            return set()
-        if isinstance(event, LinkDown):
-            return {session.key for session in peer.sessions.values()}
-        message = event.message if isinstance(event, Received) else None
-        if not isinstance(message, DraftRound):
-            return set()
-        sessions = peer.sessions
-        ended = {*message.releases, *(budget.request_id for budget in message.budgets if not budget.num_tokens)}
-        for extension in message.extends:
-            session = sessions.get(extension.request_id)
-            if session is not None and session.is_corrected_by(extension):
-                ended.add(extension.request_id)
-        return {sessions[request_id].key for request_id in ended if request_id in sessions}
 
     def drop_link(self, link: Link) -> None:
         """Forgets a target and its requests. Idempotent."""

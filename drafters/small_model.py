@@ -1,8 +1,7 @@
 """A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -14,7 +13,7 @@ from drafters.cache_sharing import evict, parts_that_fit
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
-from engine.forward import CausalModel, PackedSpan, RowWatch
+from engine.forward import CausalModel, PackedSpan
 from engine.kv_blocks import BlockLedger, Checkpoint
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
@@ -31,25 +30,6 @@ class Question:
     request_id: str
     ahead: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
-
-
-_FEW_MISSING = 16  # rows before the questions of a pass, up to which it does not catch up
-
-
-class PassCancelled(Exception):
-    """The pass under way ended early: all its answers are void."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancelling:
-    """A ``RowWatch`` that ends the pass instead of letting rows leave."""
-
-    depths: range
-    is_void: Callable[[], bool]
-
-    def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> None:
-        if self.is_void():
-            raise PassCancelled
 
 
 @dataclass(slots=True)
@@ -100,7 +80,6 @@ class SmallModel:
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
         self._num_promised = 0  # to all branches
-        self._watch: _Cancelling | None = None
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # evicted caches
@@ -254,22 +233,6 @@ class SmallModel:
                 self._ledger.release(request_id)
             self._sessions[request_id].checkpoint = self._ledger.move(branch_id, request_id)
 
-    @property
-    def can_cancel(self) -> bool:
-        """Passes on a GPU are queued as a whole."""
-        return self._model.device.type == "cpu"
-
-    @contextmanager
-    def cancelling(self, is_void: Callable[[], bool]) -> Iterator[None]:
-        """Within it, ``choose`` asks after each layer whether its answers are void. If so it raises PassCancelled, and the
-        model keeps what earlier passes computed. A pass that catches up is computed to its end: most of its rows are of
-        committed tokens, and needed again."""
-        self._watch = _Cancelling(range(1, self._model.config.num_layers + 1), is_void)
-        try:
-            yield
-        finally:
-            self._watch = None
-
     def choose(self, questions: Sequence[Question], num_runners_up: int = 0) -> list[Chosen]:
         """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``).
 
@@ -280,14 +243,7 @@ class SmallModel:
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
         lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
-        computed = [self._sessions[question.request_id].checkpoint for question in questions]
-        spans = [self._compute(question, n) for question, n in zip(questions, lens, strict=True)]
-        try:
-            hidden = self._forward(spans, self._watch if sum(missing) <= _FEW_MISSING else None)
-        except PassCancelled:
-            for question, before in zip(questions, computed, strict=True):
-                self._forget_rows(question.request_id, 0 if before is None else len(before.token_ids))
-            raise
+        hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
         answers = zip(questions, accumulate(lens), strict=True)
         answered = np.concatenate([np.arange(end - 1 - len(question.drafts), end) for question, end in answers])
         logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
@@ -389,16 +345,6 @@ class SmallModel:
             session.checkpoint = self._ledger.revise(session.checkpoint, before + token_ids)
         return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
 
-    def _forget_rows(self, request_id: str, num_kept: int) -> None:
-        """Undoes ``_compute`` for rows that no pass computed: all beyond the first ``num_kept`` of the checkpoint."""
-        session = self._sessions[request_id]
-        assert session.checkpoint is not None
-        if num_kept:
-            session.checkpoint = self._ledger.revise(session.checkpoint, session.checkpoint.token_ids[:num_kept])
-        else:
-            self._ledger.commit(session.checkpoint, 0)
-            session.checkpoint = None
-
     def _catch_up_pass(self, questions: Sequence[Question], missing: list[int], order: Iterable[int]) -> None:
         """One pass of at most ``max_pass_rows`` missing rows, in this order; subtracts them from ``missing``."""
         rows_left, spans = self._max_pass_rows, []
@@ -410,9 +356,7 @@ class SmallModel:
                 rows_left -= num_rows
         self._forward(spans)
 
-    def _forward(self, spans: Sequence[PackedSpan], watch: RowWatch | None = None) -> torch.Tensor:
+    def _forward(self, spans: Sequence[PackedSpan]) -> torch.Tensor:
         self.num_passes += 1
         self.num_rows += sum(len(span.token_ids) for span in spans)
-        if watch is None:
-            return self._model.forward(spans, self._cache)
-        return self._model.forward_watched(spans, self._cache, (), watch)[0]
+        return self._model.forward(spans, self._cache)

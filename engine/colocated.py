@@ -11,7 +11,7 @@ from router.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 
-StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "cancelled", "scored"]
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
 
 
 class InlineLoop(Protocol):

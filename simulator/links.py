@@ -26,9 +26,6 @@ class VirtualMailbox(Mailbox):
         self._on_mail()
         return True
 
-    def peek(self, start: int = 0) -> list[Event]:
-        return self._unread[start:]
-
     def drain(self) -> list[Event]:
         events, self._unread = self._unread, []
         return events

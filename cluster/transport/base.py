@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 from cluster.messages import Hello, Message
@@ -112,13 +111,6 @@ class Mailbox:
         for callback in on_room:
             callback()
         return events
-
-    def peek(self, start: int = 0) -> list[Event]:
-        """The waiting events from number ``start`` on, which stay in the box."""
-        if len(self._events) <= start:  # spares a caller in a loop the lock
-            return []
-        with self._ready:
-            return list(islice(self._events, start, None))
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most ``timeout_s`` for an event or a wake. Returns whether there is an event."""

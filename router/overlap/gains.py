@@ -9,8 +9,8 @@ tokens, bonus token included, at acceptance a per token.
   They are compared with a barrier by tokens per second, each at its best length of drafts: drafts that take no time of the
   target grow, and long drafts make a barrier look slow.
 - frontier (FASER, 4.3) of chunks of c tokens: while one is verified, m = min(c, t_v/t - 1) tokens and the bonus token are
-  drafted from the drafter's own guess (t: one token of drafts for all), or one token where t_v is too short for any. They are
-  right with probability p_c = a^((c+1) B), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes
+  drafted from the drafter's own guess (t: one token of drafts for all); m = 1 where t_v is too short for any. They are right
+  with probability p_c = a^((c+1) B), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes
   max(t_v, (m + 1) t) and has L(m) tokens; others take t_v + (c + 1/2) t and have L(c).
 """
 

@@ -1,13 +1,13 @@
 """The drafter's side of the data plane: what a step of its loop does."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cluster.messages import Budget, LevelReport, Open
-from cluster.transport.base import LinkDown, LinkUp, Mailbox
+from cluster.transport.base import LinkUp
 from cluster.types import Proposal
 from drafters.loop import DrafterLoop
 from drafters.protocol import Capabilities, Demand, Draft
@@ -305,123 +305,3 @@ def test_a_drafter_without_proposers_drafts_alone(caplog: pytest.LogCaptureFixtu
     bench.settle()
     assert [proposal.token_ids for proposal in bench.link.take()] == [(3, 4, 5, 6)]
     assert "it has no proposers a" in caplog.text
-
-
-class Cancellable(Counting):
-    """Asks once, at the end of a batch, whether it is void."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.capabilities = Capabilities(cancellable=self)
-        self.num_cancelled = 0
-
-    def propose_unless(self, demands: Sequence[Demand], is_void: Callable[[], bool]) -> list[Draft] | None:
-        drafts = self.propose(demands)
-        if is_void():
-            self.num_cancelled += 1
-            return None
-        return drafts
-
-
-def drafting_ahead(*names: str) -> tuple[Bench, Cancellable]:
-    """Requests of 10 tokens whose proposals, 10 to 13, are sent."""
-    drafter = Cancellable()
-    bench = Bench(ahead_len=8, drafter=drafter)
-    for name in names:
-        bench.open(name, 10)
-    while not bench.link.sent:
-        bench.step()
-    bench.link.take()
-    return bench, drafter
-
-
-@pytest.mark.parametrize(
-    ("commits", "num_cancelled"),
-    [
-        ([(10, 99)], 1),  # a correction
-        ([(10, 11)], 0),  # as guessed
-        ([(10, 11, 12, 13, 99)], 0),  # beyond the guess: the token under way is not known to be wrong
-        ([(10, 11), (12, 99)], 0),  # the second follows the first, which is not read yet
-        ([], 0),
-    ],
-)
-def test_a_commit_that_corrects_a_guess_cancels_the_batch_under_way(
-    commits: Sequence[tuple[int, ...]], num_cancelled: int
-) -> None:
-    bench, drafter = drafting_ahead("a")
-
-    def commit() -> None:
-        base_len = 10
-        for token_ids in commits:
-            bench.extend("a", base_len, *token_ids)
-            base_len += len(token_ids)
-
-    drafter.meanwhile = commit
-    assert bench.step()
-    assert drafter.num_cancelled == num_cancelled
-    bench.settle()
-    committed = [token_id for token_ids in commits for token_id in token_ids]
-    assert drafter.texts == {"0/a": [*range(10), *committed]}
-    if committed:
-        last = bench.link.take()[-1]
-        assert (last.base_len, last.token_ids[:2]) == (10 + len(committed), (10 + len(committed), 11 + len(committed)))
-
-
-@pytest.mark.parametrize(
-    ("happens", "num_cancelled"),
-    [
-        (lambda bench: bench.mail(releases=("a",)), 1),
-        (lambda bench: bench.mail(budgets=(Budget("a", 0),)), 1),  # another drafter drives it from now on
-        (lambda bench: bench.mailbox.put(LinkDown(bench.link, "lost")), 1),
-        (lambda bench: bench.extend("a", 8, 99), 1),  # contradicts what is committed
-        (lambda bench: bench.extend("a", 8, 8, 9), 0),  # a duplicate
-        (lambda bench: bench.extend("a", 12, 99), 0),  # after tokens that were lost
-        (lambda bench: bench.extend("b", 10, 99), 0),
-        (lambda bench: bench.mail(budgets=(Budget("a", 2),)), 0),
-        (lambda bench: bench.mailbox.put(LinkUp(FakeLink("other"))), 0),
-    ],
-)
-def test_what_else_cancels_a_batch(happens: Callable[[Bench], object], num_cancelled: int) -> None:
-    bench, drafter = drafting_ahead("a")
-    drafter.meanwhile = lambda: happens(bench)
-    assert bench.step()
-    assert drafter.num_cancelled == num_cancelled
-    bench.settle()
-
-
-def test_a_batch_goes_on_while_any_of_its_drafts_is_valid() -> None:
-    bench, drafter = drafting_ahead("a", "b")
-    drafter.meanwhile = lambda: bench.extend("a", 10, 99)
-    bench.step()
-    assert drafter.num_cancelled == 0
-    bench, drafter = drafting_ahead("a", "b")
-
-    def correct_both() -> None:
-        bench.extend("a", 10, 99)
-        bench.extend("b", 10, 99)
-
-    drafter.meanwhile = correct_both
-    bench.step()
-    assert drafter.num_cancelled == 1
-
-
-def test_a_batch_that_is_awaited_is_cancelled_as_well() -> None:
-    drafter = Cancellable()
-    bench = Bench(drafter=drafter)
-    bench.open("a", 10)
-    drafter.meanwhile = lambda: bench.mail(releases=("a",))
-    assert bench.step()
-    assert drafter.num_cancelled == 1
-    bench.settle()
-    assert not bench.link.sent
-    assert not drafter.texts
-
-
-def test_a_mailbox_shows_what_waits_and_keeps_it() -> None:
-    mailbox = Mailbox()
-    links = [LinkUp(FakeLink(name)) for name in "abc"]
-    assert mailbox.peek() == []
-    for event in links:
-        mailbox.put(event)
-    assert (mailbox.peek(), mailbox.peek(2), mailbox.peek(3)) == (links, links[2:], [])
-    assert mailbox.drain() == links

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
@@ -298,59 +297,3 @@ def test_ids_beyond_the_models_vocabulary_are_left_out_of_its_sampling(folder: P
     assert bias.token_ids == plain.token_ids != ()
     assert some.token_ids == (7, 7, 7)
     assert none.token_ids == ()
-
-
-@pytest.mark.parametrize("has_proposer", [False, True])
-@pytest.mark.parametrize(("num_drafted", "given"), [(1, ()), (7, ()), (1, (9, 8, 7)), (3, (9, 8, 7)), (3, (9,) * 12)])
-def test_a_cancelled_pass_leaves_no_rows_that_it_did_not_compute(
-    folder: Path, num_drafted: int, given: tuple[int, ...], has_proposer: bool
-) -> None:
-    """The cache is NaN wherever nothing was computed. Prompt and drafts lie in two blocks or three."""
-    models = small_model(folder), small_model(folder)
-    for model in models:
-        model._cache.keys.fill_(torch.nan)
-        model._cache.values.fill_(torch.nan)
-    cancelled, untouched = (ModelDrafter(model, {"below": NgramDrafter()} if has_proposer else None) for model in models)
-    for drafter in (cancelled, untouched):
-        drafter.open("r", PROMPT, len(PROMPT), SAMPLED)
-        assert drafter.set_proposers("r", ("below",) if has_proposer else ())
-        (before,) = drafter.propose([Demand("r", num_drafted)])
-    for wanted in (Demand("r", 4, (*before.token_ids, *given)), Demand("r", 4)):  # as before, and after a correction
-        for last_asked in (1, 2, 3):  # as often as there are layers
-            asked: list[int] = []
-
-            def is_void(asked: list[int] = asked, last: int = last_asked) -> bool:
-                asked.append(len(asked) + 1)
-                return asked[-1] == last
-
-            assert cancelled.propose_unless([wanted], is_void) is None
-            assert asked == list(range(1, last_asked + 1))
-            cancelled.check_integrity()
-        assert cancelled.propose_unless([wanted], lambda: False) == untouched.propose([wanted])
-        for drafter in (cancelled, untouched):
-            drafter.extend("r", (9, 8, 7))
-            drafter.check_integrity()
-
-
-def test_a_pass_that_catches_up_is_computed_to_its_end(folder: Path) -> None:
-    model = small_model(folder)
-    drafter = ModelDrafter(model)
-    drafter.open("r", PROMPT, len(PROMPT), GREEDY)
-    (draft,) = drafter.propose_unless([Demand("r", 1)], lambda: True) or ()
-    assert len(draft.token_ids) == 1
-    num_rows = model.num_rows
-    drafter.propose([Demand("r", 2)])
-    assert model.num_rows == num_rows + 2  # of the prompt its last row alone
-
-
-def test_a_draft_is_cancelled_at_any_of_its_passes_and_the_rows_of_others_are_kept(folder: Path) -> None:
-    model = small_model(folder)
-    drafter = ModelDrafter(model)
-    drafter.open("r", PROMPT, len(PROMPT), GREEDY)
-    (expected,) = drafter.propose([Demand("r", 4)])
-    drafter.open("r", PROMPT, len(PROMPT), GREEDY)
-    assert drafter.propose_unless([Demand("r", 4)], lambda: model.num_passes == 4 + 3) is None  # in the third pass
-    num_rows = model.num_rows
-    (rest,) = drafter.propose([Demand("r", 2, expected.token_ids[:2])])
-    assert rest.token_ids == expected.token_ids[2:]
-    assert model.num_rows == num_rows + 2  # that of the second draft token is asked again, and the next
