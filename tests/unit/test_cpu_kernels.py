@@ -227,7 +227,7 @@ def test_a_layer_by_one_call_is_the_same_to_the_last_bit(normed: bool, biased: b
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_layer_by_one_call_is_the_same_on_threads(int8: bool) -> None:
-    """Of a size of which each operator is divided among the threads."""
+    """Large enough that every operator uses both threads."""
     torch.manual_seed(4)
     config = config_of(64)
     layout, num_blocks = spans_of(config, 32, ((300, 36), (300, 36)))
