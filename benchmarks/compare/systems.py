@@ -36,7 +36,6 @@ MAX_MODEL_LEN = 2048
 MAX_STREAMS = 32
 NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
 VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
-VLLM_PREFILL_CHUNK_LEN = 512  # vLLM itself takes up to 2,048 prompt tokens beside live streams
 MODEL_DRAFT_LEN = 4  # of a draft model
 FEW_CORES = 2  # both of which a target takes (cluster.resolve)
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
@@ -140,11 +139,7 @@ def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
 def outrider_config(arm: Arm, model: str) -> Config:
     if arm.family == OUTRIDER:
         return local_config(model)
-    dtype = DTYPES[arm.precision]
-    chunk_len = VLLM_PREFILL_CHUNK_LEN
-    return local_config(
-        model, TargetConfig(engine="vllm", dtype=dtype, block_len=VLLM_BLOCK_LEN, prefill_chunk_len=chunk_len)
-    )
+    return local_config(model, TargetConfig(engine="vllm", dtype=DTYPES[arm.precision], block_len=VLLM_BLOCK_LEN))
 
 
 def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:

@@ -1,5 +1,6 @@
 """The whole file: the other sections, cross-checks, reading and printing."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -33,6 +34,9 @@ class ModelConfig(Section):
     max_model_len: Count = 2048  # prompt and output together; at most the model's own
 
 
+LONG_PASS = 2048  # rows, as vLLM takes by default
+
+
 class TargetConfig(Replicated):
     """The verifying engine and its replicas."""
 
@@ -46,13 +50,24 @@ class TargetConfig(Replicated):
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
-    max_pass_tokens: Count = 512  # rows of one packed pass
-    prefill_chunk_len: Count = 256  # rows of one prompt in a pass
+    max_pass_tokens: Count = 512  # rows of one packed pass; LONG_PASS on vLLM and on cuda
+    prefill_chunk_len: Count = 256  # rows of prompts in a pass, beside live streams; LONG_PASS there too
     # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
     early_exit: Literal["auto", "off"] = "off"
     resources: Resources = Resources()  # of one rank
     # Every running sequence computes a token in each pass.
     at_most = (("prefill_chunk_len", "max_pass_tokens"), ("max_num_sequences", "max_pass_tokens"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_passes(cls, given: object) -> object:
+        """Long ones where a pass has a long fixed part. Those of the native engine on a CPU have not, and each prompt token
+        in them delays the streams beside it."""
+        if not isinstance(given, Mapping) or not (given.get("engine") == "vllm" or given.get("device") == "cuda"):
+            return given
+        longest = given.get("max_pass_tokens", LONG_PASS)
+        chunk_len = min(longest, LONG_PASS) if isinstance(longest, int) else LONG_PASS
+        return {"max_pass_tokens": longest, "prefill_chunk_len": chunk_len, **given}
 
     @field_validator("block_len")
     @classmethod

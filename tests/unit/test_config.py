@@ -322,3 +322,19 @@ def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
     found = problems("planner: {draft_length: {kind: outrider, num_tokens: 3}}")
     assert any("num_tokens" in path for path in found)
     assert problems("planner: {draft_length: {kind: longest}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "chunk_len"),
+    [
+        ("", 512, 256),
+        ("target: {engine: vllm}", 2048, 2048),
+        ("target: {device: cuda}", 2048, 2048),
+        ("target: {engine: vllm, max_pass_tokens: 600}", 600, 600),
+        ("target: {engine: vllm, max_pass_tokens: 8192}", 8192, 2048),
+        ("target: {engine: vllm, prefill_chunk_len: 64}", 2048, 64),
+    ],
+)
+def test_passes_are_long_where_they_have_a_long_fixed_part(text: str, rows: int, chunk_len: int) -> None:
+    target = parsed(text).target
+    assert (target.max_pass_tokens, target.prefill_chunk_len) == (rows, chunk_len)
