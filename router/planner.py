@@ -170,9 +170,11 @@ class _Blocks:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
     def needed_for_all(self, sequences: Iterable[SequenceView], num_tokens: Iterable[int]) -> int:
+        """For one token of each sequence and ``num_tokens`` more."""
         block_len = self._block_len
-        lens = zip(sequences, num_tokens, strict=True)
-        return sum([-(-(s.computed_len + n) // block_len) + -s.computed_len // block_len for s, n in lens])
+        last = block_len - 1
+        more = zip(sequences, num_tokens, strict=True)
+        return sum([((held := s.computed_len + last) + 1 + num) // block_len - held // block_len for s, num in more])
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> int:
         """The most of num_tokens that the free blocks still hold."""
@@ -196,7 +198,7 @@ def _make_room(
     if len(survivors) <= blocks.num_free:  # a token takes one block at most
         return survivors, preempted
     by_age = list(running)
-    while len(by_age) > 1 and blocks.needed_for_all(survivors, [1] * len(survivors)) > blocks.num_free:
+    while len(by_age) > 1 and blocks.needed_for_all(survivors, repeat(0, len(survivors))) > blocks.num_free:
         youngest = by_age.pop()
         preempted.append(youngest.request_id)
         blocks.num_free += blocks.held_by(youngest)
@@ -207,17 +209,16 @@ def _make_room(
 def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], blocks: _Blocks) -> list[Span]:
     ids = [sequence.request_id for sequence in ready]
     verify_lens = [num_verify.get(request_id, 0) for request_id in ids]
-    wanted_lens = [1 + length for length in verify_lens]
-    needed = blocks.needed_for_all(ready, wanted_lens)
+    needed = blocks.needed_for_all(ready, verify_lens)
     if needed <= blocks.num_free:
         blocks.num_free -= needed
         return list(map(Span, ids, repeat(1), verify_lens))
     for sequence in ready:  # committed tokens come before drafts
         blocks.take(sequence, 1)
     spans = []
-    for sequence, wanted in zip(ready, wanted_lens, strict=True):
+    for sequence, verify_len in zip(ready, verify_lens, strict=True):
         blocks.num_free += blocks.needed(sequence, 1)
-        num_tokens = max(1, blocks.fits(sequence, wanted))
+        num_tokens = max(1, blocks.fits(sequence, 1 + verify_len))
         blocks.take(sequence, num_tokens)
         spans.append(Span(sequence.request_id, 1, num_tokens - 1))
     return spans

@@ -6,6 +6,7 @@ Survival never rises along a proposal, so the first n are a prefix of each, and 
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from struct import pack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,14 @@ class Ranking:
         self._likeliest: Sequence[float] | Floats
         self.expected: Sequence[float] | Floats
         self._flat: Floats | None = None
-        self.is_short = sum(map(len, self._values)) <= FEW
+        self._lens = list(map(len, self._values))
+        self.is_short = sum(self._lens) <= FEW
         if self.is_short:
             self._likeliest = sorted(chain.from_iterable(self._values), reverse=True)[:room]
             self.expected = list(accumulate(self._likeliest, initial=plain))
         else:
-            self._flat = np.fromiter(chain.from_iterable(self._values), np.float64)
+            # Twice as fast as numpy's own ways to read as many floats from Python.
+            self._flat = np.frombuffer(pack(f"{sum(self._lens)}d", *chain.from_iterable(self._values)))
             self._likeliest = np.sort(self._flat)[::-1][:room]
             self.expected = np.cumsum(np.concatenate(([plain], self._likeliest)))
 
@@ -58,7 +61,7 @@ class Ranking:
         if self._flat is None:
             lengths = _lens_of_few(self._values, least, num_first)
         else:
-            lengths = _lens(self._flat, list(map(len, self._values)), least, num_first)
+            lengths = _lens(self._flat, self._lens, least, num_first)
         return dict(zip(self._ids, lengths, strict=True))
 
 
