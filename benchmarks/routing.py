@@ -189,7 +189,7 @@ def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
         target.block_len,
         num_blocks=65_536,
         max_num_sequences=target.max_num_sequences,
-        max_pass_tokens=target.max_pass_tokens,
+        max_pass_tokens=target.longest_pass,
         max_model_len=2**20,
     )
     drafters = tuple(

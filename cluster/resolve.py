@@ -52,9 +52,11 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         state = state.model_copy(update={"folder": state.folder.expanduser()})
     kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
     resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
+    target = target.model_copy(update={"device": device, "resources": resources})
+    passes = {"max_pass_tokens": target.longest_pass, "prefill_chunk_len": target.longest_chunk}
     return config.model_copy(
         update={
-            "target": target.model_copy(update={"device": device, "resources": resources}),
+            "target": target.model_copy(update=passes),
             "drafters": drafters,
             "transport": config.transport.model_copy(update={"kind": kind, "host": host}),
             "cluster": config.cluster.model_copy(update={"state": state}),

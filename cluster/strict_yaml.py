@@ -7,9 +7,9 @@ import difflib
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -68,7 +68,7 @@ def parse(text: str, model: type[M], source: str) -> M:
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = [_explain(detail, model, document.lines) for detail in details if not _is_consequence(detail, details)]
-        raise ConfigError(source, tuple(sorted(problems, key=lambda problem: problem.line or 0))) from error
+        raise ConfigError(source, tuple(sorted(_merged(problems), key=lambda problem: problem.line or 0))) from error
 
 
 class _Document:
@@ -121,6 +121,21 @@ def _is_consequence(detail: Any, details: Sequence[Any]) -> bool:
     return any(len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in details)
 
 
+def _merged(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem for a value that is of none of several types: "must be a valid integer or 'auto', got 'many'"."""
+    found: list[Problem] = []
+    for problem in problems:
+        rule, got, value = problem.message.partition(", got ")
+        last = found[-1] if found else None
+        ending = got + value
+        if got and last and last.path == problem.path and last.message.endswith(ending):
+            message = f"{last.message.removesuffix(ending)} or {rule.removeprefix('must be ')}{ending}"
+            found[-1] = replace(last, message=message)
+        else:
+            found.append(problem)
+    return found
+
+
 def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Problem:
     loc, owner = _locate(tuple(detail["loc"]), model)
     kind, shown, context = detail["type"], repr(detail["input"]), detail.get("ctx", {})
@@ -170,6 +185,8 @@ def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | No
         if (tagged := _variants(annotation)) and part in tagged:
             annotation = tagged[str(part)]
             continue
+        if _is_choice_of_values(annotation):  # the part names one of the types
+            continue
         found.append(part)
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             owner = annotation
@@ -191,6 +208,13 @@ def _bare(annotation: Any) -> Any:
         if len(others) == 1:
             return _bare(others[0])
     return annotation
+
+
+def _is_choice_of_values(annotation: Any) -> bool:
+    """Whether it is a union of a number and "auto", or the like: no part of one is in the file."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return False
+    return all(get_origin(arg) is Literal or _bare(arg) in (int, float, str) for arg in get_args(annotation))
 
 
 def _variants(annotation: Any) -> dict[str, type[BaseModel]]:

@@ -148,6 +148,6 @@ def _native_options(config: Config) -> dict[str, Any]:
         "kv_cache_bytes": int(target.kv_cache_gb * 2**30),
         "block_len": target.block_len,
         "max_num_sequences": target.max_num_sequences,
-        "max_pass_tokens": target.max_pass_tokens,
+        "max_pass_tokens": target.longest_pass,
         "max_model_len": config.model.max_model_len,
     }

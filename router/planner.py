@@ -51,9 +51,7 @@ class StepPlanner:
     @classmethod
     def of(cls, config: Config) -> "StepPlanner":
         planner = config.planner
-        return cls(
-            PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.prefill_chunk_len, planner.overlap)
-        )
+        return cls(PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.longest_chunk, planner.overlap))
 
     def plan(
         self,
@@ -169,12 +167,12 @@ class _Blocks:
     def needed(self, sequence: SequenceView, num_tokens: int) -> int:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
-    def needed_for_all(self, sequences: Iterable[SequenceView], num_tokens: Iterable[int]) -> int:
-        """For one token of each sequence and ``num_tokens`` more."""
+    def needed_for_all(self, sequences: Iterable[SequenceView], nums_more: Iterable[int]) -> int:
+        """For one token of each sequence and ``nums_more`` more."""
         block_len = self._block_len
         last = block_len - 1
-        more = zip(sequences, num_tokens, strict=True)
-        return sum([((held := s.computed_len + last) + 1 + num) // block_len - held // block_len for s, num in more])
+        more = zip(sequences, nums_more, strict=True)
+        return sum([((rounded := s.computed_len + last) + 1 + num) // block_len - rounded // block_len for s, num in more])
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> int:
         """The most of num_tokens that the free blocks still hold."""

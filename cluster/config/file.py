@@ -1,6 +1,5 @@
 """The whole file: the other sections, cross-checks, reading and printing."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import (
+    Auto,
     Count,
     Device,
     Dtype,
@@ -50,24 +50,28 @@ class TargetConfig(Replicated):
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
-    max_pass_tokens: Count = 512  # rows of one packed pass; LONG_PASS on vLLM and on cuda
-    prefill_chunk_len: Count = 256  # rows of prompts in a pass, beside live streams; LONG_PASS there too
+    # auto: 512 and 256 rows for the native engine on a CPU, whose passes have next to no fixed cost, else 2,048 of both.
+    max_pass_tokens: Count | Auto = "auto"  # rows of one packed pass
+    prefill_chunk_len: Count | Auto = "auto"  # rows of all prompts in a pass, beside live streams
     # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
     early_exit: Literal["auto", "off"] = "off"
     resources: Resources = Resources()  # of one rank
-    # Every running sequence computes a token in each pass.
-    at_most = (("prefill_chunk_len", "max_pass_tokens"), ("max_num_sequences", "max_pass_tokens"))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _usual_passes(cls, given: object) -> object:
-        """Long ones where a pass has a long fixed part. Those of the native engine on a CPU have not, and each prompt token
-        in them delays the streams beside it."""
-        if not isinstance(given, Mapping) or not (given.get("engine") == "vllm" or given.get("device") == "cuda"):
-            return given
-        longest = given.get("max_pass_tokens", LONG_PASS)
-        chunk_len = min(longest, LONG_PASS) if isinstance(longest, int) else LONG_PASS
-        return {"max_pass_tokens": longest, "prefill_chunk_len": chunk_len, **given}
+    @property
+    def longest_pass(self) -> int:
+        """Rows; ``max_pass_tokens`` as a number. Every running sequence computes a token in each pass."""
+        usual = max(LONG_PASS if self._has_fixed_cost else 512, self.max_num_sequences)
+        return usual if self.max_pass_tokens == "auto" else self.max_pass_tokens
+
+    @property
+    def longest_chunk(self) -> int:
+        """Rows; ``prefill_chunk_len`` as a number."""
+        usual = min(LONG_PASS if self._has_fixed_cost else 256, self.longest_pass)
+        return usual if self.prefill_chunk_len == "auto" else self.prefill_chunk_len
+
+    @property
+    def _has_fixed_cost(self) -> bool:
+        return self.engine == "vllm" or self.device == "cuda"
 
     @field_validator("block_len")
     @classmethod
@@ -94,6 +98,9 @@ class TargetConfig(Replicated):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
+        for name, value in (("prefill_chunk_len", self.longest_chunk), ("max_num_sequences", self.max_num_sequences)):
+            if value > self.longest_pass:
+                raise ValueError(f"{name} ({value}) must be at most max_pass_tokens ({self.longest_pass})")
         return self
 
 

@@ -41,7 +41,7 @@ def load_vllm(
         dtype=target.dtype,
         max_model_len=info.max_model_len,
         max_num_sequences=target.max_num_sequences,
-        max_pass_tokens=target.max_pass_tokens,
+        max_pass_tokens=target.longest_pass,
         block_len=target.block_len,
         kv_cache_bytes=kv_cache_bytes,
         tensor_parallel=target.tensor_parallel,

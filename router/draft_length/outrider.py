@@ -249,25 +249,22 @@ class Outrider(DraftLengths):
     def learn(self, feedback: PassFeedback) -> None:
         all_terms, requests = self._terms, self._requests
         for request_id, judgement in feedback.judgements.items():
-            drafter = judgement.drafter
-            num_judged = len(judgement.confidences)
-            if not num_judged or drafter not in all_terms:
+            drafter, num_right, num_judged = judgement.drafter, judgement.num_right, len(judgement.confidences)
+            terms = all_terms.get(drafter)
+            if terms is None or not num_judged:
                 continue
             known = requests.get(request_id)
             if known is None or known.drafter != drafter:
                 known = requests[request_id] = _Request(drafter)
                 self._paused.discard(request_id)
-            num_right = judgement.num_right
             acceptance = known.acceptance
-            acceptance.add_all(num_right, num_right + 1 if num_right < num_judged else num_right, _MEMORY)
-            terms = all_terms[drafter]
-            least = terms.least_acceptance
+            acceptance.add_all(num_right, num_right + (num_right < num_judged), _MEMORY)
+            num_left = known.num_drafts_left
+            if num_left:
+                known.num_drafts_left = num_left - 1
             # Its shrunk acceptance lies between its own and its drafter's.
-            if known.num_drafts_left:
-                known.num_drafts_left -= 1
-                if not known.num_drafts_left:
-                    self._reconsider(request_id, known, terms)
-            elif acceptance.value < least or terms.usual < least:
+            least = terms.least_acceptance
+            if num_left == 1 or (not num_left and (acceptance.value < least or terms.usual < least)):
                 self._reconsider(request_id, known, terms)
         for commit in feedback.commits:
             if commit.finish is not None:

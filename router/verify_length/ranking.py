@@ -39,13 +39,14 @@ class Ranking:
         self.expected: Sequence[float] | Floats
         self._flat: Floats | None = None
         self._lens = list(map(len, self._values))
-        self.is_short = sum(self._lens) <= FEW
+        num_tokens = sum(self._lens)
+        self.is_short = num_tokens <= FEW
         if self.is_short:
             self._likeliest = sorted(chain.from_iterable(self._values), reverse=True)[:room]
             self.expected = list(accumulate(self._likeliest, initial=plain))
         else:
             # Twice as fast as numpy's own ways to read as many floats from Python.
-            self._flat = np.frombuffer(pack(f"{sum(self._lens)}d", *chain.from_iterable(self._values)))
+            self._flat = np.frombuffer(pack(f"{num_tokens}d", *chain.from_iterable(self._values)))
             self._likeliest = np.sort(self._flat)[::-1][:room]
             self.expected = np.cumsum(np.concatenate(([plain], self._likeliest)))
 

@@ -124,6 +124,15 @@ zzz: 1
         ("slo:\n  classes:\n    fast: {tpot_ms: 0}", "slo.classes.fast.tpot_ms", 3, "greater than or equal to 0.001, got 0"),
         ("slo:\n  classes:\n    fast: {tpt_ms: 5}", "slo.classes.fast.tpt_ms", 3, "did you mean 'tpot_ms'?"),
         ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
+        ("target: {engine: vllm, max_pass_tokens: -5}", "target.max_pass_tokens", 1, "equal to 1 or 'auto', got -5"),
+        ("target: {max_pass_tokens: many}", "target.max_pass_tokens", 1, "must be a valid integer or 'auto', got 'many'"),
+        ("target: {resources: {threads: 0}}", "target.resources.threads", 1, "equal to 1 or 'auto', got 0"),
+        (
+            "target: {max_pass_tokens: 64, max_num_sequences: 65}",
+            "target",
+            1,
+            "max_num_sequences (65) must be at most max_pass_tokens (64)",
+        ),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
         ("drafters:\n- {name: a, max_outcomes: 2, options: {kind: ngram}}", "drafters[0]", 2, "max_outcomes must be 0"),
@@ -325,16 +334,22 @@ def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rows", "chunk_len"),
+    ("text", "num_gpus", "rows", "chunk_len"),
     [
-        ("", 512, 256),
-        ("target: {engine: vllm}", 2048, 2048),
-        ("target: {device: cuda}", 2048, 2048),
-        ("target: {engine: vllm, max_pass_tokens: 600}", 600, 600),
-        ("target: {engine: vllm, max_pass_tokens: 8192}", 8192, 2048),
-        ("target: {engine: vllm, prefill_chunk_len: 64}", 2048, 64),
+        ("", 0, 512, 256),
+        ("", 1, 2048, 2048),
+        ("target: {max_num_sequences: 1024}", 0, 1024, 256),
+        ("target: {max_pass_tokens: 128}", 0, 128, 128),
+        ("target: {device: cuda, max_pass_tokens: 512}", 1, 512, 512),
+        ("target: {engine: vllm}", 0, 2048, 2048),
+        ("target: {engine: vllm, max_pass_tokens: 8192}", 0, 8192, 2048),
+        ("target: {engine: vllm, prefill_chunk_len: 64}", 0, 2048, 64),
+        ("target: {engine: vllm, max_pass_tokens: 512, prefill_chunk_len: 256}", 0, 512, 256),
     ],
 )
-def test_passes_are_long_where_they_have_a_long_fixed_part(text: str, rows: int, chunk_len: int) -> None:
-    target = parsed(text).target
+def test_passes_are_long_where_they_have_a_fixed_cost(text: str, num_gpus: int, rows: int, chunk_len: int) -> None:
+    config = parsed(text)
+    target = resolve(config, Inventory((Node("a", 8, num_gpus),))).target
     assert (target.max_pass_tokens, target.prefill_chunk_len) == (rows, chunk_len)
+    with_device = config.target.model_copy(update={"device": target.device})
+    assert (with_device.longest_pass, with_device.longest_chunk) == (rows, chunk_len)

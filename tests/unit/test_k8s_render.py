@@ -70,7 +70,8 @@ def test_the_pods_hold_the_whole_file(example: Path, tmp_path: Path) -> None:
     config, pods = config_of(values, tmp_path), pods_of(values)
     assert config == for_cluster(with_shipped(load(example)))
     resolved = resolve(config, pods)
-    assert resolved.target == config.target
+    passes = {"max_pass_tokens": config.target.longest_pass, "prefill_chunk_len": config.target.longest_chunk}
+    assert resolved.target == config.target.model_copy(update=passes)
     plan = place(resolved, pods)
     pools = {node.name: node.labels["outrider/pool"] for node in pods.nodes}
     used = {bundle.node for group in plan.groups for bundle in group.bundles}
