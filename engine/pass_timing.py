@@ -1,7 +1,13 @@
-"""Quick measurement of a target's pass times before it serves: the planner's first cost table."""
+"""Quick measurement of a target's pass times before it serves: the planner's first cost table.
+
+Disturbances only add time, so the least of several passes counts. Other programs start when a target does, and one may take
+seconds: passes of one size one after the other would all be slow, drafts of that size would seem not to pay, and no pass
+would ever show otherwise. So sizes take turns, and a size takes at most as long as any larger one.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from engine.target import TargetEngine
@@ -12,34 +18,65 @@ from router.cost_model import ROWS, TableCost, monotone
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
-_POINT_S = 0.25  # limit per point, beyond its first two passes
-BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, and again for the context
+_POINT_S = 0.25  # of one point, after which it is not repeated
+BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, without repeats, and again for the context
 _MIN_POINTS = 3
+RECHECK_S = 1.0
+_DISTURBED = 0.8
 
 
 def measure_cost(
     target: TargetEngine, clock: Callable[[], float] = time.monotonic, stopwatch: Stopwatch | None = None
 ) -> TableCost:
-    """Measures step time over rows and per token of context on ``target``, which must hold no request. Takes the minimum of
-    several repeats, since disturbances only add time. A slow machine measures as much as BUDGET_S allows."""
+    """Measures step time over rows and per token of context on ``target``, which must hold no request. A slow machine measures
+    as much as BUDGET_S allows."""
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, stopwatch or OwnTime())
-    points: list[tuple[int, float]] = []
+    times_s: dict[int, list[float]] = {}
     for rows in _measured_rows(capacity.prepared_rows):
         if not probe.fits(rows, 0):
             break
         spent_s = clock() - start_s
-        if len(points) >= _MIN_POINTS and spent_s + 2 * monotone(points).step_s(rows, 0) > BUDGET_S:
+        if len(times_s) >= _MIN_POINTS and spent_s + 2 * _least(times_s).step_s(rows, 0) > BUDGET_S:
             break
-        points.append((rows, _least_s(partial(probe.step, rows, 0))))
-    cost = monotone(points)
+        probe.step(rows, 0)  # warms up this shape
+        times_s[rows] = [probe.step(rows, 0)]
+    for _ in range(_NUM_REPEATS - 1):
+        for rows, found in times_s.items():
+            if sum(found) < _POINT_S:
+                found.append(probe.step(rows, 0))
+    cost = _least(times_s)
     num_contexts = min(_NUM_CONTEXTS, capacity.num_blocks * capacity.block_len // capacity.max_model_len)
     row_s = cost.step_s(_CONTEXT_LEN, 0) / _CONTEXT_LEN
     context_len = min(_CONTEXT_LEN, capacity.max_model_len - 2, int(BUDGET_S / (num_contexts * row_s)))
     if context_len < _CONTEXT_LEN // 4:
         return cost
     with_context_s = _least_s(partial(probe.verify, num_contexts, 1, context_len))
-    return monotone(points, max(0.0, with_context_s - cost.step_s(num_contexts, 0)) / (num_contexts * context_len))
+    per_context_s = max(0.0, with_context_s - cost.step_s(num_contexts, 0)) / (num_contexts * context_len)
+    return replace(cost, per_context_s=per_context_s)
+
+
+def recheck_cost(
+    target: TargetEngine,
+    known: TableCost,
+    sizes: Sequence[int],
+    clock: Callable[[], float] = time.monotonic,
+    stopwatch: Stopwatch | None = None,
+) -> TableCost:
+    """``known``, less what disturbed its measurement: where a pass takes less than _DISTURBED of its time, the new one counts.
+    Warms up passes of ``sizes`` as ``warm_up``, and repeats them for RECHECK_S. What takes longer now may be disturbed itself,
+    and is left to the passes of requests, which correct it (``OnlineCost``)."""
+    end_s, probe = clock() + RECHECK_S, TargetProbe(target, stopwatch or OwnTime())
+    points = dict(zip(known.rows, known.step_s_at, strict=True))
+    for rows in sizes:
+        if not probe.fits(rows, 0):
+            break
+        found_s = probe.step(rows, 0)
+        if clock() < end_s:
+            found_s = min(found_s, probe.step(rows, 0))
+        if found_s < _DISTURBED * known.at(rows):
+            points[rows] = found_s
+    return monotone(list(points.items()), known.per_context_s)
 
 
 def _measured_rows(prepared: tuple[int, ...]) -> list[int]:
@@ -54,6 +91,10 @@ def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
     for num_rows in sizes:
         if probe.fits(num_rows, 0):
             probe.step(num_rows, 0)
+
+
+def _least(times_s: Mapping[int, Sequence[float]]) -> TableCost:
+    return monotone([(rows, min(found)) for rows, found in times_s.items()])
 
 
 def _least_s(measure: Callable[[], float]) -> float:

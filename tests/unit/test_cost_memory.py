@@ -1,5 +1,6 @@
 """What passes cost is measured once, and kept for the next start."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, 
 from engine import loading
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
-from engine.pass_timing import BUDGET_S, measure_cost
+from engine.pass_timing import BUDGET_S, RECHECK_S, measure_cost, recheck_cost
 from router.cost_model import TableCost
 from router.plan import Capacity
 from tests.support.memory_store import MemoryStateStore
@@ -65,7 +66,7 @@ def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.Log
     assert "measured again" in caplog.text
 
 
-def test_a_restart_measures_nothing(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_only_checks_what_was_measured(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
@@ -73,8 +74,16 @@ def test_a_restart_measures_nothing(tiny_model_folder: Path, tmp_path: Path, mon
     )
     first = load_target(config, remembers=True)[2]
     monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
-    again = load_target(config, remembers=True)[2]
-    assert again.base == first.base
+    checked = []
+
+    def recheck(engine: object, known: TableCost, sizes: Sequence[int]) -> TableCost:
+        checked.append((known, tuple(sizes)))
+        return TABLE
+
+    monkeypatch.setattr(loading, "recheck_cost", recheck)
+    for _ in range(2):
+        assert load_target(config, remembers=True)[2].base == TABLE
+    assert checked == [(first.base, (1, 2, 4, 8, 16)), (TABLE, (1, 2, 4, 8, 16))]  # what a check finds is kept
 
 
 def test_a_state_folder_that_cannot_be_used_stops_no_target(
@@ -152,3 +161,51 @@ def test_the_cliff_behind_the_largest_graph_is_measured() -> None:
     target = GraphedTarget(num_blocks=256, max_pass_tokens=64)
     cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert [cost.step_s(rows, 0) for rows in (1, 4, 5, 6)] == pytest.approx([0.0001, 0.0001, 0.01, 0.01])
+
+
+class DisturbedTarget(ToyTarget):
+    """A pass takes 20 ms and half a millisecond a row, but 60 ms for ``until_s`` after it has served for ``from_s``."""
+
+    from_s, until_s = 0.1, 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.now_s = 0.0
+
+    def execute(self, spans):  # type: ignore[no-untyped-def]
+        num_rows = sum(len(span.token_ids) for span in spans)
+        disturbed = 0.04 if self.from_s <= self.now_s < self.until_s else 0.0
+        self.now_s += 0.02 + 0.0005 * num_rows + disturbed
+        return super().execute(spans)
+
+
+def true_s(rows: int) -> float:
+    return 0.02 + 0.0005 * rows
+
+
+def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes() -> None:
+    target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
+    cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    assert target.now_s > target.until_s
+    for rows in cost.rows:
+        assert cost.step_s(rows, 0) == pytest.approx(true_s(rows))
+
+
+def test_a_restart_corrects_what_was_measured_while_others_ran() -> None:
+    """With these times drafts never pay, so that no pass of requests would correct them."""
+    target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
+    target.from_s = target.until_s
+    disturbed = TableCost((1, 2, 4, 8, 16, 32), (0.018, 0.059, 0.059, 0.059, 0.06, 0.08), 1e-6)
+    watch = VirtualWatch(target)
+    cost = recheck_cost(target, disturbed, (1, 2, 4, 8, 16), clock=lambda: target.now_s, stopwatch=watch)
+    assert [cost.at(rows) for rows in (1, 32)] == [0.018, 0.08]
+    assert [cost.at(rows) for rows in (2, 4, 8, 16)] == pytest.approx([true_s(rows) for rows in (2, 4, 8, 16)])
+    assert cost.per_context_s == disturbed.per_context_s
+    assert target.now_s < 1.1 * RECHECK_S
+
+
+def test_a_restart_on_a_busy_machine_raises_no_times() -> None:
+    target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
+    target.from_s, target.until_s = 0.0, 1e9
+    known = TableCost((1, 8, 64), (0.02, 0.024, 0.05))
+    assert recheck_cost(target, known, (1, 8), clock=lambda: target.now_s, stopwatch=VirtualWatch(target)) == known
