@@ -1,5 +1,6 @@
 """Loads the target of a configuration, with its cost model."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -19,7 +20,7 @@ from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from engine.pass_timing import measure_cost, recheck_cost, warm_up
+from engine.pass_timing import is_too_steep, measure_cost, warm_up
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.rounds import Follower
@@ -30,7 +31,7 @@ from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
 from router.cost_model import ROWS, CostModel, TableCost
 
-_NUM_ON_CPU = 5  # sizes of passes, up to 16 rows: those of few requests with their drafts
+logger = logging.getLogger(__name__)
 
 
 def load_target(
@@ -51,7 +52,7 @@ def load_target(
     engine, info = load_engine(config, feature_layers, ranks)
     cost: CostModel
     if profile is not None:
-        warm_up(engine, _warm_sizes(config))
+        _warm_up(config, engine)
         cost = ProfiledCost(profile, config)
     else:
         cost = _remembered_cost(config, engine) if remembers else measure_cost(engine)
@@ -61,20 +62,24 @@ def load_target(
 
 
 def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
-    """Costs of an earlier start, checked by a few passes, or else measured now. What is new is stored."""
+    """Costs of an earlier start, checked by a few passes, or else measured now and stored."""
     with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         memory = CostMemory(store, identity_of(config), engine.operators)
-        known = memory.recall()
-        cost = measure_cost(engine) if known is None else recheck_cost(engine, known, _warm_sizes(config))
-        if cost != known:
+        cost = memory.recall()
+        if cost is not None:
+            _warm_up(config, engine)
+            if is_too_steep(cost, engine):
+                logger.warning("stored pass costs were measured while other programs ran, and are measured again")
+                cost = None
+        if cost is None:
+            cost = measure_cost(engine)
             memory.keep(cost)
         return cost
 
 
-def _warm_sizes(config: Config) -> Sequence[int]:
-    """Rows of the passes that warm up a target whose costs are known: on a GPU every size compiles kernels and captures its
-    own graph."""
-    return ROWS if config.target.device == "cuda" else ROWS[:_NUM_ON_CPU]
+def _warm_up(config: Config, engine: LoadedTarget) -> None:
+    """Warms up a target whose costs are known. On a GPU every pass size compiles kernels and captures its own graph."""
+    warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
 
 def stored_profile(config: Config) -> Profile | None:

@@ -1,35 +1,38 @@
 """Quick measurement of a target's pass times before it serves: the planner's first cost table.
 
-Disturbances only add time, so the least of several passes counts. Other programs start when a target does, and one may take
-seconds: passes of one size one after the other would all be slow, drafts of that size would seem not to pay, and no pass
-would ever show otherwise. So sizes take turns, and a size takes at most as long as any larger one.
+Other programs start when a target does, and slow it for seconds. Passes of one size, one after the other, would all be slow:
+drafts of that size would seem not to pay, and no pass of requests would show otherwise. So sizes take turns, the least of
+several passes counts, and a size takes at most as long as any larger one.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.stopwatch import OwnTime, Stopwatch
-from router.cost_model import ROWS, TableCost, monotone
+from router.cost_model import ROWS, TableCost
 
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
 _POINT_S = 0.25  # of one point, after which it is not repeated
-BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, without repeats, and again for the context
+BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, and again for the context
+_REPEATS_S = 2.5  # more, from which on no turn begins
 _MIN_POINTS = 3
-RECHECK_S = 1.0
-_DISTURBED = 0.8
+CHECK_S = 1.0  # limit of a check, beyond its first passes
+_CHECKED = (2, 4, 8, 16)  # rows: a few requests with their drafts
+_STEEPER = 1.5
 
 
 def measure_cost(
     target: TargetEngine, clock: Callable[[], float] = time.monotonic, stopwatch: Stopwatch | None = None
 ) -> TableCost:
     """Measures step time over rows and per token of context on ``target``, which must hold no request. A slow machine measures
-    as much as BUDGET_S allows."""
+    fewer sizes, and repeats less."""
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, stopwatch or OwnTime())
     times_s: dict[int, list[float]] = {}
@@ -42,6 +45,8 @@ def measure_cost(
         probe.step(rows, 0)  # warms up this shape
         times_s[rows] = [probe.step(rows, 0)]
     for _ in range(_NUM_REPEATS - 1):
+        if clock() - start_s > BUDGET_S + _REPEATS_S:
+            break
         for rows, found in times_s.items():
             if sum(found) < _POINT_S:
                 found.append(probe.step(rows, 0))
@@ -56,27 +61,24 @@ def measure_cost(
     return replace(cost, per_context_s=per_context_s)
 
 
-def recheck_cost(
-    target: TargetEngine,
+def is_too_steep(
     known: TableCost,
-    sizes: Sequence[int],
+    target: TargetEngine,
     clock: Callable[[], float] = time.monotonic,
     stopwatch: Stopwatch | None = None,
-) -> TableCost:
-    """``known``, less what disturbed its measurement: where a pass takes less than _DISTURBED of its time, the new one counts.
-    Warms up passes of ``sizes`` as ``warm_up``, and repeats them for RECHECK_S. What takes longer now may be disturbed itself,
-    and is left to the passes of requests, which correct it (``OnlineCost``)."""
-    end_s, probe = clock() + RECHECK_S, TargetProbe(target, stopwatch or OwnTime())
-    points = dict(zip(known.rows, known.step_s_at, strict=True))
-    for rows in sizes:
-        if not probe.fits(rows, 0):
+) -> bool:
+    """Whether a few passes, for CHECK_S, show that more rows cost much less than in ``known``, whose measurement was disturbed
+    then. Times that are all too long, or too short, are corrected by the passes of requests (``OnlineCost``). ``target`` must
+    be warm, and hold no request."""
+    end_s, probe = clock() + CHECK_S, TargetProbe(target, stopwatch or OwnTime())
+    one_s = min(probe.step(1, 0), probe.step(1, 0))
+    for rows in _CHECKED:
+        if clock() >= end_s or rows > known.rows[-1] or not probe.fits(rows, 0):
             break
-        found_s = probe.step(rows, 0)
-        if clock() < end_s:
-            found_s = min(found_s, probe.step(rows, 0))
-        if found_s < _DISTURBED * known.at(rows):
-            points[rows] = found_s
-    return monotone(list(points.items()), known.per_context_s)
+        found_s = min(probe.step(rows, 0), probe.step(rows, 0))
+        if known.at(rows) / known.at(1) > _STEEPER * found_s / one_s:
+            return True
+    return False
 
 
 def _measured_rows(prepared: tuple[int, ...]) -> list[int]:
@@ -94,7 +96,8 @@ def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
 
 
 def _least(times_s: Mapping[int, Sequence[float]]) -> TableCost:
-    return monotone([(rows, min(found)) for rows, found in times_s.items()])
+    seconds = [min(found) for found in times_s.values()]
+    return TableCost(tuple(times_s), tuple(accumulate(reversed(seconds), min))[::-1])
 
 
 def _least_s(measure: Callable[[], float]) -> float:

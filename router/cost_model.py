@@ -80,10 +80,9 @@ class TableCost:
 
 
 def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) -> TableCost:
-    """A TableCost from measured (rows, seconds): sorted, and never falling. A time is at most that of any more rows, since
-    disturbances only add to what is measured."""
+    """A TableCost from measured (rows, seconds): sorted, and never falling (the running maximum)."""
     rows, seconds = zip(*sorted(points), strict=True)
-    return TableCost(rows, tuple(accumulate(reversed(seconds), min))[::-1], per_context_s)
+    return TableCost(rows, tuple(accumulate(seconds, max)), per_context_s)
 
 
 def relative_draft_cost(cost: CostModel, drafter: str, draft_len: int) -> float | None:

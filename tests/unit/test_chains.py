@@ -188,8 +188,8 @@ def test_a_request_moves_only_for_more_than_the_hysteresis() -> None:
     assert fastest([]) == TARGET_ONLY
 
 
-def test_a_time_is_at_most_that_of_more_rows() -> None:
-    assert [monotone(((1, 0.2), (2, 0.1), (3, 0.3))).at(rows) for rows in (1, 2, 3)] == [0.1, 0.1, 0.3]
+def test_times_that_fall_are_raised() -> None:
+    assert [monotone(((1, 0.2), (2, 0.1), (3, 0.3))).at(rows) for rows in (1, 2, 3)] == [0.2, 0.2, 0.3]
 
 
 def test_pass_times_are_linear_between_and_beyond_points() -> None:

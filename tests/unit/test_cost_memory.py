@@ -1,6 +1,5 @@
 """What passes cost is measured once, and kept for the next start."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,14 @@ from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, 
 from engine import loading
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
-from engine.pass_timing import BUDGET_S, RECHECK_S, measure_cost, recheck_cost
+from engine.pass_timing import BUDGET_S, CHECK_S, is_too_steep, measure_cost
 from router.cost_model import TableCost
 from router.plan import Capacity
 from tests.support.memory_store import MemoryStateStore
 from tests.support.toys import ToyTarget
 
 TABLE = TableCost((1, 8, 32), (0.01, 0.02, 0.05), 1e-6)
+STEEP = TableCost((1, 2, 8, 32), (0.001, 0.1, 0.1, 0.1))
 CONFIG = Config(target=TargetConfig(device="cpu"))
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.Log
     assert "measured again" in caplog.text
 
 
-def test_a_restart_only_checks_what_was_measured(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_measures_nothing(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
@@ -74,16 +74,26 @@ def test_a_restart_only_checks_what_was_measured(tiny_model_folder: Path, tmp_pa
     )
     first = load_target(config, remembers=True)[2]
     monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
-    checked = []
+    monkeypatch.setattr(loading, "is_too_steep", lambda cost, engine: False)
+    again = load_target(config, remembers=True)[2]
+    assert again.base == first.base
 
-    def recheck(engine: object, known: TableCost, sizes: Sequence[int]) -> TableCost:
-        checked.append((known, tuple(sizes)))
-        return TABLE
 
-    monkeypatch.setattr(loading, "recheck_cost", recheck)
-    for _ in range(2):
-        assert load_target(config, remembers=True)[2].base == TABLE
-    assert checked == [(first.base, (1, 2, 4, 8, 16)), (TABLE, (1, 2, 4, 8, 16))]  # what a check finds is kept
+def test_costs_that_a_check_contradicts_are_measured_again(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(
+        model=ModelConfig(name=str(tiny_model_folder)),
+        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
+        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path)),
+    )
+    monkeypatch.setattr(loading, "measure_cost", lambda engine: STEEP)
+    assert load_target(config, remembers=True)[2].base == STEEP
+    monkeypatch.setattr(loading, "measure_cost", lambda engine: TABLE)
+    assert load_target(config, remembers=True)[2].base == TABLE
+    assert "measured again" in caplog.text
+    monkeypatch.setattr(loading, "is_too_steep", lambda cost, engine: False)
+    assert load_target(config, remembers=True)[2].base == TABLE  # it was stored
 
 
 def test_a_state_folder_that_cannot_be_used_stops_no_target(
@@ -125,7 +135,7 @@ class SlowTarget(ToyTarget):
 class VirtualWatch:
     """By the clock of a target."""
 
-    def __init__(self, target: SlowTarget) -> None:
+    def __init__(self, target: "SlowTarget | DisturbedTarget") -> None:
         self._target, self._start_s = target, 0.0
 
     def start(self) -> None:
@@ -164,7 +174,7 @@ def test_the_cliff_behind_the_largest_graph_is_measured() -> None:
 
 
 class DisturbedTarget(ToyTarget):
-    """A pass takes 20 ms and half a millisecond a row, but 60 ms for ``until_s`` after it has served for ``from_s``."""
+    """A pass takes 20 ms and half a millisecond a row, and 40 ms more from ``from_s`` until ``until_s``."""
 
     from_s, until_s = 0.1, 3.0
 
@@ -175,7 +185,7 @@ class DisturbedTarget(ToyTarget):
     def execute(self, spans):  # type: ignore[no-untyped-def]
         num_rows = sum(len(span.token_ids) for span in spans)
         disturbed = 0.04 if self.from_s <= self.now_s < self.until_s else 0.0
-        self.now_s += 0.02 + 0.0005 * num_rows + disturbed
+        self.now_s += true_s(num_rows) + disturbed
         return super().execute(spans)
 
 
@@ -191,21 +201,42 @@ def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes() -> 
         assert cost.step_s(rows, 0) == pytest.approx(true_s(rows))
 
 
-def test_a_restart_corrects_what_was_measured_while_others_ran() -> None:
-    """With these times drafts never pay, so that no pass of requests would correct them."""
+class MoodyTarget(DisturbedTarget):
+    """Passes of 2 to 8 rows always take twice as long."""
+
+    def execute(self, spans):  # type: ignore[no-untyped-def]
+        began_s, outcomes = self.now_s, super().execute(spans)
+        if 2 <= sum(len(span.token_ids) for span in spans) <= 8:
+            self.now_s += self.now_s - began_s
+        return outcomes
+
+
+def test_a_size_takes_at_most_as_long_as_a_larger_one() -> None:
+    target = MoodyTarget(num_blocks=256, max_pass_tokens=64)
+    target.from_s = target.until_s
+    cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    assert [cost.at(rows) for rows in (1, 2, 4, 8, 16)] == pytest.approx([true_s(1), *[true_s(16)] * 4])
+
+
+@pytest.mark.parametrize(
+    ("known", "is_steep"),
+    [
+        (TableCost((1, 2, 4, 8, 16, 32), (0.018, 0.059, 0.059, 0.059, 0.06, 0.08)), True),  # drafts would never pay
+        (TableCost((1, 2, 4, 8, 16, 32), (0.0205, 0.021, 0.022, 0.06, 0.06, 0.08)), True),  # those of 7 tokens would not
+        (TableCost((1, 2, 4, 8, 16, 32), tuple(true_s(rows) for rows in (1, 2, 4, 8, 16, 32))), False),
+        (TableCost((1, 2, 4, 8, 16, 32), tuple(3 * true_s(rows) for rows in (1, 2, 4, 8, 16, 32))), False),
+        (TableCost((1, 32), (0.02, 0.02)), False),
+    ],
+)
+def test_a_start_finds_what_other_programs_made_steep(known: TableCost, is_steep: bool) -> None:
     target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
     target.from_s = target.until_s
-    disturbed = TableCost((1, 2, 4, 8, 16, 32), (0.018, 0.059, 0.059, 0.059, 0.06, 0.08), 1e-6)
     watch = VirtualWatch(target)
-    cost = recheck_cost(target, disturbed, (1, 2, 4, 8, 16), clock=lambda: target.now_s, stopwatch=watch)
-    assert [cost.at(rows) for rows in (1, 32)] == [0.018, 0.08]
-    assert [cost.at(rows) for rows in (2, 4, 8, 16)] == pytest.approx([true_s(rows) for rows in (2, 4, 8, 16)])
-    assert cost.per_context_s == disturbed.per_context_s
-    assert target.now_s < 1.1 * RECHECK_S
+    assert is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=watch) == is_steep
 
 
-def test_a_restart_on_a_busy_machine_raises_no_times() -> None:
-    target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
-    target.from_s, target.until_s = 0.0, 1e9
-    known = TableCost((1, 8, 64), (0.02, 0.024, 0.05))
-    assert recheck_cost(target, known, (1, 8), clock=lambda: target.now_s, stopwatch=VirtualWatch(target)) == known
+def test_a_check_of_a_slow_target_is_short() -> None:
+    target = SlowTarget(num_blocks=256, max_pass_tokens=512)
+    known = TableCost((1, 2, 4), (1.0, 2.0, 4.0))
+    assert not is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    assert target.now_s < 5 * CHECK_S

@@ -187,7 +187,7 @@ def test_outrider_spends_rows_on_the_drafter_that_is_right() -> None:
 
 def test_a_monotone_table_never_falls_and_goes_on_beyond_its_ends() -> None:
     table = monotone([(8, 0.03), (1, 0.02), (4, 0.04)])
-    assert [table.step_s(n, 0) for n in (1, 4, 8)] == [0.02, 0.03, 0.03]
+    assert [table.step_s(n, 0) for n in (1, 4, 8)] == [0.02, 0.04, 0.04]
     assert TableCost((1, 2), (1.0, 2.0)).step_s(4, 0) == 4.0
 
 
