@@ -31,8 +31,8 @@ _STEEPER = 1.5
 def measure_cost(
     target: TargetEngine, clock: Callable[[], float] = time.monotonic, stopwatch: Stopwatch | None = None
 ) -> TableCost:
-    """Measures step time over rows and per token of context on ``target``, which must hold no request. A slow machine measures
-    fewer sizes, and repeats less."""
+    """Measures step time over rows and per token of context on ``target``, which must hold no request. A slow machine
+    measures fewer sizes, and repeats less."""
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, stopwatch or OwnTime())
     times_s: dict[int, list[float]] = {}
@@ -67,9 +67,9 @@ def is_too_steep(
     clock: Callable[[], float] = time.monotonic,
     stopwatch: Stopwatch | None = None,
 ) -> bool:
-    """Whether a few passes, for CHECK_S, show that more rows cost much less than in ``known``, whose measurement was disturbed
-    then. Times that are all too long, or too short, are corrected by the passes of requests (``OnlineCost``). ``target`` must
-    be warm, and hold no request."""
+    """Whether more rows cost much less than by ``known``, whose measurement was disturbed then. Takes about CHECK_S.
+    Times that are all too long, or too short, are corrected by the passes of requests (``OnlineCost``). ``target`` must be
+    warm, and hold no request."""
     end_s, probe = clock() + CHECK_S, TargetProbe(target, stopwatch or OwnTime())
     one_s = min(probe.step(1, 0), probe.step(1, 0))
     for rows in _CHECKED:

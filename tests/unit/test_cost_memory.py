@@ -66,7 +66,7 @@ def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.Log
     assert "measured again" in caplog.text
 
 
-def test_a_restart_measures_nothing(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
