@@ -69,7 +69,7 @@ def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
         if cost is not None:
             _warm_up(config, engine)
             if is_too_steep(cost, engine):
-                logger.warning("stored pass costs were measured while other programs ran, and are measured again")
+                logger.warning("stored pass costs rise faster with the rows than passes do now, and are measured again")
                 cost = None
         if cost is None:
             cost = measure_cost(engine)

@@ -74,9 +74,11 @@ def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypa
     )
     first = load_target(config, remembers=True)[2]
     monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
-    monkeypatch.setattr(loading, "is_too_steep", lambda cost, engine: False)
+    checked = []
+    monkeypatch.setattr(loading, "is_too_steep", lambda cost, engine: bool(checked.append(cost)))
     again = load_target(config, remembers=True)[2]
     assert again.base == first.base
+    assert checked == [first.base]
 
 
 def test_costs_that_a_check_contradicts_are_measured_again(
@@ -174,9 +176,9 @@ def test_the_cliff_behind_the_largest_graph_is_measured() -> None:
 
 
 class DisturbedTarget(ToyTarget):
-    """A pass takes 20 ms and half a millisecond a row, and 40 ms more from ``from_s`` until ``until_s``."""
+    """A pass takes 20 ms and half a millisecond a row, and ``more_s`` more from ``from_s`` until ``until_s``."""
 
-    from_s, until_s = 0.1, 3.0
+    from_s, until_s, more_s = 0.1, 3.0, 0.04
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,7 +186,7 @@ class DisturbedTarget(ToyTarget):
 
     def execute(self, spans):  # type: ignore[no-untyped-def]
         num_rows = sum(len(span.token_ids) for span in spans)
-        disturbed = 0.04 if self.from_s <= self.now_s < self.until_s else 0.0
+        disturbed = self.more_s if self.from_s <= self.now_s < self.until_s else 0.0
         self.now_s += true_s(num_rows) + disturbed
         return super().execute(spans)
 
@@ -193,15 +195,17 @@ def true_s(rows: int) -> float:
     return 0.02 + 0.0005 * rows
 
 
-def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes() -> None:
+@pytest.mark.parametrize("more_s", [0.04, 0.4])
+def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes(more_s: float) -> None:
     target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
+    target.more_s = more_s
     cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert target.now_s > target.until_s
     for rows in cost.rows:
         assert cost.step_s(rows, 0) == pytest.approx(true_s(rows))
 
 
-class MoodyTarget(DisturbedTarget):
+class UnevenTarget(DisturbedTarget):
     """Passes of 2 to 8 rows always take twice as long."""
 
     def execute(self, spans):  # type: ignore[no-untyped-def]
@@ -212,7 +216,7 @@ class MoodyTarget(DisturbedTarget):
 
 
 def test_a_size_takes_at_most_as_long_as_a_larger_one() -> None:
-    target = MoodyTarget(num_blocks=256, max_pass_tokens=64)
+    target = UnevenTarget(num_blocks=256, max_pass_tokens=64)
     target.from_s = target.until_s
     cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert [cost.at(rows) for rows in (1, 2, 4, 8, 16)] == pytest.approx([true_s(1), *[true_s(16)] * 4])
@@ -235,8 +239,18 @@ def test_a_start_finds_what_other_programs_made_steep(known: TableCost, is_steep
     assert is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=watch) == is_steep
 
 
-def test_a_check_of_a_slow_target_is_short() -> None:
-    target = SlowTarget(num_blocks=256, max_pass_tokens=512)
-    known = TableCost((1, 2, 4), (1.0, 2.0, 4.0))
+def test_a_check_that_is_disturbed_itself_keeps_what_is_stored() -> None:
+    target = DisturbedTarget(num_blocks=256, max_pass_tokens=64)
+    target.from_s, target.until_s = 0.0, 0.15  # a pass of one row and the one before it
+    known = TableCost((1, 2, 4, 8, 16, 32), tuple(true_s(rows) for rows in (1, 2, 4, 8, 16, 32)))
     assert not is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
-    assert target.now_s < 5 * CHECK_S
+    assert target.now_s > target.until_s
+
+
+@pytest.mark.parametrize("two_s", [2.0, 4.0])
+def test_a_check_of_a_slow_target_is_short(two_s: float) -> None:
+    target = SlowTarget(num_blocks=256, max_pass_tokens=512)
+    known = TableCost((1, 2, 4), (1.0, two_s, 4.0))
+    steep = is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    assert steep == (two_s > 3.0)
+    assert target.now_s < 6 * CHECK_S
