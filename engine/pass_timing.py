@@ -68,9 +68,12 @@ def is_too_steep(
     clock: Callable[[], float] = time.monotonic,
     stopwatch: Stopwatch | None = None,
 ) -> bool:
-    """Whether stored times rise more than _STEEPER times as fast with the rows as a few passes do: other programs ran when
-    they were measured. Takes about CHECK_S, and checks up to 16 rows. Times that are all too long, or all too short, are
-    corrected by the passes of requests (``OnlineCost``). ``target`` must be warm at one row, and hold no request."""
+    """Whether stored times rise more than _STEEPER times as fast with the rows as a few passes do, of 1 to 16 rows: other
+    programs probably ran when they were measured. Takes about CHECK_S.
+
+    Times that are all too long, or all too short, are corrected by the passes of requests (``OnlineCost``). ``target`` must
+    be warm at one row, and hold no request.
+    """
     end_s, probe = clock() + CHECK_S, TargetProbe(target, stopwatch or OwnTime())
     found_s: dict[int, float] = {}
     for _ in range(_NUM_CHECKS):
@@ -97,6 +100,7 @@ def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
 
 
 def _least(times_s: Mapping[int, Sequence[float]]) -> TableCost:
+    """By rows in ascending order. Disturbances only add time, so that a size takes at most as long as any larger one."""
     seconds = [min(found) for found in times_s.values()]
     return TableCost(tuple(times_s), tuple(accumulate(reversed(seconds), min))[::-1])
 
