@@ -33,16 +33,16 @@ from router.cost_model import CostModel
 from router.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
 from router.estimates.trial import Trial
 
-DEPTHS = (0.6, 0.7, 0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
-LENS_ROWS = (4, 8, 16, 32)  # a lens is fitted after so many rows per hidden dimension, the last time after the last
-EAGER_ROWS = 8  # until so many, all passes are learned from
+DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
+LENS_ROWS = (16, 32)  # of a hidden dimension, after which lenses are fitted; until the first, all passes are learned from
 NUM_SAMPLES = 256  # spans that thresholds are chosen by, the newest ones
-MIN_SAMPLES = 64
+MIN_SAMPLES = 16  # until so many, nothing leaves
 EAGER_PERIOD = 4  # passes from one learning pass to the next, until there are MIN_SAMPLES
-PERIOD = 32  # later, where rows leave
+EARLY_PERIOD = 8  # where rows leave, until there are NUM_SAMPLES
+PERIOD = 32  # later
 IDLE_PERIOD = 128  # and where exits do not pay
 MIN_PAUSE, MAX_PAUSE = 512, 16_384  # passes without exits, where they were measured to lose
-REPLAN_PERIOD = 8  # learning passes
+REPLAN_PERIOD = 8  # learning passes, once there are NUM_SAMPLES
 MAX_DRAFTS = 16  # of a sampled span; later drafts are not checked
 
 
@@ -53,7 +53,21 @@ class ExitCheck:
     depth: int
     fit: LensFit | None  # None: none is needed, or it is finished
     lens: Linear | None = None  # None: after the last layer, or not fitted yet
-    row_s: float | None = None  # measured time of a check, per row
+    times_s: dict[int, float] = field(default_factory=dict)  # measured, by the bits of the number of rows
+
+    def learn_time(self, seconds: float, num_rows: int) -> None:
+        bits = num_rows.bit_length()
+        known = self.times_s.get(bits, seconds)
+        self.times_s[bits] = min(seconds, 0.9 * known + 0.1 * seconds)
+
+    def seconds(self, num_rows: int) -> float:
+        """Of a check of so many rows; of fewer than were measured, as of the fewest that were. 0: nothing was measured."""
+        bits = num_rows.bit_length()
+        larger = [known for known in self.times_s if known >= bits]
+        if larger:
+            return self.times_s[min(larger)]
+        most = max(self.times_s, default=bits)
+        return self.times_s.get(most, 0.0) * 2.0 ** (bits - most)
 
 
 class EarlyExit:
@@ -79,6 +93,7 @@ class EarlyExit:
         self._samples: deque[tuple[NDArray[np.float32], int, int]] = deque(maxlen=NUM_SAMPLES)
         self._plans: dict[tuple[int, int], ExitPlan] = {}
         self._wrong_exits = WrongExits()
+        self._unrejected: frozenset[str] = frozenset()  # requests of which the last exit or control pass rejected no draft
         self._trials: defaultdict[tuple[int, int], Trial] = defaultdict(lambda: Trial(MIN_PAUSE, MAX_PAUSE))
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
@@ -86,7 +101,7 @@ class EarlyExit:
     def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> "PassWatch | None":
         """For the next pass, over ``spans``. None: a plain pass."""
         num_rows = sum([len(span.token_ids) for span in spans])
-        if self._num_lens_rows < EAGER_ROWS * self._model.config.hidden_size:
+        if self._scores is None:
             return PassWatch(self, spans, states, None)
         num_spans = len([None for span in spans if span.num_drafts])
         if not num_spans:
@@ -94,9 +109,8 @@ class EarlyExit:
         plan = self.plan(num_rows, num_spans)
         trial = self._trials[_size(num_rows, num_spans)]
         is_off = plan.is_off or trial.is_paused
-        period = EAGER_PERIOD if len(self._samples) < MIN_SAMPLES else IDLE_PERIOD if is_off else PERIOD
         self._num_since += 1
-        if self._num_since >= period:
+        if self._num_since >= self._period(is_off):
             self._num_since = 0
             return PassWatch(self, spans, states, None)
         if plan.is_off:
@@ -104,7 +118,15 @@ class EarlyExit:
         leaves = trial.next()
         if leaves is None:
             return None
-        return PassWatch(self, spans, states, plan if leaves else ExitPlan((None,) * len(self._checks)), trial)
+        plan = plan if leaves else ExitPlan((None,) * len(self._checks))
+        return PassWatch(self, spans, states, plan, trial, self._unrejected)
+
+    def _period(self, is_off: bool) -> int:
+        if len(self._samples) < MIN_SAMPLES:
+            return EAGER_PERIOD
+        if is_off:
+            return IDLE_PERIOD
+        return EARLY_PERIOD if len(self._samples) < NUM_SAMPLES else PERIOD
 
     def plan(self, num_rows: int, num_spans: int) -> ExitPlan:
         """For passes of about so many rows, of about so many spans with drafts."""
@@ -114,13 +136,14 @@ class EarlyExit:
         return self._plans[size]
 
     def _choose(self, num_rows: int, num_spans: int) -> ExitPlan:
-        check_s = max([check.row_s or 0.0 for check in self._checks])
+        num_checked = num_rows - num_spans
+        check_s = max([check.seconds(num_checked) for check in self._checks]) / max(1, num_checked)
         if len(self._samples) < MIN_SAMPLES or not check_s:
             return ExitPlan((None,) * len(self._checks))
         margins, num_drafts, num_accepted = zip(*self._samples, strict=True)
         samples = ExitSamples(np.stack(margins), np.array(num_drafts), np.array(num_accepted))
         # Most rows that can leave are those behind the first of a span; the slope down to half of them prices one.
-        num_left = max(1, (num_rows - num_spans) // 2)
+        num_left = max(1, num_checked // 2)
         pass_s = self._cost.step_s(num_rows, 0)
         row_s = (pass_s - self._cost.step_s(num_rows - num_left, 0)) / num_left
         return choose_thresholds(samples, ExitPrices(pass_s / num_spans, row_s, check_s, self._remaining))
@@ -157,20 +180,23 @@ class EarlyExit:
 
     def learn_spans(self, samples: Sequence[tuple[NDArray[np.float32], int, int]]) -> None:
         """Adds the spans of a learning pass: margins [checks, MAX_DRAFTS], drafts, and accepted ones."""
+        if len(self._samples) < NUM_SAMPLES or self._num_learned % REPLAN_PERIOD == 0:
+            self._plans.clear()
         self._samples.extend(samples)
         self._num_learned += 1
-        if self._num_learned % REPLAN_PERIOD == 0:
-            self._plans.clear()
 
-    def learn_cuts(self, plan: ExitPlan, num_cut: int, num_wrong: int) -> None:
-        """What an exit pass did: spans that were cut, and those that lost a token."""
+    def learn_cuts(self, plan: ExitPlan, num_cut: int, num_wrong: int, unrejected: frozenset[str]) -> None:
+        """What a pass did that was no learning pass: spans that were cut, those of them that lost a token, and the requests
+        without a draft that was seen to be rejected."""
+        self._unrejected = unrejected
         if self._wrong_exits.note(plan, num_cut, num_wrong):
             self._samples.clear()
             self._plans.clear()
 
-    def learn_time(self, check: ExitCheck, seconds: float, num_rows: int) -> None:
-        measured_s = seconds / num_rows
-        check.row_s = measured_s if check.row_s is None else min(measured_s, 0.9 * check.row_s + 0.1 * measured_s)
+    @property
+    def lost_per_wrong_cut(self) -> float:
+        """Tokens: the one after the draft token, and as many as are usually accepted behind it."""
+        return 1.0 + sum([num_accepted for _, _, num_accepted in self._samples]) / max(1, len(self._samples))
 
     def _fit(self) -> None:
         frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
@@ -180,8 +206,6 @@ class EarlyExit:
                 check.lens = lens_product(self._model, check.fit.solve())
                 if not self._fits_due:
                     check.fit = None
-        self._samples.clear()  # of other lenses
-        self._plans.clear()
 
 
 @dataclass(slots=True)
@@ -209,6 +233,7 @@ class PassWatch:
     states: Mapping[str, SamplingState]
     plan: ExitPlan | None  # is_off: of a control pass
     trial: Trial | None = None  # that is told the time of the pass
+    unchecked: frozenset[str] = frozenset()  # requests whose rows all stay
     depths: tuple[int, ...] = field(init=False)  # of its checks
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
     _rows: WatchedRows = field(init=False)
@@ -227,7 +252,7 @@ class PassWatch:
         self.depths = tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
         if not self.depths:
             return  # a control pass must cost what a plain one costs
-        self._rows = watched_rows(self.spans, self.states)
+        self._rows = watched_rows(self.spans, self.states, self.unchecked)
         shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
         self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
 
@@ -292,17 +317,20 @@ class PassWatch:
         if margins is None:
             self._measured = False
             return
-        self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
+        check.learn_time(time.perf_counter() - start_s, len(rows.at))
         self._margins[rows.span, number, rows.index] = margins
 
     def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
         """After the pass. ``final``: the final hidden states of all rows."""
         if self.plan is not None:
+            seconds = time.perf_counter() - self._started_s
+            num_wrong = self._judge(self.plan, outcomes)
             num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
-            if self.depths:
-                self._judge(self.plan, outcomes)
             if self.trial is not None and num_tokens:
-                self.trial.note(not self.plan.is_off, (time.perf_counter() - self._started_s) / num_tokens)
+                # Not per token: how many are committed differs more from pass to pass than the time does.
+                lost_share = num_wrong * self.exits.lost_per_wrong_cut / num_tokens
+                num_rows = sum([len(span.token_ids) for span in self.spans])
+                self.trial.note(not self.plan.is_off, seconds * (1.0 + lost_share) / num_rows)
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
         watched = dict.fromkeys(self._rows.span.tolist())
@@ -315,20 +343,29 @@ class PassWatch:
             )
         self.exits.learn_rows(token_ids, self._hidden, final)
 
-    def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> None:
-        """Whether the token of the last row that stayed is the draft token behind which rows left."""
+    def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> int:
+        """Returns how many cuts lost a token: there the token of the last row that stayed is the draft token behind which
+        rows left."""
         num_cut = num_wrong = 0
+        unrejected = []
         for span, span_len, outcome in zip(self.spans, self.span_lens.tolist(), outcomes, strict=True):
             num_left = len(span.token_ids) - span_len
+            is_whole = outcome.num_accepted == span.num_drafts - num_left
             if num_left:
                 num_cut += 1
-                reached = outcome.num_accepted == span.num_drafts - num_left
-                num_wrong += reached and outcome.token_ids[-1:] == (span.token_ids[-num_left],)
-        self.exits.learn_cuts(plan, num_cut, num_wrong)
+                is_whole = is_whole and outcome.token_ids[-1:] == (span.token_ids[-num_left],)
+                num_wrong += is_whole
+            if is_whole and span.num_drafts:
+                unrejected.append(span.request_id)
+        self.exits.learn_cuts(plan, num_cut, num_wrong, frozenset(unrejected))
+        return num_wrong
 
 
-def watched_rows(spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> WatchedRows:
-    """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated."""
+def watched_rows(
+    spans: Sequence[SpanInput], states: Mapping[str, SamplingState], unchecked: frozenset[str] = frozenset()
+) -> WatchedRows:
+    """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated. Without
+    the requests ``unchecked``."""
     ends = accumulate([len(span.token_ids) for span in spans])
     at: list[int] = []
     span_of: list[int] = []
@@ -338,7 +375,7 @@ def watched_rows(spans: Sequence[SpanInput], states: Mapping[str, SamplingState]
     seeds, temperatures = [], []
     for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
         num = min(span.num_drafts, MAX_DRAFTS)
-        if not num or not states[span.request_id].is_plain:
+        if not num or span.request_id in unchecked or not states[span.request_id].is_plain:
             continue
         state, first = states[span.request_id], end - span.num_drafts - 1
         at.extend(range(first, first + num))

@@ -26,10 +26,12 @@ from cluster.fast_dataclass import record
 NUM_SWEEPS = 2
 # Candidate thresholds: these quantiles of the margins of accepted draft tokens, so 0.95 loses one in twenty there.
 QUANTILES = (0.6, 0.75, 0.85, 0.9, 0.94, 0.96, 0.98, 0.99, 1.0)
-MIN_GAIN = 0.02  # least saving, as a share of the time of the pass: below it, errors of the estimates decide
+MIN_GAIN = 0.05  # least saving, as a share of the time of the pass: the estimates leave out, for one, packing rows anew
 WRONG_FACTOR = 2.0
 MIN_WRONG_SHARE = 0.02
 MAX_EXCESS = 6.0  # cuts
+# Tokens that each check but the last is taken to have lost on the samples beside those that it did: few samples hide some.
+PRIOR_LOST = 8.0
 
 Thresholds = tuple[float | None, ...]  # by check; None: that check is left out
 
@@ -48,7 +50,8 @@ class ExitSamples:
 
 @record
 class ExitPrices:
-    """Of a pass of some size, in seconds. ``remaining``: share of a row's time that is still to come after each check."""
+    """Of a pass of some size, in seconds. ``remaining``: share of a row's time that is still to come after each check, of
+    which the last one is after all layers and exact."""
 
     pass_s: float  # per span
     row_s: float  # of one row more
@@ -123,6 +126,7 @@ def saved_per_span_s(samples: ExitSamples, prices: ExitPrices, thresholds: Seque
         saved_rows += prices.remaining[check] * float((alive - kept).sum())
         alive = kept
     num_lost = float(np.maximum(0, samples.num_accepted - alive).sum())
+    num_lost += PRIOR_LOST * sum([threshold is not None for threshold in thresholds[:-1]])
     token_s = prices.pass_s / (1.0 + float(samples.num_accepted.mean()))
     return (saved_rows * prices.row_s - checked_rows * prices.check_s - num_lost * token_s) / len(samples)
 

@@ -2,16 +2,15 @@
 
 import math
 
-from router.estimates.decayed import UNUSUAL
-
 MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement decide
-MIN_NUM, MAX_NUM = 8.0, 48.0  # spells of each kind after which a trial may and must end
+MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may and must end
 CONTROL_PERIOD = 8
-_FEW = 4.0  # samples before outliers are known
+_MOST = math.log(2.0)  # of one comparison: beyond it, something else ran
 
 
 class Trial:
-    """A spell is a pass, or some rounds; its cost is its seconds per committed token.
+    """A spell is a pass, or some rounds; its cost is in any unit in which spells can be compared, such as seconds per
+    committed token. A spell without the option is compared with those just before it, since the speed of a machine drifts.
 
         trying   spells with and without the option take turns
         on       every CONTROL_PERIOD-th spell is without it
@@ -22,7 +21,8 @@ class Trial:
     """
 
     def __init__(self, min_pause: int, max_pause: int) -> None:
-        self._with, self._without = _Spread(), _Spread()
+        self._saved = _Spread()  # log of the cost without the option over the cost with it
+        self._with_cost, self._num_with = 0.0, 0  # of the spells since the last one without it
         self._num_off = 0  # spells that are left of the pause
         self._min_pause, self._max_pause = min_pause, max_pause
         self._pause = min_pause
@@ -42,38 +42,43 @@ class Trial:
         """Whether the option is off, so that no spell is measured."""
         return self._num_off > 0
 
-    def note(self, is_used: bool, token_s: float) -> None:
-        """A measured spell: its seconds per committed token."""
-        (self._with if is_used else self._without).add(token_s)
-        num = min(self._with.num, self._without.num)
+    def note(self, is_used: bool, cost: float) -> None:
+        """A measured spell."""
+        if is_used:
+            self._with_cost += cost
+            self._num_with += 1
+        elif self._num_with:
+            ratio = math.log(cost * self._num_with / self._with_cost)
+            self._with_cost, self._num_with = 0.0, 0
+            self._saved.add(max(-_MOST, min(_MOST, ratio)))
+            self._decide()
+
+    def _decide(self) -> None:
+        saved, doubt, num = self._saved.mean, self._saved.error, self._saved.num
         if num < MIN_NUM:
             return
-        saved_s = self._without.mean - self._with.mean
-        doubt_s = math.hypot(self._with.error, self._without.error)
         if self._is_on:
-            pays = saved_s > 0.0
-        elif num >= MAX_NUM or abs(saved_s) > 2.0 * doubt_s:
-            pays = saved_s > MIN_GAIN * self._without.mean + doubt_s
+            pays = saved > 0.0
+        elif num >= MAX_NUM or abs(saved) > 2.0 * doubt:
+            pays = saved > MIN_GAIN + doubt
         else:
             return
         if pays and not self._is_on:
             self._pause = self._min_pause
         if not pays:
             self._num_off, self._pause = self._pause, min(self._max_pause, 2 * self._pause)
-            self._with, self._without = _Spread(), _Spread()
+            self._saved = _Spread()
         self._is_on = pays
 
 
 class _Spread:
-    """Mean of about the last MAX_NUM samples and its standard error. Outliers are clipped."""
+    """Mean of about the last MAX_NUM samples and its standard error."""
 
     def __init__(self) -> None:
         self.num = 0.0
         self.mean = self._square = 0.0
 
     def add(self, sample: float) -> None:
-        if self.num >= _FEW:
-            sample = min(sample, UNUSUAL * self.mean)
         self.num = min(self.num + 1.0, MAX_NUM)
         self.mean += (sample - self.mean) / self.num
         self._square += (sample * sample - self._square) / self.num

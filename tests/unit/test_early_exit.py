@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.early_exit import (
+    PRIOR_LOST,
     ExitPrices,
     ExitSamples,
     WrongExits,
@@ -30,7 +31,7 @@ def samples(
 
 
 def test_estimates_that_separate_are_used_early() -> None:
-    plan = choose_thresholds(samples(10.0), PRICES)
+    plan = choose_thresholds(samples(10.0, repeats=64), PRICES)
     assert plan.thresholds[0] is not None
     assert plan.saved_share > 0.15
     assert plan.wrong_share < 0.02
@@ -53,6 +54,14 @@ def test_off_where_it_does_not_pay(separation: float, prices: ExitPrices) -> Non
     assert plan.saved_share == 0.0
 
 
+def test_estimates_that_may_err_need_more_samples_than_the_exact_one() -> None:
+    """The same margins at both checks: few samples hide what the first would lose, and the last one loses nothing."""
+    prices = ExitPrices(40.0, 2.0, 0.01, (0.5, 0.4))
+    few, many = samples(10.0, repeats=8), samples(10.0, repeats=128)
+    assert [choose_thresholds(found, prices).thresholds[0] is None for found in (few, many)] == [True, False]
+    assert choose_thresholds(few, prices).thresholds[1] is not None
+
+
 def test_drafts_that_are_all_accepted_turn_it_off() -> None:
     assert choose_thresholds(samples(1.0, num_accepted=(4, 4, 4, 4)), PRICES).is_off
 
@@ -67,7 +76,7 @@ def test_savings_are_counted_row_by_row() -> None:
     margins = np.array([[[0, 0, 9, 0], [0, 5, 9, 0]]], np.float32)
     one = ExitSamples(margins, np.array([4]), np.array([2]))
     # first check: 4 rows checked, 2 leave; second: 2 checked, 1 leaves; one token of pass_s / 3 is lost
-    expected = (2 * 0.5 + 1 * 0.2) * 1.0 - (4 + 2) * 0.01 - 8.0 / 3
+    expected = (2 * 0.5 + 1 * 0.2) * 1.0 - (4 + 2) * 0.01 - 8.0 / 3 * (1 + PRIOR_LOST)
     assert saved_per_span_s(one, PRICES, (7.0, 4.0)) == pytest.approx(expected)
     assert kept_drafts(one, (7.0, 4.0)).tolist() == [1]
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,10 +209,9 @@ def test_exits_are_learned_where_rows_cost_time(
     model: CausalModel, cost: TableCost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_exit, "LENS_ROWS", (1, 2))
-    monkeypatch.setattr(early_exit, "EAGER_ROWS", 1)
     monkeypatch.setattr(early_exit, "MIN_SAMPLES", 8)
     monkeypatch.setattr(early_exit, "VOCABULARY_LEN", 64)
-    monkeypatch.setattr(EarlyExit, "learn_time", lambda exits, check, seconds, rows: setattr(check, "row_s", 1e-5))
+    monkeypatch.setattr(early_exit.ExitCheck, "seconds", lambda check, num_rows: 1e-5 * num_rows)
     target = poisoned(model)
     exits = EarlyExit(model, cost)
     target.exit_early(exits)
@@ -240,6 +240,19 @@ class Recorded:
         return watch
 
 
+def test_a_check_of_few_rows_is_not_taken_for_cheaper_than_was_measured() -> None:
+    """Much of a check takes as long for one row as for many."""
+    check = early_exit.ExitCheck(30, None)
+    assert check.seconds(112) == 0.0
+    check.learn_time(2e-3, 112)
+    assert check.seconds(28) == check.seconds(100) == 2e-3
+    assert check.seconds(224) == 4e-3
+    check.learn_time(1e-3, 28)
+    assert check.seconds(28) == check.seconds(7) == 1e-3
+    check.learn_time(9e-3, 28)  # something else ran
+    assert check.seconds(28) == pytest.approx(1.8e-3)
+
+
 def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("untied") / "model"
     write_family("llama", folder)
@@ -250,12 +263,12 @@ def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], early_exit.PassWatch | None]]:
     """Watches of passes of one size, for which thresholds are known to pay."""
-    monkeypatch.setattr(early_exit, "EAGER_ROWS", 0)
     exits = EarlyExit(model, STEEP)
+    exits._scores = ReducedScores(model, np.arange(VOCABULARY))  # as if lenses were fitted
     plan = ExitPlan((0.5,) * len(exits.checks), saved_share=0.5)
     monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans: plan)
     margins = np.zeros((len(exits.checks), early_exit.MAX_DRAFTS), np.float32)
-    exits.learn_spans([(margins, 3, 1)] * early_exit.MIN_SAMPLES)
+    exits.learn_spans([(margins, 3, 1)] * early_exit.NUM_SAMPLES)
     target = NativeTarget(model, LIMITS)
     caller = Caller(target, request("a", SAMPLINGS["greedy"]))
     yield lambda: exits.watch([caller.span((1, 2, 3))], target._states)
@@ -276,9 +289,9 @@ def test_a_control_pass_does_no_more_than_a_plain_one(
 ) -> None:
     watched: list[Sequence[SpanInput]] = []
 
-    def counted(spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> early_exit.WatchedRows:
+    def counted(spans: Sequence[SpanInput], *others: Any) -> early_exit.WatchedRows:
         watched.append(spans)
-        return watched_rows(spans, states)
+        return watched_rows(spans, *others)
 
     monkeypatch.setattr(early_exit, "watched_rows", counted)
     kinds = []
@@ -290,3 +303,23 @@ def test_a_control_pass_does_no_more_than_a_plain_one(
         assert len(watched) - before == (not watch.plan.is_off)
         assert (watch.depths == ()) == watch.plan.is_off
     assert abs(sum(kinds) - len(kinds) / 2) < 1
+
+
+def test_a_request_of_which_no_draft_was_rejected_is_not_checked(
+    model: CausalModel, trying: Callable[[], early_exit.PassWatch | None]
+) -> None:
+    """Its drafts will probably be right again. The first rejection, seen or cut rightly, ends it."""
+
+    def watched_after(num_left: int, num_accepted: int, last_id: int) -> int:
+        while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
+            pass
+        watch.span_lens -= num_left
+        watch.learn([SpanOutcome("a", (*(1, 2, 3)[:num_accepted], last_id), num_accepted)], torch.zeros(0))
+        while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
+            pass
+        return len(watch._rows.at)
+
+    assert watched_after(0, 3, 7) == 0  # all three are right
+    assert watched_after(0, 2, 7) == 3  # the third is rejected
+    assert watched_after(2, 1, 2) == 0  # the second left, and was right
+    assert watched_after(2, 1, 7) == 3  # the second left, and was wrong

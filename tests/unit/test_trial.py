@@ -37,6 +37,21 @@ def test_a_saving_within_the_noise_is_none(noise: float) -> None:
     assert found.count(True) < 0.06 * len(found)
 
 
+@pytest.mark.parametrize(("saved", "pays"), [(0.1, True), (0.0, False)])
+def test_a_machine_whose_speed_drifts_decides_nothing(saved: float, pays: bool) -> None:
+    """Spells compare with those beside them: half of the time all of them take one and a half times as long."""
+    for period in (25, 60, 200, 450):
+        trial, draw, num_used = Trial(512, 16_384), random.Random(period), 0
+        for i in range(4_000):
+            is_used = trial.next()
+            num_used += is_used is True
+            if is_used is not None:
+                slow = 1.5 if i // period % 2 else 1.0
+                trial.note(is_used, slow * (1.0 - saved * is_used) * draw.gauss(1.0, 0.05))
+        assert (num_used > 3_000) == pays
+        assert pays or num_used < 400
+
+
 def test_one_that_stops_paying_is_off() -> None:
     trial = Trial(512, 16_384)
     seen = []
