@@ -15,7 +15,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from numpy.typing import NDArray
 from cluster.errors import InvalidField
 from engine.batch_layout import StayingRows
 from engine.exit_lens import VOCABULARY_LEN, LensFit, ReducedScores, lens_product
+from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.forward import CausalModel
-from engine.noise import noise_keys
 from engine.ops import Linear
 from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
@@ -34,16 +33,16 @@ from router.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, Wro
 from router.estimates.trial import Trial
 
 DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
-LENS_ROWS = (16, 32)  # of a hidden dimension, after which lenses are fitted; until the first, all passes are learned from
+LENS_ROWS = (16, 32)  # per hidden dimension, after which lenses are fitted; until the first, all passes are learning passes
 NUM_SAMPLES = 256  # spans that thresholds are chosen by, the newest ones
 MIN_SAMPLES = 16  # until so many, nothing leaves
 EAGER_PERIOD = 4  # passes from one learning pass to the next, until there are MIN_SAMPLES
 EARLY_PERIOD = 8  # where rows leave, until there are NUM_SAMPLES
-PERIOD = 32  # later
-IDLE_PERIOD = 128  # and where exits do not pay
+EARLY_IDLE_PERIOD = 16  # where exits do not pay yet: more samples may allow checks that few do not
+PERIOD = 32  # later, where rows leave
+IDLE_PERIOD = 128  # and where exits do not pay, or were measured to lose
 MIN_PAUSE, MAX_PAUSE = 512, 16_384  # passes without exits, where they were measured to lose
 REPLAN_PERIOD = 8  # learning passes, once there are NUM_SAMPLES
-MAX_DRAFTS = 16  # of a sampled span; later drafts are not checked
 
 
 @dataclass(slots=True)
@@ -55,13 +54,14 @@ class ExitCheck:
     lens: Linear | None = None  # None: after the last layer, or not fitted yet
     times_s: dict[int, float] = field(default_factory=dict)  # measured, by the bits of the number of rows
 
-    def learn_time(self, seconds: float, num_rows: int) -> None:
+    def note_time(self, seconds: float, num_rows: int) -> None:
         bits = num_rows.bit_length()
         known = self.times_s.get(bits, seconds)
         self.times_s[bits] = min(seconds, 0.9 * known + 0.1 * seconds)
 
     def seconds(self, num_rows: int) -> float:
-        """Of a check of so many rows; of fewer than were measured, as of the fewest that were. 0: nothing was measured."""
+        """Of a check of so many rows: of their number's size, else of the next larger size that was measured, else in
+        proportion to the largest. 0: nothing was measured."""
         bits = num_rows.bit_length()
         larger = [known for known in self.times_s if known >= bits]
         if larger:
@@ -95,6 +95,7 @@ class EarlyExit:
         self._wrong_exits = WrongExits()
         self._unrejected: frozenset[str] = frozenset()  # requests of which the last exit or control pass rejected no draft
         self._trials: defaultdict[tuple[int, int], Trial] = defaultdict(lambda: Trial(MIN_PAUSE, MAX_PAUSE))
+        self._timed: set[int] = set()  # bits of the numbers of rows of which checks were timed
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
 
@@ -108,9 +109,8 @@ class EarlyExit:
             return None
         plan = self.plan(num_rows, num_spans)
         trial = self._trials[_size(num_rows, num_spans)]
-        is_off = plan.is_off or trial.is_paused
         self._num_since += 1
-        if self._num_since >= self._period(is_off):
+        if self._num_since >= self._period(plan, trial):
             self._num_since = 0
             return PassWatch(self, spans, states, None)
         if plan.is_off:
@@ -121,12 +121,14 @@ class EarlyExit:
         plan = plan if leaves else ExitPlan((None,) * len(self._checks))
         return PassWatch(self, spans, states, plan, trial, self._unrejected)
 
-    def _period(self, is_off: bool) -> int:
+    def _period(self, plan: ExitPlan, trial: Trial) -> int:
         if len(self._samples) < MIN_SAMPLES:
             return EAGER_PERIOD
-        if is_off:
+        if trial.is_paused:
             return IDLE_PERIOD
-        return EARLY_PERIOD if len(self._samples) < NUM_SAMPLES else PERIOD
+        if len(self._samples) < NUM_SAMPLES:
+            return EARLY_IDLE_PERIOD if plan.is_off else EARLY_PERIOD
+        return IDLE_PERIOD if plan.is_off else PERIOD
 
     def plan(self, num_rows: int, num_spans: int) -> ExitPlan:
         """For passes of about so many rows, of about so many spans with drafts."""
@@ -185,18 +187,24 @@ class EarlyExit:
         self._samples.extend(samples)
         self._num_learned += 1
 
-    def learn_cuts(self, plan: ExitPlan, num_cut: int, num_wrong: int, unrejected: frozenset[str]) -> None:
-        """What a pass did that was no learning pass: spans that were cut, those of them that lost a token, and the requests
-        without a draft that was seen to be rejected."""
+    def note_pass(self, plan: ExitPlan, num_cut: int, num_wrong: int, unrejected: frozenset[str]) -> None:
+        """What an exit or control pass did: spans that were cut, those of them that lost a token, and the requests with no
+        rejected draft seen."""
         self._unrejected = unrejected
         if self._wrong_exits.note(plan, num_cut, num_wrong):
             self._samples.clear()
             self._plans.clear()
 
     @property
-    def lost_per_wrong_cut(self) -> float:
+    def num_lost_per_wrong_cut(self) -> float:
         """Tokens: the one after the draft token, and as many as are usually accepted behind it."""
         return 1.0 + sum([num_accepted for _, _, num_accepted in self._samples]) / max(1, len(self._samples))
+
+    def learn_time(self, check: ExitCheck, seconds: float, num_rows: int) -> None:
+        check.note_time(seconds, num_rows)
+        if num_rows.bit_length() not in self._timed:  # plans for it were chosen by the time of another size
+            self._timed.add(num_rows.bit_length())
+            self._plans.clear()
 
     def _fit(self) -> None:
         frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
@@ -206,22 +214,7 @@ class EarlyExit:
                 check.lens = lens_product(self._model, check.fit.solve())
                 if not self._fits_due:
                     check.fit = None
-
-
-@dataclass(slots=True)
-class WatchedRows:
-    """The rows that a draft token follows, in the order of the pass: row ``at`` to draft ``index`` of span ``span``."""
-
-    at: NDArray[np.int64]
-    span: NDArray[np.int64]
-    index: NDArray[np.int64]
-    drafts: NDArray[np.int64]
-    keys: NDArray[np.int64]
-    temperatures: NDArray[np.float32]
-
-    def select(self, chosen: NDArray[np.bool_]) -> "WatchedRows":
-        fields = (self.at, self.span, self.index, self.drafts, self.keys, self.temperatures)
-        return WatchedRows(*(array[chosen] for array in fields))  # type: ignore[arg-type]
+        self._plans.clear()  # the samples stay, until newer ones follow: margins by the first lenses are not far off
 
 
 @dataclass(slots=True)
@@ -236,6 +229,7 @@ class PassWatch:
     unchecked: frozenset[str] = frozenset()  # requests whose rows all stay
     depths: tuple[int, ...] = field(init=False)  # of its checks
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
+    num_watched: int = field(init=False, default=0)  # rows that are checked
     _rows: WatchedRows = field(init=False)
     _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
     _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
@@ -253,6 +247,7 @@ class PassWatch:
         if not self.depths:
             return  # a control pass must cost what a plain one costs
         self._rows = watched_rows(self.spans, self.states, self.unchecked)
+        self.num_watched = len(self._rows.at)
         shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
         self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
 
@@ -317,20 +312,21 @@ class PassWatch:
         if margins is None:
             self._measured = False
             return
-        check.learn_time(time.perf_counter() - start_s, len(rows.at))
+        self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
         self._margins[rows.span, number, rows.index] = margins
 
     def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
         """After the pass. ``final``: the final hidden states of all rows."""
         if self.plan is not None:
             seconds = time.perf_counter() - self._started_s
-            num_wrong = self._judge(self.plan, outcomes)
+            num_lost_each = self.exits.num_lost_per_wrong_cut
+            num_lost = self._judge(self.plan, outcomes) * num_lost_each
             num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
-            if self.trial is not None and num_tokens:
+            was_checked = self.plan.is_off or self.num_watched
+            if self.trial is not None and num_tokens and was_checked:
                 # Not per token: how many are committed differs more from pass to pass than the time does.
-                lost_share = num_wrong * self.exits.lost_per_wrong_cut / num_tokens
                 num_rows = sum([len(span.token_ids) for span in self.spans])
-                self.trial.note(not self.plan.is_off, seconds * (1.0 + lost_share) / num_rows)
+                self.trial.note(not self.plan.is_off, seconds * (1.0 + num_lost / num_tokens) / num_rows)
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
         watched = dict.fromkeys(self._rows.span.tolist())
@@ -357,37 +353,8 @@ class PassWatch:
                 num_wrong += is_whole
             if is_whole and span.num_drafts:
                 unrejected.append(span.request_id)
-        self.exits.learn_cuts(plan, num_cut, num_wrong, frozenset(unrejected))
+        self.exits.note_pass(plan, num_cut, num_wrong, frozenset(unrejected))
         return num_wrong
-
-
-def watched_rows(
-    spans: Sequence[SpanInput], states: Mapping[str, SamplingState], unchecked: frozenset[str] = frozenset()
-) -> WatchedRows:
-    """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated. Without
-    the requests ``unchecked``."""
-    ends = accumulate([len(span.token_ids) for span in spans])
-    at: list[int] = []
-    span_of: list[int] = []
-    index: list[int] = []
-    drafts: list[int] = []
-    positions: list[int] = []
-    seeds, temperatures = [], []
-    for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
-        num = min(span.num_drafts, MAX_DRAFTS)
-        if not num or span.request_id in unchecked or not states[span.request_id].is_plain:
-            continue
-        state, first = states[span.request_id], end - span.num_drafts - 1
-        at.extend(range(first, first + num))
-        span_of.extend([number] * num)
-        index.extend(range(num))
-        drafts.extend(span.token_ids[len(span.token_ids) - span.num_drafts :][:num])
-        seeds.extend([state.sampling.seed] * num)
-        positions.extend(range(len(state), len(state) + num))
-        temperatures.extend([state.sampling.temperature] * num)
-    keys = noise_keys(np.array(seeds, np.uint64), np.array(positions, np.int64))
-    places = [np.array(each, np.int64) for each in (at, span_of, index, drafts)]
-    return WatchedRows(places[0], places[1], places[2], places[3], keys, np.array(temperatures, np.float32))
 
 
 def check_supported(model: CausalModel) -> None:

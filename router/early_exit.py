@@ -9,10 +9,10 @@ FASER's equation 10 asks that the saved time exceeds the pruning overhead. Here 
 
     sum over spans of    rows that leave * time that they would still take                  (equation 9)
                        - rows that are checked * time of a check                            (T_ee and T_pr)
-                       - accepted tokens that are lost * time that a token takes
+                       - (accepted tokens that are lost, PRIOR_LOST for each check that may err) * time of a token
 
 on the sampled spans. Where that is positive by a margin, the thresholds are tried: passes with exits take turns with whole
-passes, and are used only where they were measured to commit more tokens per second (`router.estimates.trial`).
+passes, and are used only where they were measured to be faster, lost tokens added (`router.estimates.trial`).
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,12 @@ class ExitPrices:
 
 @record
 class ExitPlan:
-    """``saved_share``: expected, of the time of a pass. ``wrong_share``: expected, of cut spans, those that lose a token.
-    All thresholds are None where exits do not pay."""
+    """All thresholds are None where exits do not pay. The samples include requests that exit passes leave unchecked.
+
+    Args:
+        saved_share: of the time of a pass, PRIOR_LOST charged.
+        wrong_share: of the sampled spans that are cut, those that lose a token.
+    """
 
     thresholds: Thresholds
     saved_share: float = 0.0

@@ -5,7 +5,7 @@ import math
 MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement decide
 MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may and must end
 CONTROL_PERIOD = 8
-_MOST = math.log(2.0)  # of one comparison: beyond it, something else ran
+_MAX_LOG_RATIO = math.log(2.0)  # of one comparison: beyond it, something else ran
 
 
 class Trial:
@@ -22,7 +22,7 @@ class Trial:
 
     def __init__(self, min_pause: int, max_pause: int) -> None:
         self._saved = _Spread()  # log of the cost without the option over the cost with it
-        self._with_cost, self._num_with = 0.0, 0  # of the spells since the last one without it
+        self._with_logs, self._num_with = 0.0, 0  # sum of the log costs of the spells since the last one without it
         self._num_off = 0  # spells that are left of the pause
         self._min_pause, self._max_pause = min_pause, max_pause
         self._pause = min_pause
@@ -43,14 +43,14 @@ class Trial:
         return self._num_off > 0
 
     def note(self, is_used: bool, cost: float) -> None:
-        """A measured spell."""
+        """A measured spell. ``cost`` is positive."""
         if is_used:
-            self._with_cost += cost
+            self._with_logs += math.log(cost)
             self._num_with += 1
-        elif self._num_with:
-            ratio = math.log(cost * self._num_with / self._with_cost)
-            self._with_cost, self._num_with = 0.0, 0
-            self._saved.add(max(-_MOST, min(_MOST, ratio)))
+        elif self._num_with:  # a mean of logs: the log of a mean of several would be larger than that of one as noisy
+            ratio = math.log(cost) - self._with_logs / self._num_with
+            self._with_logs, self._num_with = 0.0, 0
+            self._saved.add(max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, ratio)))
             self._decide()
 
     def _decide(self) -> None:

@@ -1,6 +1,7 @@
 """Rows that leave a pass between layers never change a token, and leave nothing behind in the cache."""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +14,9 @@ from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from engine import early_exit
 from engine.batch_layout import StayingRows
-from engine.early_exit import EarlyExit, watched_rows
+from engine.early_exit import EarlyExit
 from engine.exit_lens import ReducedScores
+from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.native import NativeTarget
@@ -22,6 +24,7 @@ from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from router.early_exit import ExitPlan
+from router.estimates.trial import Trial
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.unit.test_native import LIMITS, NUM_TOKENS, PENALIZED, SAMPLINGS, Caller, plain, request
@@ -245,12 +248,12 @@ def test_a_check_of_few_rows_is_not_taken_for_cheaper_than_was_measured() -> Non
     """Much of a check takes as long for one row as for many."""
     check = early_exit.ExitCheck(30, None)
     assert check.seconds(112) == 0.0
-    check.learn_time(2e-3, 112)
+    check.note_time(2e-3, 112)
     assert check.seconds(28) == check.seconds(100) == 2e-3
     assert check.seconds(224) == 4e-3
-    check.learn_time(1e-3, 28)
+    check.note_time(1e-3, 28)
     assert check.seconds(28) == check.seconds(7) == 1e-3
-    check.learn_time(9e-3, 28)  # something else ran
+    check.note_time(9e-3, 28)  # something else ran
     assert check.seconds(28) == pytest.approx(1.8e-3)
 
 
@@ -268,7 +271,7 @@ def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     exits._scores = ReducedScores(model, np.arange(VOCABULARY))  # as if lenses were fitted
     plan = ExitPlan((0.5,) * len(exits.checks), saved_share=0.5)
     monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans: plan)
-    margins = np.zeros((len(exits.checks), early_exit.MAX_DRAFTS), np.float32)
+    margins = np.zeros((len(exits.checks), MAX_DRAFTS), np.float32)
     exits.learn_spans([(margins, 3, 1)] * early_exit.NUM_SAMPLES)
     target = NativeTarget(model, LIMITS)
     caller = Caller(target, request("a", SAMPLINGS["greedy"]))
@@ -290,7 +293,7 @@ def test_a_control_pass_does_no_more_than_a_plain_one(
 ) -> None:
     watched: list[Sequence[SpanInput]] = []
 
-    def counted(spans: Sequence[SpanInput], *others: Any) -> early_exit.WatchedRows:
+    def counted(spans: Sequence[SpanInput], *others: Any) -> WatchedRows:
         watched.append(spans)
         return watched_rows(spans, *others)
 
@@ -324,3 +327,49 @@ def test_a_request_of_which_no_draft_was_rejected_is_not_checked(
     assert watched_after(0, 2, 7) == 3  # the third is rejected
     assert watched_after(2, 1, 2) == 0  # the second left, and was right
     assert watched_after(2, 1, 7) == 3  # the second left, and was wrong
+
+
+def test_exits_that_are_faster_and_lose_tokens_are_turned_off(trying: Callable[[], early_exit.PassWatch | None]) -> None:
+    """Each pass with exits takes half as long and loses, by the samples, two of the three tokens that it could commit."""
+    num_exits = 0
+    for _ in range(8 * early_exit.PERIOD):
+        watch = trying()
+        if watch is None or watch.plan is None:
+            continue
+        clock_s = time.perf_counter()
+        if watch.plan.is_off:
+            watch._started_s = clock_s - 2.0
+            watch.learn([SpanOutcome("a", (1, 9), 1)], torch.zeros(0))
+        else:
+            num_exits += 1
+            watch._started_s = clock_s - 1.0
+            watch.span_lens -= 3  # all drafts left; the first was right
+            watch.learn([SpanOutcome("a", (1,), 0)], torch.zeros(0))
+    assert num_exits < 2 * early_exit.PERIOD
+
+
+def test_a_pass_that_checks_no_row_says_nothing_of_exits(trying: Callable[[], early_exit.PassWatch | None]) -> None:
+    """Else a request whose drafts are all right would look as if exits saved nothing, and pause them for others."""
+    while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
+        pass
+    noted: list[bool] = []
+    assert watch.trial is not None
+    watch.trial.note = lambda is_used, cost: noted.append(is_used)  # type: ignore[method-assign]
+    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)], torch.zeros(0))
+    assert noted == [True]
+    while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
+        pass
+    assert watch.num_watched == 0
+    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)], torch.zeros(0))
+    assert noted == [True]
+
+
+def test_samples_go_on_until_they_allow_what_few_do_not(model: CausalModel) -> None:
+    exits, trial = EarlyExit(model, STEEP), Trial(1, 1)
+    off, on = ExitPlan((None,)), ExitPlan((0.0,))
+    periods = []
+    margins = np.zeros((len(exits.checks), MAX_DRAFTS), np.float32)
+    for num in (0, early_exit.MIN_SAMPLES, early_exit.NUM_SAMPLES):
+        exits.learn_spans([(margins, 3, 1)] * (num - len(exits._samples)))
+        periods.append((exits._period(off, trial), exits._period(on, trial)))
+    assert periods == [(4, 4), (16, 8), (128, 32)]
