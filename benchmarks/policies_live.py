@@ -1,7 +1,9 @@
 """``outrider bench policies --live``: the default policies, with the shipped cascade, beside plain decoding of this machine.
 
-Both serve the same requests in turns, with always so many running; prompts are in the target's cache. Each cluster has
-served other requests before, so that drafter and loop have learned as after a server's first minute.
+Both serve the same requests in turns, with always so many running. Prompts are in the target's cache but for their last
+token: plain decoding ends all requests of a batch at once, so that its prompts come when few decode, and those of requests
+that end one by one come beside others. Each cluster has served other requests before, so that drafter and loop have learned
+as after a server's first minute.
 
 - ``over_plain.batch_B``: tokens per second by the default over those of plain decoding.
 - ``worst_over_plain``: the least of these.
@@ -21,6 +23,7 @@ from benchmarks.pool import pool
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.types import Request
+from engine.kv_cache import BLOCK_LEN
 from engine.threads import in_own_thread
 
 DRAFTER = "cascade"
@@ -66,7 +69,7 @@ def run(options: BenchOptions) -> BenchResult:
         num_measured = max(effort.least, effort.per_place * batch)
         num_before, num_others = max(LEAST_BEFORE, batch), round(NUM_OTHERS_PER_PLACE * batch)
         prompts = choose_prompts(options.prompts or options.data_prompts, num_before + num_measured + num_others)
-        requests = fixtures.requests(prompts, 0.0)
+        requests = [of_whole_blocks(request) for request in fixtures.requests(prompts, 0.0)]
         num_measured = min(num_measured, len(requests) - num_before - num_others)
         with ExitStack() as opened:
             arms = [Served(fixtures, None, batch), Served(fixtures, config, batch)]
@@ -79,6 +82,12 @@ def run(options: BenchOptions) -> BenchResult:
         told = f"{one.default:.0f} tokens/s, plain {one.plain:.0f}: {one.over_plain:.2f}"
         console.print(f"policies: batch {batch}: {told}", highlight=False)
     return result(found)
+
+
+def of_whole_blocks(request: Request) -> Request:
+    """Without the first tokens of the prompt, so that one token follows its last whole block, which can be cached."""
+    prompt = request.prompt_token_ids
+    return replace(request, prompt_token_ids=prompt[(len(prompt) - 1) % BLOCK_LEN :])
 
 
 def serve(
