@@ -58,16 +58,16 @@ class _Effort:
     num_learned_tokens: int  # of each answer served untimed, to learn from
 
 
-_QUICK = _Effort(num_requests=32, num_tokens=48, num_learned_tokens=96)
+_QUICK = _Effort(num_requests=32, num_tokens=48, num_learned_tokens=128)
 _FULL = _Effort(num_requests=64, num_tokens=96, num_learned_tokens=128)
 _LEARNED = _Case("learning", BATCH, 0.0)
 _MEASURED = _Case("batch_16", BATCH, 0.0)
 CASES = (
     _MEASURED,
     _Case("batch_16_sampled", BATCH, 0.7),
-    _Case("batch_4", 4, 0.0, repeats=3),
+    _Case("batch_4", 4, 0.0, repeats=2),
     _Case("batch_1", 1, 0.0, repeats=2),
-    _Case("right_drafts", BATCH, 0.0, has_right_drafts=True, repeats=3),
+    _Case("right_drafts", BATCH, 0.0, has_right_drafts=True, repeats=2),
 )
 
 

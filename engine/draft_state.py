@@ -6,7 +6,7 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from cluster.types import Proposal
-from engine.acceptance import judge
+from engine.acceptance import common_prefix_len, judge
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
@@ -42,6 +42,7 @@ class DraftState:
     grammar: "GrammarState | None" = None  # of the committed output
     judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
     _drafts: bool = True  # whether forced tokens are proposed
+    _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
     _forced: tuple[int, ...] = ()  # they extend the committed tokens
     _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
 
@@ -137,9 +138,19 @@ class DraftState:
             if self._forced and not self._keeps_to_forced(proposal):
                 return False
         self.proposal = proposal
+        self._num_overtaken = lag
         self.survival = ()
         self.awaiting_since_s = None
         return True
+
+    def num_right_of(self, proposal: Proposal) -> int | None:
+        """Of a late proposal all of which the tokens committed meanwhile have decided: how many of its tokens are right. None:
+        some are still ahead, or it is not late."""
+        lag = len(self.token_ids) - proposal.base_len
+        if lag <= 0 or proposal.base_len < self.prompt_len:
+            return None
+        num_right = common_prefix_len(proposal.token_ids, self.token_ids[proposal.base_len :])
+        return num_right if num_right < lag or num_right == len(proposal.token_ids) else None
 
     def set_survival(self, survival: tuple[float, ...]) -> None:
         """Sets the calibrated survival of the present proposal."""
@@ -159,6 +170,7 @@ class DraftState:
         if self._forced and not self._keeps_to_forced(self.proposal):
             confidences = (*[FORCED_CONFIDENCE] * (len(self._forced) - 1), LAST_CONFIDENCE)
             self.proposal = Proposal(request_id, len(self.token_ids), self._forced, confidences, FORCED)
+            self._num_overtaken = 0
             self.survival = tuple(accumulate(confidences, mul))
             self.awaiting_since_s = None
 
@@ -175,7 +187,8 @@ class DraftState:
         if proposal is None or not committed:
             self.judgement = None
             return None
-        self.judgement = judge(proposal, committed)
+        self.judgement = judge(proposal, committed, self._num_overtaken)
+        self._num_overtaken = 0
         num_right = self.judgement.num_right
         if num_right == len(committed) < len(proposal.token_ids):
             self.proposal = _behind(proposal, num_right)

@@ -143,6 +143,9 @@ class DrafterSessions:
             if sent_s is not None:
                 stats.replied(max(0.0, arrived_s - sent_s))
                 stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
+            num_right = sequence.draft.num_right_of(proposal)
+            if num_right is not None and sequence.teaches:
+                stats.overtaken(num_right)
         if sequence.draft.offer(proposal):
             stats.tally.drafted[len(proposal.token_ids)] += 1
             return sequence

@@ -68,7 +68,7 @@ class DrafterView:
     """Running means over a drafter's proposals to this target."""
 
     reply_s: float  # from a commit to the proposal that answers it
-    accepted_per_round: float  # draft tokens accepted of a proposal, without the bonus token
+    accepted_per_round: float  # draft tokens accepted of a proposal that is waited for, without the bonus token
     acceptance: float  # of a draft token, given that those before it were accepted
     exposure: float = 1.0  # share of its proposals that the target waited for
     draft_s: float = 0.0  # of a batch of drafts for ``batch`` requests, of ``draft_len`` tokens each; 0: not known

@@ -24,6 +24,7 @@ class Judgement:
     confidences: tuple[float, ...]  # of the tokens that were judged
     num_right: int
     unfinished: bool = False  # as of Proposal
+    num_overtaken: int = 0  # right draft tokens before these, committed before the proposal came
 
     @property
     def num_judged(self) -> int:
@@ -112,6 +113,14 @@ class DrafterStats:
         if known < 2 * waited_s:
             self.reply_s = ema(known, 2 * waited_s, 0.5)
 
+    def overtaken(self, num_right: int) -> None:
+        """A proposal came when the tokens committed meanwhile had decided all of it: so many of its tokens were right."""
+        self._accepted(num_right)
+
+    def _accepted(self, num_accepted: int) -> None:
+        """Of a proposal, had it been waited for: that it came late must not make it look worth no wait."""
+        self.accepted_per_round = ema(self.accepted_per_round, float(num_accepted))
+
     def judged(self, judgement: Judgement, num_verified: int) -> None:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
         recover."""
@@ -122,6 +131,5 @@ class DrafterStats:
         if num_right < num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
         if num_verified or not num_judged:  # else it is unknown how many would be accepted
-            num_accepted = float(min(num_right, num_verified))
-            self.accepted_per_round = ema(self.accepted_per_round, num_accepted)
+            self._accepted(judgement.num_overtaken + min(num_right, num_verified))
         self.calibration.record(judgement.confidences, num_right)

@@ -49,6 +49,24 @@ def test_a_late_proposal_is_cut_to_what_is_still_ahead() -> None:
     assert draft.proposal == propose(5, 9)
 
 
+def test_of_a_late_proposal_it_is_known_how_much_would_have_been_accepted() -> None:
+    draft = start(5, 6)
+    assert draft.num_right_of(propose(3, 5)) == 1
+    assert draft.num_right_of(propose(3, 5, 7, 8)) == 1
+    assert draft.num_right_of(propose(3, 4, 6, 7)) == 0
+    assert draft.num_right_of(propose(3, 5, 6)) == 2
+    assert draft.num_right_of(propose(3, 5, 6, 7)) is None, "7 is still ahead"
+    assert draft.num_right_of(propose(5, 7)) is None, "it is not late"
+    draft.offer(propose(3, 5, 6, 7, 8))
+    commit(draft, 7, 9)
+    assert draft.judgement is not None
+    assert (draft.judgement.num_overtaken, draft.judgement.num_right) == (2, 1)
+    draft.offer(propose(7, 3))
+    commit(draft, 3)
+    assert draft.judgement is not None
+    assert draft.judgement.num_overtaken == 0
+
+
 def test_a_proposal_is_judged_by_what_was_committed_and_the_rest_is_kept_if_it_agrees() -> None:
     draft = start()
     draft.offer(propose(3, 5, 6, 7, 8))
