@@ -38,8 +38,8 @@ def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOut
 
 
 def judge(proposal: Proposal, committed: Sequence[int], num_overtaken: int = 0) -> Judgement:
-    """Compares a proposal with the tokens committed from its base on, its unverified tokens included. ``num_overtaken``: as of
-    ``Judgement``."""
+    """Compares a proposal with the tokens committed from its base on, its unverified tokens included. ``num_overtaken``:
+    as of ``Judgement``."""
     drafts = proposal.token_ids
     num_right = common_prefix_len(drafts, committed)
     num_judged = min(num_right + 1, len(drafts), len(committed))

@@ -144,8 +144,8 @@ class DraftState:
         return True
 
     def num_right_of(self, proposal: Proposal) -> int | None:
-        """Of a late proposal all of which the tokens committed meanwhile have decided: how many of its tokens are right. None:
-        some are still ahead, or it is not late."""
+        """Of a late proposal all of which the tokens committed meanwhile have decided: how many of its tokens are right.
+        None: some are still ahead, or it is not late."""
         lag = len(self.token_ids) - proposal.base_len
         if lag <= 0 or proposal.base_len < self.prompt_len:
             return None
