@@ -145,7 +145,7 @@ class DrafterSessions:
                 stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
             num_right = sequence.draft.num_right_of(proposal)
             if num_right is not None and sequence.teaches:
-                stats.overtaken(num_right)
+                stats.accepted(num_right)
         if sequence.draft.offer(proposal):
             stats.tally.drafted[len(proposal.token_ids)] += 1
             return sequence

@@ -55,6 +55,7 @@ class ExitCheck:
     times_s: dict[int, float] = field(default_factory=dict)  # measured, by the bits of the number of rows
 
     def note_time(self, seconds: float, num_rows: int) -> None:
+        """Of a check of so many rows."""
         bits = num_rows.bit_length()
         known = self.times_s.get(bits, seconds)
         self.times_s[bits] = min(seconds, 0.9 * known + 0.1 * seconds)
@@ -95,7 +96,6 @@ class EarlyExit:
         self._wrong_exits = WrongExits()
         self._unrejected: frozenset[str] = frozenset()  # requests of which the last exit or control pass rejected no draft
         self._trials: defaultdict[tuple[int, int], Trial] = defaultdict(lambda: Trial(MIN_PAUSE, MAX_PAUSE))
-        self._timed: set[int] = set()  # bits of the numbers of rows of which checks were timed
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
 
@@ -201,10 +201,9 @@ class EarlyExit:
         return 1.0 + sum([num_accepted for _, _, num_accepted in self._samples]) / max(1, len(self._samples))
 
     def learn_time(self, check: ExitCheck, seconds: float, num_rows: int) -> None:
-        check.note_time(seconds, num_rows)
-        if num_rows.bit_length() not in self._timed:  # plans for it were chosen by the time of another size
-            self._timed.add(num_rows.bit_length())
+        if num_rows.bit_length() not in check.times_s:  # plans for this size were chosen by the time of another
             self._plans.clear()
+        check.note_time(seconds, num_rows)
 
     def _fit(self) -> None:
         frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
@@ -319,7 +318,7 @@ class PassWatch:
         """After the pass. ``final``: the final hidden states of all rows."""
         if self.plan is not None:
             seconds = time.perf_counter() - self._started_s
-            num_lost_each = self.exits.num_lost_per_wrong_cut
+            num_lost_each = self.exits.num_lost_per_wrong_cut  # by the samples, which a judgement may drop
             num_lost = self._judge(self.plan, outcomes) * num_lost_each
             num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
             was_checked = self.plan.is_off or self.num_watched

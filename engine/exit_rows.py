@@ -26,8 +26,8 @@ class WatchedRows:
     temperatures: NDArray[np.float32]
 
     def select(self, chosen: NDArray[np.bool_]) -> "WatchedRows":
-        fields = (self.at, self.span, self.index, self.drafts, self.keys, self.temperatures)
-        return WatchedRows(*(array[chosen] for array in fields))  # type: ignore[arg-type]
+        places = self.at[chosen], self.span[chosen], self.index[chosen]
+        return WatchedRows(*places, self.drafts[chosen], self.keys[chosen], self.temperatures[chosen])
 
 
 def watched_rows(

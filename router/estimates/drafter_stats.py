@@ -113,12 +113,9 @@ class DrafterStats:
         if known < 2 * waited_s:
             self.reply_s = ema(known, 2 * waited_s, 0.5)
 
-    def overtaken(self, num_right: int) -> None:
-        """A proposal came when the tokens committed meanwhile had decided all of it: so many of its tokens were right."""
-        self._accepted(num_right)
-
-    def _accepted(self, num_accepted: int) -> None:
-        """Of a proposal, had it been waited for: that it came late must not make it look worth no wait."""
+    def accepted(self, num_accepted: int) -> None:
+        """So many tokens of a proposal would be accepted, had it been waited for: that it came late must not make it look
+        worth no wait."""
         self.accepted_per_round = ema(self.accepted_per_round, float(num_accepted))
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
@@ -131,5 +128,5 @@ class DrafterStats:
         if num_right < num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
         if num_verified or not num_judged:  # else it is unknown how many would be accepted
-            self._accepted(judgement.num_overtaken + min(num_right, num_verified))
+            self.accepted(judgement.num_overtaken + min(num_right, num_verified))
         self.calibration.record(judgement.confidences, num_right)

@@ -348,13 +348,15 @@ def test_exits_that_are_faster_and_lose_tokens_are_turned_off(trying: Callable[[
     assert num_exits < 2 * early_exit.PERIOD
 
 
-def test_a_pass_that_checks_no_row_says_nothing_of_exits(trying: Callable[[], early_exit.PassWatch | None]) -> None:
+def test_a_pass_that_checks_no_row_says_nothing_of_exits(
+    trying: Callable[[], early_exit.PassWatch | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a request whose drafts are all right would look as if exits saved nothing, and pause them for others."""
     while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
         pass
     noted: list[bool] = []
     assert watch.trial is not None
-    watch.trial.note = lambda is_used, cost: noted.append(is_used)  # type: ignore[method-assign]
+    monkeypatch.setattr(watch.trial, "note", lambda is_used, cost: noted.append(is_used))
     watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)], torch.zeros(0))
     assert noted == [True]
     while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
