@@ -160,7 +160,7 @@ class TargetLoop:
                 report = self.step(self._clock())
                 drafted_s = self.inline.step()
                 if drafted_s:
-                    self._colocated.note_inline(drafted_s)
+                    self.note_inline(drafted_s)
                 elif not report.executed:
                     if not self._sequences:
                         self._engine.check_integrity()
@@ -254,6 +254,10 @@ class TargetLoop:
             self.telemetry.idle()
         if self._colocated:
             self._colocated.note_overhead(self._clock() - begun.began_s - self._pass_s)
+
+    def note_inline(self, seconds: Mapping[str, float]) -> None:
+        """Drafters that are stepped between passes took so long since the last one, by name."""
+        self._colocated.note_inline(seconds)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity = self._engine.capacity()

@@ -1,6 +1,6 @@
 """A simulated drafter: the live loop over a drafter that only knows its agreement with each answer and what drafts cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -162,12 +162,50 @@ class AgreementDrafter:
         return list(self._timer.take_levels())
 
 
-class SimulatedDrafter:
-    """Drives a `DrafterLoop` on virtual time: while it drafts or scores, mail waits.
+class TimedLoop:
+    """The live loop of a simulated drafter, and what its work would take.
 
     Args:
+        on_mail: called when mail comes.
         spare_share: as in the configuration of drafters.
     """
+
+    def __init__(
+        self,
+        drafter: AgreementDrafter,
+        timer: DraftTimer,
+        limits: SessionLimits,
+        ahead_len: int,
+        spare_share: float,
+        jitter: Jitter,
+        on_mail: Callable[[], None],
+    ) -> None:
+        self.busy_s = 0.0
+        self.mailbox = VirtualMailbox(on_mail)
+        self.loop = DrafterLoop(drafter.name, drafter, self.mailbox, limits, ahead_len=ahead_len, spare_share=spare_share)
+        self._drafter = drafter
+        self._timer = timer
+        self._jitter = jitter
+
+    def begin(self, now_s: float) -> tuple[StepWork, float]:
+        """The next work of the loop, and its seconds. What takes no time is done."""
+        drafter = self._drafter
+        while True:
+            num_extended = drafter.num_extended
+            work = self.loop.begin(now_s)
+            if work == "nothing":
+                return work, 0.0
+            if work != "answered":
+                seconds = drafter.seconds
+                if work == "scored":
+                    seconds = self._timer.scoring_s(drafter.name, drafter.num_extended - num_extended)
+                seconds = self._jitter(seconds)
+                self.busy_s += seconds
+                return work, seconds
+
+
+class SimulatedDrafter:
+    """Drives a `DrafterLoop` on virtual time: while it drafts or scores, mail waits. Arguments as of ``TimedLoop``."""
 
     def __init__(
         self,
@@ -179,13 +217,8 @@ class SimulatedDrafter:
         spare_share: float,
         jitter: Jitter,
     ) -> None:
-        self.busy_s = 0.0
-        self.mailbox = VirtualMailbox(self._wake)
-        self.loop = DrafterLoop(drafter.name, drafter, self.mailbox, limits, ahead_len=ahead_len, spare_share=spare_share)
+        self.timed = TimedLoop(drafter, timer, limits, ahead_len, spare_share, jitter, self._wake)
         self._events = events
-        self._drafter = drafter
-        self._timer = timer
-        self._jitter = jitter
         self._is_busy = self._is_woken = False
         self._alarm_s: float | None = None
 
@@ -198,22 +231,21 @@ class SimulatedDrafter:
         self._is_woken = False
         if self._is_busy:
             return
-        drafter = self._drafter
-        while True:
-            num_extended = drafter.num_extended
-            work = self.loop.begin(now_s)
-            if work == "nothing":
-                self._sleep()
-                return
-            if work == "scored":
-                self._keep_busy(work, now_s, self._timer.scoring_s(drafter.name, drafter.num_extended - num_extended))
-                return
-            if work != "answered":
-                self._keep_busy(work, now_s, drafter.seconds)
-                return
+        work, seconds = self.timed.begin(now_s)
+        if work == "nothing":
+            self._sleep()
+            return
+
+        def end(end_s: float) -> None:
+            self._is_busy = False
+            self.timed.loop.finish(work, now_s, end_s)
+            self._step(end_s)
+
+        self._is_busy = True
+        self._events.at(now_s + seconds, STEP, end)
 
     def _sleep(self) -> None:
-        due_s = self.loop.next_due_s()
+        due_s = self.timed.loop.next_due_s()
         if due_s is not None and (self._alarm_s is None or due_s < self._alarm_s):
             self._alarm_s = due_s
             self._events.at(due_s, STEP, self._ring)
@@ -221,14 +253,3 @@ class SimulatedDrafter:
     def _ring(self, now_s: float) -> None:
         self._alarm_s = None
         self._wake()
-
-    def _keep_busy(self, work: StepWork, now_s: float, seconds: float) -> None:
-        def end(end_s: float) -> None:
-            self._is_busy = False
-            self.loop.finish(work, now_s, end_s)
-            self._step(end_s)
-
-        seconds = self._jitter(seconds)
-        self.busy_s += seconds
-        self._is_busy = True
-        self._events.at(now_s + seconds, STEP, end)

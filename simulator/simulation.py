@@ -23,7 +23,7 @@ from router.estimates.drift import DriftDetector
 from router.planner import Planner
 from router.router import Router
 from simulator.agreement import SimulatedRequest
-from simulator.drafter import AgreementDrafter, SimulatedDrafter
+from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedLoop
 from simulator.events import MAIL, STEP, Events
 from simulator.gateway import Finished, SimulatedGateway
 from simulator.links import link
@@ -45,7 +45,7 @@ class DrafterSpec:
     max_draft_len: int = 8
     ahead_len: int = 0
     replicas: int = 1
-    companion: bool = False  # each target has its own, in its process
+    companion: bool = False  # each target has its own, in its process, which is stepped between passes
     verifies: bool = False
     max_outcomes: int = 0
     parts: tuple[str, ...] = ()  # drafters of the pool that it combines
@@ -208,12 +208,12 @@ class Simulation:
             lambda num_context: pass_times(spec.cost, num_context),
         )
         self._drafters = {
-            name: self._drafter(drafter, name, spec.spare_share)
+            name: self._drafter(drafter, name)
             for drafter in spec.drafters
             if not drafter.companion
             for name in (member_name(drafter.name, replica) for replica in range(drafter.replicas))
         }
-        self._companions: list[SimulatedDrafter] = []
+        self._companions: list[TimedLoop] = []
         self._targets = [self._target(f"target-{number}") for number in range(spec.num_targets)]
         self._exhausted = self._done = False
 
@@ -232,28 +232,27 @@ class Simulation:
 
     def outcome_counts(self, member: str) -> OutcomeReport | None:
         """Of a drafter outside the targets' processes; None: it prepares no outcomes."""
-        outcomes = self._drafters[member].loop.sessions.outcomes
+        outcomes = self._drafters[member].timed.loop.sessions.outcomes
         return None if outcomes is None else outcomes.counts
 
     # ---- the parts
 
-    def _drafter(self, one: DrafterSpec, name: str, spare_share: float) -> SimulatedDrafter:
+    def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
         spec = self._spec
         model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
-        return SimulatedDrafter(
-            self._events,
-            model,
-            spec.draft_timer,
-            one.limits(spare_share),
-            one.ahead_len,
-            spare_share,
-            self._jitter,
-        )
+        limits, spare_share = one.limits(spec.spare_share), spec.spare_share
+        return SimulatedDrafter(self._events, model, spec.draft_timer, limits, one.ahead_len, spare_share, self._jitter)
+
+    def _companion(self, one: DrafterSpec) -> TimedLoop:
+        """Between passes its mail waits until it is stepped."""
+        timer = self._spec.draft_timer
+        model = AgreementDrafter(one.name, timer, self._gateway.scripts)
+        return TimedLoop(model, timer, one.limits(), one.ahead_len, 0.0, self._jitter, lambda: None)
 
     def _target(self, name: str) -> SimulatedTarget:
         spec, events = self._spec, self._events
         engine = SimulatedEngine(spec.limits, spec.pass_timer, self._gateway.scripts)
-        companions = {one.name: self._drafter(one, one.name, 0.0) for one in spec.drafters if one.companion}
+        companions = {one.name: self._companion(one) for one in spec.drafters if one.companion}
         self._companions += companions.values()
         draft_lens = {one.name: one.max_draft_len for one in spec.drafters}
 
@@ -273,12 +272,12 @@ class Simulation:
                 sheds=spec.sheds,
             )
 
-        target = SimulatedTarget(events, engine, make_loop, self._jitter)
+        target = SimulatedTarget(events, engine, make_loop, self._jitter, list(companions.values()))
         own = _hello(Role.TARGET, name)
         for drafter_name, drafter in self._drafters.items():
-            link(events, target.mailbox, own, drafter.mailbox, _hello(Role.DRAFTER, drafter_name), spec.link_s)
-        for drafter_name, drafter in companions.items():
-            link(events, target.mailbox, own, drafter.mailbox, _hello(Role.DRAFTER, drafter_name), None)
+            link(events, target.mailbox, own, drafter.timed.mailbox, _hello(Role.DRAFTER, drafter_name), spec.link_s)
+        for drafter_name, companion in companions.items():
+            link(events, target.mailbox, own, companion.mailbox, _hello(Role.DRAFTER, drafter_name), None)
         self._gateway.link(target, _hello(Role.GATEWAY, "gateway"), own)
         return target
 
@@ -338,7 +337,7 @@ class Simulation:
         outcome.open_tokens_per_s = self._gateway.tokens_per_s(outcome.end_s)
         if outcome.end_s:
             outcome.target_busy = float(np.mean([target.busy_s / outcome.end_s for target in self._targets]))
-            busy_s = {name: drafter.busy_s for name, drafter in self._drafters.items()}
+            busy_s = {name: drafter.timed.busy_s for name, drafter in self._drafters.items()}
             for drafter in self._companions:
                 name = drafter.loop.name
                 busy_s[name] = busy_s.get(name, 0.0) + drafter.busy_s / len(self._targets)

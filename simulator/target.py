@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from cluster.transport.base import Mailbox
 from cluster.types import Request
+from drafters.loop import StepWork
 from engine.loop_status import StepReport
-from engine.round import PendingPass, TargetLoop
+from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
+from simulator.drafter import TimedLoop
 from simulator.events import STEP, Events
 from simulator.links import VirtualMailbox
 from simulator.text import Script
@@ -99,10 +101,11 @@ class SimulatedEngine:
 
 
 class SimulatedTarget:
-    """Drives a `TargetLoop` on virtual time: while a pass takes its time, mail waits.
+    """Drives a `TargetLoop` on virtual time: while a pass takes its time, or a companion its, mail waits.
 
     Args:
         make_loop: the loop that reads this mailbox.
+        companions: drafters that are stepped between passes, as `engine.colocated.InlineDrafters` steps them.
     """
 
     def __init__(
@@ -111,16 +114,17 @@ class SimulatedTarget:
         engine: SimulatedEngine,
         make_loop: Callable[[Mailbox], TargetLoop],
         jitter: Jitter,
+        companions: Sequence[TimedLoop] = (),
     ) -> None:
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # of passes
         self.num_open = 0  # requests sent to it that have not ended
         self.mailbox = VirtualMailbox(self._wake)
         self.loop = make_loop(self.mailbox)
         self._events = events
         self._engine = engine
         self._jitter = jitter
+        self._companions = companions
         self._is_busy = self._is_woken = False
-        self._pending: tuple[PendingPass, Sequence[SpanOutcome]] | None = None
 
     def _wake(self) -> None:
         if not self._is_busy and not self._is_woken:
@@ -132,24 +136,39 @@ class SimulatedTarget:
         if self._is_busy:
             return
         begun = self.loop.begin(now_s)
-        if isinstance(begun, StepReport):
-            if begun.wake_s is not None:
-                self._events.at(begun.wake_s, STEP, lambda now_s: self._wake())
-            return
-        self._pending = begun, self.loop.execute(begun)
-        self._keep_busy(self._jitter(self._engine.seconds), self._end)
-
-    def _end(self, now_s: float) -> None:
-        assert self._pending is not None
-        begun, outcomes = self._pending
-        self.loop.finish(begun, outcomes, now_s)
-        self._resume(now_s)
-
-    def _resume(self, now_s: float) -> None:
-        self._is_busy = False
-        self._step(now_s)
-
-    def _keep_busy(self, seconds: float, then: Callable[[float], None]) -> None:
         self._is_busy = True
+        if isinstance(begun, StepReport):
+            self._draft(now_s, begun.wake_s)
+            return
+        outcomes, seconds = self.loop.execute(begun), self._jitter(self._engine.seconds)
+
+        def end(now_s: float) -> None:
+            self.loop.finish(begun, outcomes, now_s)
+            self._draft(now_s, after_pass=True)
+
         self.busy_s += seconds
-        self._events.at(self._events.now_s + seconds, STEP, then)
+        self._events.at(now_s + seconds, STEP, end)
+
+    def _draft(self, now_s: float, wake_s: float | None = None, *, after_pass: bool = False) -> None:
+        """Steps the companions one after the other, each until it has nothing to do, and goes on with the next round.
+
+        Args:
+            wake_s: when that is at the latest; None: without mail there is none.
+        """
+        for companion in self._companions:
+            work, seconds = companion.begin(now_s)
+            if work == "nothing":
+                continue
+
+            def end(end_s: float, companion: TimedLoop = companion, work: StepWork = work) -> None:
+                companion.loop.finish(work, now_s, end_s)
+                self.loop.note_inline({companion.loop.name: end_s - now_s})
+                self._draft(end_s, wake_s, after_pass=after_pass)
+
+            self._events.at(now_s + seconds, STEP, end)
+            return
+        self._is_busy = False
+        if after_pass or self.mailbox.has_mail:
+            self._step(now_s)
+        elif wake_s is not None:
+            self._events.at(wake_s, STEP, lambda now_s: self._wake())

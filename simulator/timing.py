@@ -29,13 +29,12 @@ class PackedPass:
         rows, context = sum(r for r, _ in decoding), sum(c for _, c in decoding)
         if not prefilling:
             return self.cost.step_s(rows, context) if rows else 0.0
-        all_rows = rows + sum(r for r, _ in prefilling)
-        all_context = context + sum(c for _, c in prefilling)
-        together_s = self.cost.prefill_s(all_rows, all_context)
+        prompt_rows, prompt_context = sum(r for r, _ in prefilling), sum(c for _, c in prefilling)
         if not rows:
-            return together_s
-        sampling_s = self.cost.step_s(rows, context) - self.cost.prefill_s(rows, context)
-        return together_s + max(0.0, sampling_s)
+            return self.cost.prefill_s(prompt_rows, prompt_context)
+        # What prompts add to rows that are computed anyway. They do not attend to the context of decoding sequences.
+        added_s = self.cost.prefill_s(rows + prompt_rows, prompt_context) - self.cost.prefill_s(rows, 0)
+        return self.cost.step_s(rows, context) + max(0.0, added_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,15 @@ def test_one_that_saves_less_is_asked_hardly_ever() -> None:
     assert 10 < sum(found[16:]) < 60, "then now and then"
 
 
+def test_a_hopeless_trial_of_many_requests_ends_early() -> None:
+    """A draft for many can take most of a round; for one, the first few drafts say little."""
+    many = asked(BreakEvenGate(), 64, 500, lambda _: 0.004, 0.1)
+    assert sum(many[:64]) == 3
+    assert sum(many[64:]) <= 9, "nor are later trials longer"
+    assert all(asked(BreakEvenGate(), 1, 16, lambda _: 0.004, 0.1))
+    assert all(asked(BreakEvenGate(), 64, 16, lambda _: 0.06, 0.1)), "near its price it is tried for as long as ever"
+
+
 def test_one_that_becomes_better_is_found_out() -> None:
     found = asked(BreakEvenGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
     assert sum(found[100:300]) < 30

@@ -192,6 +192,17 @@ def test_padding_costs_what_the_longest_does() -> None:
     assert PackedPass(COST).seconds((), [(7, 7)]) == COST.prefill_s(7, 7)
 
 
+def test_prompts_do_not_pay_for_the_context_of_others() -> None:
+    class Prefill(TableCost):
+        def prefill_s(self, num_rows: int, num_context: int) -> float:
+            return super().prefill_s(num_rows, 0) + 1e-4 * num_context  # much more than a decoding row's
+
+    cost = Prefill((1, 8, 64), (0.02, 0.022, 0.05), 1e-7)
+    rows, prompts = [(5, 1000), (5, 3000)], [(20, 20)]
+    added_s = cost.step_s(30, 0) - cost.step_s(10, 0) + 20 * 1e-4
+    assert PackedPass(cost).seconds(rows, prompts) == pytest.approx(cost.step_s(10, 4000) + added_s)
+
+
 def test_a_horizon_cuts_off() -> None:
     outcome = simulate(cluster(), build_policy(FixedPolicy()), in_turn(requests(8, 1.0, output_len=2000), 8), until_s=2.0)
     assert outcome.end_s == 2.0
@@ -204,6 +215,22 @@ def test_slots_come_as_long_as_there_is_work() -> None:
     outcome = simulation.run()
     assert [at_s for at_s, _ in outcome.slots] == pytest.approx(0.1 * np.arange(1, len(outcome.slots) + 1))
     assert outcome.slots[-1][0] <= outcome.end_s + 0.1
+
+
+def test_a_companion_drafts_while_its_target_computes_nothing() -> None:
+    """As one that is stepped on the target's thread does; a drafter on a device of its own drafts meanwhile."""
+
+    def busy(companion: bool) -> float:
+        in_turns = StepPlanner(PlannerSettings(max_hold_s=1.0, overlap="micro-batch"))
+        drafter = DrafterSpec("large", 8, 4, companion=companion)
+        spec = cluster(drafters=(drafter,), link_s=0.0, planner=lambda: in_turns)
+        load = in_turn(requests(24, 1000.0, output_len=100), 6)
+        outcome = simulate(spec, build_policy(FixedPolicy(chain=("large",))), load)
+        assert min(outcome.target_busy, outcome.drafter_busy["large"]) > 0.05
+        return outcome.target_busy + outcome.drafter_busy["large"]
+
+    assert busy(companion=True) <= 1.0 + 1e-9
+    assert busy(companion=False) > 1.1
 
 
 def test_companions_have_no_time_to_score_and_ride_ahead_of_nobody() -> None:
