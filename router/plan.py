@@ -57,10 +57,14 @@ NO_DRAFTS = DraftBudget(0)
 
 @record
 class Frontier:
-    """A drafter proposes chunks of ``chunk_len`` tokens, and drafts ``ahead_len`` more while a chunk is verified (FASER)."""
+    """A drafter proposes chunks of ``chunk_len`` tokens, and drafts ahead while a chunk is verified (FASER)."""
 
     chunk_len: int
-    ahead_len: int
+
+    @property
+    def ahead_len(self) -> int:
+        """Tokens drafted ahead: the bonus token and the next chunk. A correction would have to wait for more."""
+        return self.chunk_len + 1
 
 
 @record
@@ -75,6 +79,7 @@ class DrafterView:
     batch: float = 1.0
     request_s: float = 0.0  # that one request more adds to a batch
     draft_len: float = 0.0
+    token_s: float = 0.0  # of one token of such a batch; unlike ``draft_len`` it does not follow a change of lengths at once
     shares_device: bool = False  # with the target: its drafts and passes slow each other
     transit_s: float | None = None  # of a reply beside its draft, where none waits for another; None: not known
 

@@ -37,7 +37,7 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """``sequences`` in order of arrival. Pure: the same input gives the same plan, without budgets."""
+        """Before each pass; the plan has no budgets. ``sequences`` in order of arrival."""
 
 
 class StepPlanner:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from cluster.drafting_counts import DraftingCounts, DraftingTally
 from cluster.fast_dataclass import record
-from router.estimates.decayed import SMOOTHING, ema
-from router.estimates.draft_times import DraftTimes
+from router.estimates.decayed import SMOOTHING, DecayedMean, ema
+from router.estimates.draft_times import MEMORY, DraftTimes
 from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
@@ -52,6 +52,7 @@ class DrafterStats:
     acceptance: float = UNKNOWN_DRAFTER.acceptance
     exposure: float = UNKNOWN_DRAFTER.exposure
     draft_len: float = 0.0  # of a proposal that is not empty
+    timed_len: DecayedMean = field(default_factory=DecayedMean)  # the same, of as many drafts as ``times``
     transit_s: float | None = None  # of a reply beside its draft: nearly the least, for others wait for drafts before theirs
     latest_draft_s: float | None = None
     times: DraftTimes = field(default_factory=DraftTimes)  # as its process measures them
@@ -73,7 +74,8 @@ class DrafterStats:
         batch = times.batch
         request_s = times.at(batch + 1) - (draft_s := times.at(batch))
         known = reply_s, self.accepted_per_round, self.acceptance, self.exposure
-        return DrafterView(*known, draft_s, batch, request_s, self.draft_len, transit_s=self.transit_s)
+        token_s = draft_s / max(1.0, self.timed_len.value)
+        return DrafterView(*known, draft_s, batch, request_s, self.draft_len, token_s=token_s, transit_s=self.transit_s)
 
     def drafted(self, num_requests: int, draft_s: float, lens: Sequence[int]) -> None:
         """A batch of drafts for so many requests took ``draft_s``. ``lens``: of the proposals to this target."""
@@ -81,7 +83,9 @@ class DrafterStats:
         self.latest_draft_s = draft_s
         self.tally.batch_s.note(draft_s)
         if lens:
-            self.draft_len = ema(self.draft_len or None, sum(lens) / len(lens))
+            mean_len = sum(lens) / len(lens)
+            self.draft_len = ema(self.draft_len or None, mean_len)
+            self.timed_len.add(mean_len, MEMORY)
 
     def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""

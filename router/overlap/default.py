@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from router.cost_model import CostModel
 from router.draft_wait import held_until
+from router.overlap.frontiers import Frontiers
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
 from router.overlap.rules import by_gain, in_micro_batches
@@ -17,6 +18,7 @@ class ByGain:
 
     def __init__(self, max_hold_s: float) -> None:
         self._max_hold_s = max_hold_s
+        self._frontiers = Frontiers()
 
     def start(
         self,
@@ -31,4 +33,5 @@ class ByGain:
         num = pipeline.num_micro_batches()
         if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier
             return in_micro_batches(decoding, held, num)
-        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=pipeline.frontiers())
+        frontiers = self._frontiers.choose(pipeline)
+        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=frontiers)

@@ -10,8 +10,10 @@ tokens, bonus token included, at acceptance a per token.
   target grow, and long drafts make a barrier look slow.
 - frontier (FASER, 4.3) of chunks of c tokens: while one is verified, m = min(c, t_v/t - 1) tokens and the bonus token are
   drafted from the drafter's own guess (t: one token of drafts for all); m = 1 where t_v is too short for any. They are right
-  with probability p_c = a^((c+1) B), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of rounds takes
-  max(t_v, (m + 1) t) and has L(m) tokens; others take t_v + (c + 1/2) t and have L(c).
+  with probability p_c = a^(c+1), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of a request's rounds
+  is right and has L(m) tokens. Where all are, with probability x^B, a round takes max(t_v, (m + 1) t); else all wait for
+  new chunks of those that were wrong, t_v + c t', where t' is one token of drafts for (1 - x) B requests, and half a token
+  more where a correction comes in mid-token. Simulated frontiers came within 0.03 of that (docs/measurements/overlap.md).
 """
 
 import math
@@ -21,12 +23,10 @@ from operator import attrgetter
 
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.plan import UNKNOWN_DRAFTER, DrafterView, Frontier, SequenceView
+from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 
 MAX_MICRO_BATCHES = 8
-MAX_CHUNK_LEN = 16
-# Shares of the time that overlap must be expected to save. Simulated micro-batches fall behind the prediction by up to 0.15.
-FRONTIER_MARGIN, MICRO_BATCH_MARGIN = 0.05, 0.15
+MICRO_BATCH_MARGIN = 0.15  # share of the time that they must be expected to save; simulated ones save less by as much
 _DRAFTER = attrgetter("drafter")
 
 
@@ -41,6 +41,7 @@ class Pipeline:
         self.num_requests = len(drafted)
         self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
         self._cost = cost
+        self._table = cost.table(self.num_context)
         self._batch_s: dict[tuple[str, int], float] = {}
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
@@ -110,46 +111,37 @@ class Pipeline:
         pairs = self.drafters.values()
         return sum([num * expected_tokens(drafter.acceptance, _own_len(drafter, draft_len)) for drafter, num in pairs])
 
-    def frontiers(self, always: bool = False) -> dict[str, Frontier]:
-        """By drafter, of those that have one."""
-        found = {name: self.frontier(name, always) for name in self.drafters}
-        return {name: frontier for name, frontier in found.items() if frontier is not None}
+    def token_s(self, name: str, num_requests: int) -> float:
+        """One token of drafts for so many; 0: not known."""
+        drafter = self.drafters[name][0]
+        return drafter.token_s * self._drafts_s(name, num_requests) / drafter.draft_s if drafter.draft_s else 0.0
 
-    def frontier(self, name: str, always: bool = False) -> Frontier | None:
-        """The best chunk of a drafter, and how far it drafts ahead of it; None if awaiting whole proposals is faster, unless
-        ``always``, or if its times are not known."""
-        drafter, num_requests = self.drafters[name]
-        if not always and (drafter.shares_device or drafter.acceptance ** (2 * num_requests) <= FRONTIER_MARGIN):
-            return None  # since x <= p_m <= p_1, and overlap saves less than the share x of the time
-        token_s = self._drafts_s(name, num_requests) / max(1.0, drafter.draft_len)
-        if token_s <= 0.0:
-            return None
-        acceptance = drafter.acceptance
-        best, best_rate, barrier_rate, best_pass_s = 0, 0.0, 0.0, 0.0
-        for length in range(1, MAX_CHUNK_LEN + 1):
-            tokens = expected_tokens(acceptance, length)
-            pass_s = self._cost.step_s(num_requests * (1 + length), self.num_context)
-            barrier_rate = max(barrier_rate, tokens / (pass_s + length * token_s))
-            # One of those drafted meanwhile is the bonus token; one more that is due soon after the pass is awaited.
-            next_len = min(length, max(1, int(pass_s / token_s) - 1))
-            hit_s = max(pass_s, (next_len + 1) * token_s)
-            hit, next_hit = (acceptance ** ((n + 1) * num_requests) for n in (length, next_len))
-            share = hit / (1.0 - next_hit + hit)  # of rounds whose proposal was drafted during the pass before
-            tokens += share * (expected_tokens(acceptance, next_len) - tokens)
-            miss_s = pass_s + (length + 0.5) * token_s  # a correction comes in mid-token
-            rate = tokens / (share * hit_s + (1.0 - share) * miss_s)
-            if rate > best_rate:
-                best, best_rate, best_pass_s = length, rate, pass_s
-        if not best or (not always and best_rate * (1.0 - FRONTIER_MARGIN) <= barrier_rate):
-            return None
-        return Frontier(best, min(MAX_CHUNK_LEN, max(best + 1, math.ceil(best_pass_s / token_s))))
+    def barrier_rate(self, name: str, length: float) -> float:
+        """Tokens per second of a request whose proposals of this length are awaited."""
+        drafter, num = self.drafters[name]
+        pass_s = self._table.at(num * (1 + length))
+        return expected_tokens(drafter.acceptance, length) / (pass_s + length * self.token_s(name, num))
+
+    def frontier_rate(self, name: str, length: int) -> float:
+        """The same where proposals are chunks of this length, and the drafter drafts ahead of each."""
+        drafter, num = self.drafters[name]
+        acceptance, token_s, pass_s = drafter.acceptance, self.token_s(name, num), self._table.at(num * (1 + length))
+        # Of those drafted meanwhile one is the bonus token; one more that is due soon after the pass is awaited.
+        next_len = min(length, max(1, int(pass_s / token_s) - 1))
+        right, next_right = acceptance ** (length + 1), acceptance ** (next_len + 1)
+        share = right / (1.0 - next_right + right)  # of rounds whose proposal was drafted during the pass before
+        tokens = share * expected_tokens(acceptance, next_len) + (1.0 - share) * expected_tokens(acceptance, length)
+        all_right, wrong_token_s = share**num, self.token_s(name, max(1, math.ceil((1.0 - share) * num)))
+        is_idle = (length + 1) * token_s <= pass_s
+        wrong_s = pass_s + (length if is_idle else length + 0.5) * wrong_token_s
+        return tokens / (all_right * max(pass_s, (next_len + 1) * token_s) + (1.0 - all_right) * wrong_s)
 
 
 def _own_len(drafter: DrafterView, draft_len: int) -> int:
     return min(draft_len, max(1, round(drafter.draft_len)))
 
 
-def expected_tokens(acceptance: float, draft_len: int) -> float:
+def expected_tokens(acceptance: float, draft_len: float) -> float:
     """L(c) = (1 - a^(c+1)) / (1 - a)."""
     if acceptance >= 1.0:
         return draft_len + 1.0

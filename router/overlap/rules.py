@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from router.cost_model import CostModel
 from router.draft_wait import held_until, replies_s, split_s
+from router.overlap.frontiers import Frontiers
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
 from router.plan import NO_PROMPTS, DrafterView, PromptRows, SequenceView
@@ -91,6 +92,10 @@ class MicroBatches(Barrier):
 class FrontierAlways(Barrier):
     """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
 
+    def __init__(self, max_hold_s: float) -> None:
+        super().__init__(max_hold_s)
+        self._frontiers = Frontiers(always=True)
+
     def start(
         self,
         decoding: Sequence[SequenceView],
@@ -100,5 +105,5 @@ class FrontierAlways(Barrier):
         prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        frontiers = Pipeline(decoding, drafters, cost).frontiers(always=True)
+        frontiers = self._frontiers.choose(Pipeline(decoding, drafters, cost))
         return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=frontiers)
