@@ -11,8 +11,8 @@ from router.estimates.exploration import Pause
 
 _MEMORY = 64.0  # rounds
 _FIRST_ROUNDS = 16  # of a batch size, at any price
-_TRIAL_ROUNDS = 6  # the first catches up; they weigh as much as all rounds before
-# Rounds and drafts after which a trial ends that is hopeless: on a busy target a draft can take most of a round.
+_TRIAL_ROUNDS = 6  # at most; the first catches up. All rounds before weigh as much
+# Verified rounds and drafts after which a trial ends that is hopeless: on a busy target a draft can take most of a round.
 _LEAST_ROUNDS, _LEAST_DRAFTS = 3, 32
 _HOPELESS = 0.5  # of what its drafts cost, that they must have saved by then
 
@@ -26,13 +26,12 @@ class _BatchRange:
         self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
         self.pause = Pause()
         self.num_trials_left = _FIRST_ROUNDS
-        self.num_tried = 0  # rounds of this trial so far
+        self.num_before = 0.0  # rounds that counted in ``saved_s`` when this trial began
 
     def decide(self, batch: int) -> bool:
         cost_s = self.draft_s.at(batch) + self._handling_s
         if self.num_trials_left and not self._is_hopeless(batch, cost_s):
             self.num_trials_left -= 1
-            self.num_tried += 1
             return True
         self.num_trials_left = 0
         if self.saved_s.value > cost_s:
@@ -40,13 +39,15 @@ class _BatchRange:
             return True
         if not self.pause.count_round():
             return False
-        self.num_trials_left, self.num_tried = _TRIAL_ROUNDS - 1, 1
+        self.num_trials_left = _TRIAL_ROUNDS - 1
         self.saved_s.fade(_TRIAL_ROUNDS)
+        self.num_before = self.saved_s.num
         self.draft_s.fade(_TRIAL_ROUNDS)
         return True
 
     def _is_hopeless(self, batch: int, cost_s: float) -> bool:
-        is_told = self.num_tried >= _LEAST_ROUNDS and self.num_tried * batch >= _LEAST_DRAFTS
+        num_verified = self.saved_s.num - self.num_before
+        is_told = num_verified >= _LEAST_ROUNDS and num_verified * batch >= _LEAST_DRAFTS
         return is_told and self.saved_s.value < _HOPELESS * cost_s
 
     @property

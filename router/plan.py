@@ -79,7 +79,7 @@ class DrafterView:
     batch: float = 1.0
     request_s: float = 0.0  # that one request more adds to a batch
     draft_len: float = 0.0
-    token_s: float = 0.0  # of one token of such a batch; unlike ``draft_len`` it does not follow a change of lengths at once
+    token_s: float = 0.0  # of one token of such a batch, which stays right when lengths change; 0: not known
     shares_device: bool = False  # with the target: its drafts and passes slow each other
     transit_s: float | None = None  # of a reply beside its draft, where none waits for another; None: not known
 

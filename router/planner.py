@@ -37,7 +37,7 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """Before each pass; the plan has no budgets. ``sequences`` in order of arrival."""
+        """The next plan, without budgets. ``sequences`` in order of arrival."""
 
 
 class StepPlanner:

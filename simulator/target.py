@@ -144,16 +144,17 @@ class SimulatedTarget:
 
         def end(now_s: float) -> None:
             self.loop.finish(begun, outcomes, now_s)
-            self._draft(now_s, after_pass=True)
+            self._draft(now_s, goes_on=True)
 
         self.busy_s += seconds
         self._events.at(now_s + seconds, STEP, end)
 
-    def _draft(self, now_s: float, wake_s: float | None = None, *, after_pass: bool = False) -> None:
+    def _draft(self, now_s: float, wake_s: float | None = None, *, goes_on: bool = False) -> None:
         """Steps the companions one after the other, each until it has nothing to do, and goes on with the next round.
 
         Args:
             wake_s: when that is at the latest; None: without mail there is none.
+            goes_on: at once, after a pass or a draft.
         """
         for companion in self._companions:
             work, seconds = companion.begin(now_s)
@@ -163,12 +164,12 @@ class SimulatedTarget:
             def end(end_s: float, companion: TimedLoop = companion, work: StepWork = work) -> None:
                 companion.loop.finish(work, now_s, end_s)
                 self.loop.note_inline({companion.loop.name: end_s - now_s})
-                self._draft(end_s, wake_s, after_pass=after_pass)
+                self._draft(end_s, goes_on=True)
 
             self._events.at(now_s + seconds, STEP, end)
             return
         self._is_busy = False
-        if after_pass or self.mailbox.has_mail:
+        if goes_on or self.mailbox.has_mail:
             self._step(now_s)
         elif wake_s is not None:
             self._events.at(wake_s, STEP, lambda now_s: self._wake())

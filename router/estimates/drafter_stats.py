@@ -52,7 +52,7 @@ class DrafterStats:
     acceptance: float = UNKNOWN_DRAFTER.acceptance
     exposure: float = UNKNOWN_DRAFTER.exposure
     draft_len: float = 0.0  # of a proposal that is not empty
-    timed_len: DecayedMean = field(default_factory=DecayedMean)  # the same, of as many drafts as ``times``
+    timed_len: DecayedMean = field(default_factory=DecayedMean)  # the same, remembered for as many drafts as ``times``
     transit_s: float | None = None  # of a reply beside its draft: nearly the least, for others wait for drafts before theirs
     latest_draft_s: float | None = None
     times: DraftTimes = field(default_factory=DraftTimes)  # as its process measures them
@@ -74,7 +74,7 @@ class DrafterStats:
         batch = times.batch
         request_s = times.at(batch + 1) - (draft_s := times.at(batch))
         known = reply_s, self.accepted_per_round, self.acceptance, self.exposure
-        token_s = draft_s / max(1.0, self.timed_len.value)
+        token_s = draft_s / self.timed_len.value if self.timed_len.num else 0.0
         return DrafterView(*known, draft_s, batch, request_s, self.draft_len, token_s=token_s, transit_s=self.transit_s)
 
     def drafted(self, num_requests: int, draft_s: float, lens: Sequence[int]) -> None:

@@ -1,14 +1,13 @@
 """The default: the mode with the shortest expected round."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from router.cost_model import CostModel
 from router.draft_wait import held_until
 from router.overlap.frontiers import Frontiers
 from router.overlap.gains import Pipeline
 from router.overlap.policy import PassStart
-from router.overlap.rules import by_gain, in_micro_batches
+from router.overlap.rules import before_frontiers, by_gain, in_micro_batches
 from router.plan import NO_PROMPTS, DrafterView, PromptRows, SequenceView
 
 
@@ -32,6 +31,6 @@ class ByGain:
         pipeline = Pipeline(decoding, drafters, cost)
         num = pipeline.num_micro_batches()
         if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier
+            self._frontiers.clear()
             return in_micro_batches(decoding, held, num)
-        frontiers = self._frontiers.choose(pipeline)
-        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=frontiers)
+        return before_frontiers(by_gain(decoding, held, drafters, cost, now_s, prompts), self._frontiers, pipeline)

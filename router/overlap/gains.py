@@ -12,17 +12,19 @@ tokens, bonus token included, at acceptance a per token.
   drafted from the drafter's own guess (t: one token of drafts for all); m = 1 where t_v is too short for any. They are right
   with probability p_c = a^(c+1), behind such a chunk with p_m. So a share x = p_c / (1 - p_m + p_c) of a request's rounds
   is right and has L(m) tokens. Where all are, with probability x^B, a round takes max(t_v, (m + 1) t); else all wait for
-  new chunks of those that were wrong, t_v + c t', where t' is one token of drafts for (1 - x) B requests, and half a token
-  more where a correction comes in mid-token. Simulated frontiers came within 0.03 of that (docs/measurements/overlap.md).
+  new chunks of those that were wrong, t_v + c t', and half a token more where a correction comes in mid-token. t' is one
+  token of drafts for these, (1 - x) B / (1 - x^B) requests on average. How near simulated frontiers came to that is in
+  docs/measurements/overlap.md.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 
 from router.assignment import drafter_of
-from router.cost_model import CostModel
+from router.cost_model import CostModel, TableCost
 from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 
 MAX_MICRO_BATCHES = 8
@@ -41,7 +43,6 @@ class Pipeline:
         self.num_requests = len(drafted)
         self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
         self._cost = cost
-        self._table = cost.table(self.num_context)
         self._batch_s: dict[tuple[str, int], float] = {}
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
@@ -111,6 +112,10 @@ class Pipeline:
         pairs = self.drafters.values()
         return sum([num * expected_tokens(drafter.acceptance, _own_len(drafter, draft_len)) for drafter, num in pairs])
 
+    @cached_property
+    def _table(self) -> TableCost:
+        return self._cost.table(self.num_context)
+
     def token_s(self, name: str, num_requests: int) -> float:
         """One token of drafts for so many; 0: not known."""
         drafter = self.drafters[name][0]
@@ -131,10 +136,13 @@ class Pipeline:
         right, next_right = acceptance ** (length + 1), acceptance ** (next_len + 1)
         share = right / (1.0 - next_right + right)  # of rounds whose proposal was drafted during the pass before
         tokens = share * expected_tokens(acceptance, next_len) + (1.0 - share) * expected_tokens(acceptance, length)
-        all_right, wrong_token_s = share**num, self.token_s(name, max(1, math.ceil((1.0 - share) * num)))
+        all_right, right_s = share**num, max(pass_s, (next_len + 1) * token_s)
+        num_wrong = num if all_right == 1.0 else (1.0 - share) * num / (1.0 - all_right)  # where any is
         is_idle = (length + 1) * token_s <= pass_s
-        wrong_s = pass_s + (length if is_idle else length + 0.5) * wrong_token_s
-        return tokens / (all_right * max(pass_s, (next_len + 1) * token_s) + (1.0 - all_right) * wrong_s)
+        wrong_s = pass_s + (length if is_idle else length + 0.5) * self.token_s(name, max(1, math.ceil(num_wrong - 1e-9)))
+        if num > 1:  # those that were right have no sooner what they draft ahead
+            wrong_s = max(wrong_s, right_s)
+        return tokens / (all_right * right_s + (1.0 - all_right) * wrong_s)
 
 
 def _own_len(drafter: DrafterView, draft_len: int) -> int:

@@ -28,5 +28,5 @@ class OverlapPolicy(Protocol):
         now_s: float,
         prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
-        """Before each pass. ``decoding``: requests without prompt tokens to compute, in order of arrival. A request is held
+        """For each plan. ``decoding``: requests without prompt tokens to compute, in order of arrival. A request is held
         for at most the maximum hold after its commit, so that a dead drafter costs no more than that."""

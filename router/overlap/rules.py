@@ -57,6 +57,11 @@ def held_for(decoding: Sequence[SequenceView], max_hold_s: float, now_s: float) 
     }
 
 
+def before_frontiers(start: PassStart, frontiers: Frontiers, pipeline: Pipeline) -> PassStart:
+    """A plan that waits keeps those of the last pass, or budgets would change twice a round."""
+    return replace(start, frontiers=frontiers.choose(pipeline) if start.ready else frontiers.present)
+
+
 class Barrier:
     """All proposals are awaited, then one pass takes all requests (SPIN, figure 6a)."""
 
@@ -105,5 +110,5 @@ class FrontierAlways(Barrier):
         prompts: PromptRows = NO_PROMPTS,
     ) -> PassStart:
         held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        frontiers = self._frontiers.choose(Pipeline(decoding, drafters, cost))
-        return replace(by_gain(decoding, held, drafters, cost, now_s, prompts), frontiers=frontiers)
+        pipeline = Pipeline(decoding, drafters, cost)
+        return before_frontiers(by_gain(decoding, held, drafters, cost, now_s, prompts), self._frontiers, pipeline)

@@ -39,13 +39,32 @@ def test_one_that_saves_less_is_asked_hardly_ever() -> None:
     assert 10 < sum(found[16:]) < 60, "then now and then"
 
 
+def asked_live(asking: BreakEvenGate, num_rounds: int, saves_s: Callable[[int], float | None], cost_s: float) -> list[bool]:
+    """As a loop asks, for 64 requests: what a draft saved is known after the next decision. None: none was verified."""
+    found, newest = [], None
+    for number in range(num_rounds):
+        found.append(asking.decide(64))
+        if newest is not None:
+            asking.note_saved(64, newest)
+        newest = saves_s(number) if found[-1] else None
+        if found[-1]:
+            asking.note_draft(64, cost_s)
+    return found
+
+
 def test_a_hopeless_trial_of_many_requests_ends_early() -> None:
     """A draft for many can take most of a round; for one, the first few drafts say little."""
-    many = asked(BreakEvenGate(), 64, 500, lambda _: 0.004, 0.1)
-    assert sum(many[:64]) == 3
-    assert sum(many[64:]) <= 9, "nor are later trials longer"
+    many = asked_live(BreakEvenGate(), 500, lambda _: 0.004, 0.1)
+    assert sum(many[:64]) == 4
+    assert sum(many[64:]) <= 15, "nor are later trials longer"
     assert all(asked(BreakEvenGate(), 1, 16, lambda _: 0.004, 0.1))
-    assert all(asked(BreakEvenGate(), 64, 16, lambda _: 0.06, 0.1)), "near its price it is tried for as long as ever"
+    assert all(asked_live(BreakEvenGate(), 16, lambda _: 0.06, 0.1)), "near its price it is tried for as long as ever"
+    assert all(asked_live(BreakEvenGate(), 16, lambda _: None, 0.1)), "nothing is known before drafts are verified"
+
+
+def test_one_that_becomes_better_for_many_is_found_out() -> None:
+    found = asked_live(BreakEvenGate(), 3000, lambda number: 0.0 if number < 300 else 0.15, 0.1)
+    assert all(found[-300:])
 
 
 def test_one_that_becomes_better_is_found_out() -> None:
