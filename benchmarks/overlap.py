@@ -96,8 +96,8 @@ class Case:
 
 QUICK = (
     Case("third, batch 1", 1 / 3, 1, 192, 2),
-    Case("third, batch 4", 1 / 3, 4, 192, 4),
-    Case("thin, batch 4", 1 / 15, 4, 192, 4),
+    Case("third, batch 4", 1 / 3, 4, 160, 4),
+    Case("thin, batch 4", 1 / 15, 4, 160, 4),
 )
 FULL = (
     Case("third, batch 1", 1 / 3, 1, 256, 4),
