@@ -205,19 +205,14 @@ class TimedLoop:
 
 
 class SimulatedDrafter:
-    """Drives a `DrafterLoop` on virtual time: while it drafts or scores, mail waits. Arguments as of ``TimedLoop``."""
+    """Drives a `DrafterLoop` on virtual time: while it drafts or scores, mail waits.
 
-    def __init__(
-        self,
-        events: Events,
-        drafter: AgreementDrafter,
-        timer: DraftTimer,
-        limits: SessionLimits,
-        ahead_len: int,
-        spare_share: float,
-        jitter: Jitter,
-    ) -> None:
-        self.timed = TimedLoop(drafter, timer, limits, ahead_len, spare_share, jitter, self._wake)
+    Args:
+        make_timed: of what to call when mail comes.
+    """
+
+    def __init__(self, events: Events, make_timed: Callable[[Callable[[], None]], TimedLoop]) -> None:
+        self.timed = make_timed(self._wake)
         self._events = events
         self._is_busy = self._is_woken = False
         self._alarm_s: float | None = None

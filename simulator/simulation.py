@@ -238,16 +238,17 @@ class Simulation:
     # ---- the parts
 
     def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
-        spec = self._spec
-        model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
-        limits, spare_share = one.limits(spec.spare_share), spec.spare_share
-        return SimulatedDrafter(self._events, model, spec.draft_timer, limits, one.ahead_len, spare_share, self._jitter)
+        spare_share = self._spec.spare_share
+        return SimulatedDrafter(self._events, lambda on_mail: self._timed(one, name, spare_share, on_mail))
 
     def _companion(self, one: DrafterSpec) -> TimedLoop:
-        """Between passes its mail waits until it is stepped."""
+        """Its mail waits until it is stepped, between passes."""
+        return self._timed(one, one.name, 0.0, lambda: None)
+
+    def _timed(self, one: DrafterSpec, name: str, spare_share: float, on_mail: Callable[[], None]) -> TimedLoop:
         timer = self._spec.draft_timer
-        model = AgreementDrafter(one.name, timer, self._gateway.scripts)
-        return TimedLoop(model, timer, one.limits(), one.ahead_len, 0.0, self._jitter, lambda: None)
+        model = AgreementDrafter(name, timer, self._gateway.scripts)
+        return TimedLoop(model, timer, one.limits(spare_share), one.ahead_len, spare_share, self._jitter, on_mail)
 
     def _target(self, name: str) -> SimulatedTarget:
         spec, events = self._spec, self._events
