@@ -3,6 +3,7 @@
 - DSpark, figure 5: accepted length and acceptance by the confidence below which a draft ends.
 - DSpark, figure 8: tokens per second, and draft tokens verified, by concurrency. ``budget_rise.ARM``: the most by which the
   tokens verified of a request rise from one concurrency to the next, as a ratio; at most 1 where they fall throughout.
+  Drafts are awaited, as there.
 - Drafting beside verification, over a barrier, by r = K t_d / t_v, the time of a draft over that of a pass:
   ``two batches``: as many requests again, verified in turn (MineDraft): at most (1 + r) / max(1, r), 1.75 at r = 0.75.
   ``outcomes``: a drafter that prepares several outcomes (Saguaro): at most (1 + r) / (1 + (1 - h) r) at the hit rate h.
@@ -122,7 +123,8 @@ def _loads(machine: Machine, num_tokens: int) -> Part:
     verified: dict[str, tuple[list[float], list[float]]] = {}
     figures = {}
     for arm in LOAD_ARMS:
-        results = [_played(machine, arm, batch, num_tokens) for batch in CONCURRENCY]
+        awaited = replace(arm, overlap="barrier")  # so lengths and budgets alone tell how much is verified
+        results = [_played(machine, awaited, batch, num_tokens) for batch in CONCURRENCY]
         lens = [result.verified_len for result in results]
         rows += [(arm.name, b, r.goodput, r.verified_len) for b, r in zip(CONCURRENCY, results, strict=True)]
         goodput[arm.name], verified[arm.name] = (at, [result.goodput for result in results]), (at, lens)

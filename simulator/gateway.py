@@ -25,6 +25,7 @@ class Finished:
     end_s: float
     num_tokens: int
     num_rounds: int
+    num_verified: int  # draft tokens
     num_switches: int
 
 
@@ -37,6 +38,7 @@ class OpenRequest:
     first_token_s: float | None = None
     num_tokens: int = 0
     num_rounds: int = 0
+    num_verified: int = 0
     num_switches: int = 0
 
 
@@ -88,6 +90,7 @@ class SimulatedGateway:
         if commit.token_ids:
             one.num_tokens += len(commit.token_ids)
             one.num_rounds += 1
+            one.num_verified += commit.num_proposed
             self.num_tokens += len(commit.token_ids)
             if one.first_token_s is None:
                 one.first_token_s = now_s
@@ -95,9 +98,8 @@ class SimulatedGateway:
             del self.open[commit.request_id]
             one.target.num_open -= 1
             first_s = now_s if one.first_token_s is None else one.first_token_s
-            self._ended(
-                Finished(one.request, commit.finish, first_s, now_s, one.num_tokens, one.num_rounds, one.num_switches)
-            )
+            counts = one.num_tokens, one.num_rounds, one.num_verified, one.num_switches
+            self._ended(Finished(one.request, commit.finish, first_s, now_s, *counts))
 
 
 def _put(target: SimulatedTarget, link: VirtualLink, message: Message) -> None:

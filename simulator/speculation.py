@@ -113,7 +113,6 @@ def _result(outcome: SimulationResult, concurrency: int | None) -> ArmResult:
     else:
         request_s = concurrency * outcome.end_s
     rounds = sum(one.num_rounds - 1 for one in served)
-    share = sum(one.num_tokens for one in served) / max(1, outcome.num_tokens)
     return ArmResult(
         outcome.end_s,
         outcome.num_tokens,
@@ -122,5 +121,5 @@ def _result(outcome: SimulationResult, concurrency: int | None) -> ArmResult:
         outcome.ttft_s() if concurrency is None else np.zeros(0),
         outcome.accepted_len,
         1.0 - outcome.num_accepted / outcome.num_verified if outcome.num_verified else 0.0,
-        outcome.num_verified * share / rounds if rounds else 0.0,
+        sum(one.num_verified for one in served) / rounds if rounds else 0.0,
     )
