@@ -6,6 +6,7 @@ Which requests a pass takes, and which wait for their proposals, is a policy of 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from operator import attrgetter
 from typing import Protocol
 
 from cluster.config import Config
@@ -16,6 +17,7 @@ from router.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN, VERIFICATION_POLICIES, VerifyContext
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
+_ID, _SLO, _SURVIVAL = attrgetter("request_id"), attrgetter("slo"), attrgetter("survival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class StepPlanner:
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
         num_remaining = sum(map(_remaining, (*prefilling, *admissible)))
-        has_slo = any(s.slo is not None for s in sequences)
+        has_slo = any(map(_SLO, sequences))
         # A pass that prompts fill is long: who misses it for a late draft may miss the objective. Then every pass waits.
         prompt_rows = NO_PROMPTS if has_slo else self._prompt_rows(num_remaining, capacity)
         start = self._overlap.start(decoding, drafters, cost, now_s, prompt_rows)
@@ -97,8 +99,9 @@ class StepPlanner:
         rows = self._verification.rows(
             survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass())
         )
-        decode = _decode_spans(survivors, rows.verify_lens, blocks)
-        num_rows = len(decode) + sum([s.num_verify for s in decode])
+        decode = _decode_spans(survivors, rows.verify_lens, blocks, followed=bool(prompts))
+        verified = [span.num_verify for span in decode]
+        num_rows = len(decode) + sum(verified)
         num_prompt_tokens = min(capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
         if num_prompt_tokens and decode and limits.limit_s is not None:  # not every policy regards both together
             left_s = limits.limit_s - cost.step_s(num_rows, sum(s.committed_len for s in survivors))
@@ -112,9 +115,8 @@ class StepPlanner:
             preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         spans = (*decode, *prefill)
-        left_out = [
-            s.survival[d.num_verify] for s, d in zip(survivors, decode, strict=True) if len(s.survival) > d.num_verify
-        ]
+        proposals = map(_SURVIVAL, survivors)
+        left_out = [survival[num] for survival, num in zip(proposals, verified, strict=True) if len(survival) > num]
         return replace(
             none,
             spans=spans,
@@ -174,6 +176,10 @@ class _Blocks:
         more = zip(sequences, nums_more, strict=True)
         return sum([((rounded := s.computed_len + last) + 1 + num) // block_len - rounded // block_len for s, num in more])
 
+    def most_needed(self, num_sequences: int, num_more: int) -> int:
+        """As ``needed_for_all`` at most: the tokens of a sequence begin one block more than they fill."""
+        return num_sequences + num_more // self._block_len
+
     def fits(self, sequence: SequenceView, num_tokens: int) -> int:
         """The most of num_tokens that the free blocks still hold."""
         slack = self.held_by(sequence) * self._block_len - sequence.computed_len
@@ -204,13 +210,16 @@ def _make_room(
     return survivors, preempted
 
 
-def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], blocks: _Blocks) -> list[Span]:
-    ids = [sequence.request_id for sequence in ready]
-    verify_lens = [num_verify.get(request_id, 0) for request_id in ids]
-    needed = blocks.needed_for_all(ready, verify_lens)
+def _decode_spans(
+    ready: Sequence[SequenceView], verify_lens: Sequence[int], blocks: _Blocks, followed: bool
+) -> list[Span]:
+    """``followed``: spans of prompts come after these, and take of what is left."""
+    needed = blocks.most_needed(len(ready), sum(verify_lens))
+    if followed or needed > blocks.num_free:
+        needed = blocks.needed_for_all(ready, verify_lens)
     if needed <= blocks.num_free:
         blocks.num_free -= needed
-        return list(map(Span, ids, repeat(1), verify_lens))
+        return list(map(Span, map(_ID, ready), repeat(1), verify_lens))
     for sequence in ready:  # committed tokens come before drafts
         blocks.take(sequence, 1)
     spans = []

@@ -11,8 +11,8 @@ class VerifyAll:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         num_free = context.capacity.max_pass_tokens - len(ready)
-        lengths = {}
+        lengths = []
         for sequence in ready:
-            lengths[sequence.request_id] = max(0, min(useful_len(sequence, context.capacity), num_free))
-            num_free -= lengths[sequence.request_id]
+            lengths.append(max(0, min(useful_len(sequence, context.capacity), num_free)))
+            num_free -= lengths[-1]
         return PassRows(lengths, context.num_prompt_tokens)

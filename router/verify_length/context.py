@@ -30,7 +30,7 @@ class VerifyContext:
 class PassRows:
     """The rows of a pass beside one for each decoding sequence."""
 
-    verify_lens: dict[str, int]  # request -> draft tokens that are verified
+    verify_lens: Sequence[int]  # draft tokens that are verified of each of the ready sequences
     num_prompt_tokens: int  # at most
 
 

@@ -16,7 +16,7 @@ class GoodputVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows({}, context.num_prompt_tokens)
+            return PassRows((), context.num_prompt_tokens)
         proposals = survivals(ready, context)
         capacity, limit_s = context.capacity, context.limit_s
         table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
@@ -32,5 +32,4 @@ class GoodputVerification:
             if expected / seconds > best_rate:
                 best, best_rate = position + 1, expected / seconds
         lens = [min(best, len(survival)) for survival in proposals]
-        names = [sequence.request_id for sequence in ready]
-        return PassRows(dict(zip(names, lens, strict=True)), context.num_prompt_tokens)
+        return PassRows(lens, context.num_prompt_tokens)

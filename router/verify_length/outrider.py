@@ -36,7 +36,7 @@ class OutriderVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows({}, _prompts_alone(context))
+            return PassRows((), _prompts_alone(context))
         num_context = sum([sequence.committed_len for sequence in ready])
         table = context.cost.table(num_context)
         num_ready, num_prompts = len(ready), context.num_prompt_tokens

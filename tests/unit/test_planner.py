@@ -48,7 +48,8 @@ def plan(
 
 
 def lengths_by(policy: str, batch: list[SequenceView], drafters: dict[str, DrafterView], cost: TableCost) -> dict[str, int]:
-    return VERIFICATION_POLICIES[policy]().rows(batch, VerifyContext(drafters, CAPACITY, cost, now_s=1.0)).verify_lens
+    rows = VERIFICATION_POLICIES[policy]().rows(batch, VerifyContext(drafters, CAPACITY, cost, now_s=1.0))
+    return {one.request_id: length for one, length in zip(batch, rows.verify_lens, strict=True)}
 
 
 def spans_of(step: StepPlan) -> dict[str, tuple[int, int]]:

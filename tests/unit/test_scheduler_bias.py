@@ -34,7 +34,7 @@ class SeesTheDrafts:
     """Worse than the paper's: verifies a proposal only if its first token is A."""
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
-        return PassRows({s.request_id: s.num_drafted * (s.survival[1] > 0.0) for s in ready}, 0)
+        return PassRows([s.num_drafted * (s.survival[1] > 0.0) for s in ready], 0)
 
 
 def policy(name: str) -> VerificationPolicy:
@@ -43,7 +43,7 @@ def policy(name: str) -> VerificationPolicy:
 
 def num_verified(scheduler: VerificationPolicy, first_draft: int) -> int:
     survival = (ACCEPTANCE, ACCEPTANCE * CONFIDENCE_AFTER[first_draft])
-    return scheduler.rows([decoding("r", survival)], a_pass(COST)).verify_lens["r"]
+    return scheduler.rows([decoding("r", survival)], a_pass(COST)).verify_lens[0]
 
 
 def by_rejection(name: str) -> list[int]:

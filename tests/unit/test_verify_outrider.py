@@ -64,45 +64,45 @@ def test_a_few_drafts_are_decided_as_many_are(drawn: Drawn) -> None:
 
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
     batch = [decoding("sure", (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)), decoding("vague", (0.3, 0.1, 0.05, 0.02, 0.01, 0.005))]
-    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"sure": 6, "vague": 0}
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == [6, 0]
 
 
 def test_without_calibration_the_drafters_mean_counts() -> None:
     batch = [decoding("known", (0.1, 0.01, 0.001)), decoding("unknown", (), num_drafted=8)]
-    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"known": 1, "unknown": 5}
-    assert decide("outrider", [], a_pass(KNEE)).verify_lens == {}
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == [1, 5]
+    assert decide("outrider", [], a_pass(KNEE)).verify_lens == ()
 
 
 def test_a_request_that_falls_behind_gets_the_rows() -> None:
     batch = [decoding("ahead", (0.6,) * 6), decoding("behind", (0.5,) * 6)]
-    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == {"ahead": 6, "behind": 0}
+    assert decide("outrider", batch, a_pass(KNEE)).verify_lens == [6, 0]
     weighted = replace(a_pass(KNEE), weights={"behind": 2.0})
-    assert decide("outrider", batch, weighted).verify_lens == {"ahead": 0, "behind": 6}
+    assert decide("outrider", batch, weighted).verify_lens == [0, 6]
 
 
 def test_the_pass_stays_within_its_limit() -> None:
     batch = [decoding("a", (0.99,) * 20)]
     unlimited = a_pass(TableCost((1, 2, 30), (0.02, 0.021, 0.049)))
-    assert decide("outrider", batch, unlimited).verify_lens == {"a": 20}
-    assert decide("outrider", batch, replace(unlimited, limit_s=0.025)).verify_lens == {"a": 5}
-    assert decide("outrider", batch, replace(unlimited, limit_s=0.001)).verify_lens == {"a": 0}, "decoding goes on"
+    assert decide("outrider", batch, unlimited).verify_lens == [20]
+    assert decide("outrider", batch, replace(unlimited, limit_s=0.025)).verify_lens == [5]
+    assert decide("outrider", batch, replace(unlimited, limit_s=0.001)).verify_lens == [0], "decoding goes on"
 
 
 def test_within_a_limit_requests_that_are_ahead_give_up_their_rows() -> None:
     batch = [decoding("ahead", (0.8,) * 4), decoding("behind", (0.5,) * 4)]
     unlimited = a_pass(TableCost((1, 2, 30), (0.02, 0.021, 0.049)))
-    assert decide("outrider", batch, unlimited).verify_lens == {"ahead": 4, "behind": 4}
+    assert decide("outrider", batch, unlimited).verify_lens == [4, 4]
     limited = replace(unlimited, limit_s=0.025)
-    assert decide("outrider", batch, limited).verify_lens == {"ahead": 4, "behind": 0}
-    assert decide("outrider", batch, replace(limited, weights={"behind": 2.0})).verify_lens == {"ahead": 0, "behind": 4}
+    assert decide("outrider", batch, limited).verify_lens == [4, 0]
+    assert decide("outrider", batch, replace(limited, weights={"behind": 2.0})).verify_lens == [0, 4]
 
 
 def test_prompts_take_the_cheap_rows_from_unlikely_drafts() -> None:
     """32 rows take as long as one. Alone, even unlikely drafts are worth them; prompts that wait are worth more."""
     batch = [decoding("a", (0.9, 0.05, 0.045, 0.04, 0.035, 0.03, 0.025))]
-    assert decide("outrider", batch, a_pass(FLAT_THEN_STEEP)).verify_lens == {"a": 7}
+    assert decide("outrider", batch, a_pass(FLAT_THEN_STEEP)).verify_lens == [7]
     rows = decide("outrider", batch, a_pass(FLAT_THEN_STEEP, num_prompt_tokens=60))
-    assert rows.verify_lens == {"a": 1}
+    assert rows.verify_lens == [1]
     assert rows.num_prompt_tokens == 30, "up to the cliff, not beyond"
 
 
@@ -110,7 +110,7 @@ def test_a_few_prompt_tokens_are_computed_at_any_price() -> None:
     cliff = TableCost((1, 2, 3), (0.02, 10.0, 20.0))
     rows = decide("outrider", [decoding("a", (0.9,))], replace(a_pass(cliff, num_prompt_tokens=40), limit_s=0.05))
     assert rows.num_prompt_tokens == 16
-    assert rows.verify_lens == {"a": 0}
+    assert rows.verify_lens == [0]
 
 
 def test_prompts_alone_stay_within_the_limit() -> None:
@@ -122,9 +122,9 @@ def test_prompts_alone_stay_within_the_limit() -> None:
 def test_rows_fill_the_prepared_shape_that_is_paid_for() -> None:
     linear = TableCost((1, 64), (0.02, 0.146))
     batch = [decoding("a", (0.6, 0.4, 0.1, 0.01, 0.005))]
-    assert decide("outrider", batch, a_pass(linear)).verify_lens == {"a": 2}
-    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 2, 4, 8))).verify_lens == {"a": 3}
-    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 6))).verify_lens == {"a": 5}
+    assert decide("outrider", batch, a_pass(linear)).verify_lens == [2]
+    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 2, 4, 8))).verify_lens == [3]
+    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 6))).verify_lens == [5]
 
 
 def test_the_budget_falls_as_the_load_rises() -> None:
@@ -134,7 +134,7 @@ def test_the_budget_falls_as_the_load_rises() -> None:
     for num_ready in (1, 4, 8, 16, 32, 64, 128):
         batch = [decoding(str(i), (0.9, 0.75, 0.6, 0.4, 0.25, 0.1, 0.05)) for i in range(num_ready)]
         lens = decide("outrider", batch, a_pass(knee, max_pass_tokens=4096)).verify_lens
-        verified.append(sum(lens.values()) / num_ready)
+        verified.append(sum(lens) / num_ready)
     assert (verified[0], verified[-1]) == (7.0, 0.0)
     assert verified == sorted(verified, reverse=True)
     assert len(set(verified)) >= 4, "smoothly"
@@ -150,7 +150,7 @@ def test_a_threshold_does_not_flap() -> None:
     policy, batch = OutriderVerification(), [decoding("a", (0.5,))]
 
     def length(gain: float) -> int:
-        return policy.rows(batch, a_pass(cost_of_one_draft(gain))).verify_lens["a"]
+        return policy.rows(batch, a_pass(cost_of_one_draft(gain))).verify_lens[0]
 
     assert [length(g) for g in (0.004, -0.004, 0.004, -0.004, 0.004)] == [1, 0, 0, 0, 0]
     assert [length(g) for g in (0.02, 0.004, 0.02)] == [1, 1, 1]
@@ -160,6 +160,6 @@ def test_thresholds_of_other_batches_and_contexts_are_their_own() -> None:
     policy = OutriderVerification()
     short, slight = decoding("a", (0.5,)), a_pass(cost_of_one_draft(0.004))
     long = replace(short, committed_len=8 * COMMITTED_LEN, computed_len=8 * COMMITTED_LEN - 1)
-    assert policy.rows([short], a_pass(cost_of_one_draft(-0.004))).verify_lens == {"a": 0}
-    assert policy.rows([long], slight).verify_lens == {"a": 1}
-    assert policy.rows([short], slight).verify_lens == {"a": 0}
+    assert policy.rows([short], a_pass(cost_of_one_draft(-0.004))).verify_lens == [0]
+    assert policy.rows([long], slight).verify_lens == [1]
+    assert policy.rows([short], slight).verify_lens == [0]
