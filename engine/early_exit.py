@@ -5,7 +5,8 @@ Row i of a verify span predicts its draft token i. Where a check expects another
 row i goes on, since its own token is needed. What is left is a pass that verified fewer draft tokens, so a row that leaves
 wrongly costs speed and no token.
 
-    learning pass   no row leaves; margins and final hidden states are recorded
+    learning pass   margins and final hidden states are recorded; rows leave at most before the head, where their final
+                    states are known and a draft token that another one beats is rejected for certain
     exit pass       rows leave by the thresholds of `router.early_exit`, for passes of about this size
     control pass    as a plain pass, and timed as exit passes are
     else            the plain path; every so often a learning pass
@@ -41,7 +42,7 @@ EARLY_PERIOD = 8  # where rows leave, until there are NUM_SAMPLES
 EARLY_IDLE_PERIOD = 16  # where exits do not pay yet: more samples may allow checks that few do not
 PERIOD = 32  # later, where rows leave
 IDLE_PERIOD = 128  # and where exits do not pay, or were measured to lose
-MIN_PAUSE, MAX_PAUSE = 512, 16_384  # passes without exits, where they were measured to lose
+MIN_PAUSE, MAX_PAUSE = 128, 16_384  # passes without exits, where they were measured to lose
 REPLAN_PERIOD = 8  # learning passes, once there are NUM_SAMPLES
 
 
@@ -112,7 +113,7 @@ class EarlyExit:
         self._num_since += 1
         if self._num_since >= self._period(plan, trial):
             self._num_since = 0
-            return PassWatch(self, spans, states, None)
+            return PassWatch(self, spans, states, None, last_threshold=None if trial.is_paused else plan.thresholds[-1])
         if plan.is_off:
             return None
         leaves = trial.next()
@@ -226,6 +227,7 @@ class PassWatch:
     plan: ExitPlan | None  # is_off: of a control pass
     trial: Trial | None = None  # that is told the time of the pass
     unchecked: frozenset[str] = frozenset()  # requests whose rows all stay
+    last_threshold: float | None = None  # of a learning pass, before the head
     depths: tuple[int, ...] = field(init=False)  # of its checks
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
     num_watched: int = field(init=False, default=0)  # rows that are checked
@@ -256,18 +258,19 @@ class PassWatch:
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
         number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
+        is_last = number == len(self.exits.checks) - 1
         if self.thresholds is None:
-            self._record(number, check, residual, delta)
-            return None
-        threshold, rows = self.thresholds[number], self._rows
-        if threshold is None or not len(rows.at):
-            return None
-        margins = self._margins_at(check, residual, delta, rows)
-        return None if margins is None else self._leave(margins > threshold, residual.device)
+            margins, threshold = self._record(number, check, residual, delta), self.last_threshold if is_last else None
+        else:
+            threshold = self.thresholds[number]
+            margins = None if threshold is None else self._margins_at(check, residual, delta, self._rows)
+        return None if margins is None or threshold is None else self._leave(margins > threshold, residual.device)
 
     def _margins_at(
         self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None, rows: WatchedRows
     ) -> NDArray[np.float32] | None:
+        if not len(rows.at):
+            return None
         at = torch.from_numpy(rows.at)
         hidden = residual[at]
         if delta is not None:
@@ -298,24 +301,24 @@ class PassWatch:
 
     # ---- learning passes
 
-    def _record(self, number: int, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None) -> None:
+    def _record(
+        self, number: int, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None
+    ) -> NDArray[np.float32] | None:
         rows = self._rows
         if delta is not None:
             self._hidden[check.depth] = self.exits.normalised(residual.clone(), delta)
         else:
             self._hidden[check.depth] = residual
-        if not len(rows.at):
-            return
         start_s = time.perf_counter()
         margins = self._margins_at(check, residual, delta, rows)
         if margins is None:
             self._measured = False
-            return
+            return None
         self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
         self._margins[rows.span, number, rows.index] = margins
+        return margins
 
-    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
-        """After the pass. ``final``: the final hidden states of all rows."""
+    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
         if self.plan is not None:
             seconds = time.perf_counter() - self._started_s
             num_lost_each = self.exits.num_lost_per_wrong_cut  # by the samples, which a judgement may drop
@@ -328,7 +331,7 @@ class PassWatch:
                 self.trial.note(not self.plan.is_off, seconds * (1.0 + num_lost / num_tokens) / num_rows)
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
-        watched = dict.fromkeys(self._rows.span.tolist())
+        watched = np.flatnonzero(self._margins[:, -1, 0] > -np.inf).tolist()
         if watched and self._measured:
             self.exits.learn_spans(
                 [
@@ -336,7 +339,7 @@ class PassWatch:
                     for i in watched
                 ]
             )
-        self.exits.learn_rows(token_ids, self._hidden, final)
+        self.exits.learn_rows(token_ids, self._hidden, self._hidden[self.exits.checks[-1].depth])
 
     def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> int:
         """Returns how many cuts lost a token: there the token of the last row that stayed is the draft token behind which

@@ -61,19 +61,21 @@ class ReducedScores:
         logits = self._head(x)
         divisors = np.where(temperatures > 0, temperatures, np.float32(1.0))
         noise = temperatures > 0
-        if self._kernel is not None:
-            best = self._kernel(logits, keys, temperatures)[0]
+        has_noise = bool(noise.any())
+        if has_noise and self._kernel is not None:
+            columns = np.searchsorted(self.token_ids, self._kernel(logits, keys, temperatures)[0])
         else:
             scores = logits.float().numpy() / divisors[:, None]
-            if noise.any():
+            if has_noise:
                 scores[noise] += gumbel(keys[noise, None], self.token_ids[None])
-            best = self.token_ids[scores.argmax(1)]
-        columns = torch.from_numpy(np.searchsorted(self.token_ids, best))
-        z_best = logits.float().gather(1, columns[:, None]).squeeze(1)
+            columns = scores.argmax(1)
+        best = self.token_ids[columns]
+        z_best = logits.gather(1, torch.from_numpy(columns)[:, None]).squeeze(1).float()
         own = F.embedding(torch.from_numpy(drafts), self._embedding).float()
         z_draft = (x.float() * own).sum(-1).to(self._dtype).float()
         margins = (z_best - z_draft).numpy() / divisors
-        margins += np.where(noise, gumbel(keys, best) - gumbel(keys, drafts), np.float32(0.0))
+        if has_noise:
+            margins += np.where(noise, gumbel(keys, best) - gumbel(keys, drafts), np.float32(0.0))
         return np.where(best == drafts, np.float32(0.0), margins).astype(np.float32)
 
 

@@ -36,8 +36,8 @@ class PassWatch(RowWatch, Protocol):
     def trimmed(self) -> list[SpanInput]:
         """The spans as if drafts whose rows left had not been verified."""
 
-    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
-        """``outcomes`` of the spans, ``final`` hidden states [rows that stayed, hidden]."""
+    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
+        """After the pass. ``outcomes`` of the spans, of the drafts that stayed."""
 
 
 class Exits(Protocol):
@@ -208,7 +208,7 @@ class NativeTarget:
         scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
         outcomes = self._sample(spans, hidden)
         if watch is not None:
-            watch.learn(outcomes, hidden)
+            watch.learn(outcomes)
         return [
             replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
             if span.request_id in scores

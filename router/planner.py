@@ -210,9 +210,7 @@ def _make_room(
     return survivors, preempted
 
 
-def _decode_spans(
-    ready: Sequence[SequenceView], verify_lens: Sequence[int], blocks: _Blocks, followed: bool
-) -> list[Span]:
+def _decode_spans(ready: Sequence[SequenceView], verify_lens: Sequence[int], blocks: _Blocks, followed: bool) -> list[Span]:
     """``followed``: spans of prompts come after these, and take of what is left."""
     needed = blocks.most_needed(len(ready), sum(verify_lens))
     if followed or needed > blocks.num_free:

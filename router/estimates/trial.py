@@ -1,11 +1,15 @@
 """Whether an option pays, as measured: spells with it take turns with spells without it."""
 
 import math
+from collections import deque
+from statistics import fmean
 
 MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement decide
-MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may and must end
-CONTROL_PERIOD = 8
-_MAX_LOG_RATIO = math.log(2.0)  # of one comparison: beyond it, something else ran
+MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may end, and must unless it looks well
+MAX_PROMISING_NUM = 128.0  # after which it must
+CONTROL_PERIOD, RARE_PERIOD = 8, 32  # spells from one without the option to the next, where it is used
+SURE = 4.0  # standard errors, from which on a saving is not in doubt
+_MAX_LOG_RATIO = math.log(1.3)  # of one comparison: beyond it, something else ran
 
 
 class Trial:
@@ -13,7 +17,7 @@ class Trial:
     committed token. A spell without the option is compared with those just before it, since the speed of a machine drifts.
 
         trying   spells with and without the option take turns
-        on       every CONTROL_PERIOD-th spell is without it
+        on       every CONTROL_PERIOD-th spell is without it; every RARE_PERIOD-th while the saving is not in doubt
         off      all are without it, for a pause that doubles with each trial in vain
 
     Args:
@@ -22,20 +26,31 @@ class Trial:
 
     def __init__(self, min_pause: int, max_pause: int) -> None:
         self._saved = _Spread()  # log of the cost without the option over the cost with it
-        self._with_logs, self._num_with = 0.0, 0  # sum of the log costs of the spells since the last one without it
+        # Log costs of spells since the last one without it.
+        self._with_logs: deque[float] = deque(maxlen=CONTROL_PERIOD - 1)
         self._num_off = 0  # spells that are left of the pause
         self._min_pause, self._max_pause = min_pause, max_pause
         self._pause = min_pause
         self._is_on = False
-        self._num_spells = 0
+        self._is_sure = False
+        self._num_since = 0  # spells since the last one without it
 
     def next(self) -> bool | None:
         """Whether the next spell uses the option; None: it does not, and is not measured."""
         if self._num_off:
             self._num_off -= 1
             return None
-        self._num_spells += 1
-        return self._num_spells % (CONTROL_PERIOD if self._is_on else 2) != 0
+        self._num_since += 1
+        if self._num_since < self._period:
+            return True
+        self._num_since = 0
+        return False
+
+    @property
+    def _period(self) -> int:
+        if not self._is_on:
+            return 2
+        return RARE_PERIOD if self._is_sure else CONTROL_PERIOD
 
     @property
     def is_paused(self) -> bool:
@@ -45,13 +60,14 @@ class Trial:
     def note(self, is_used: bool, cost: float) -> None:
         """A measured spell. ``cost`` is positive."""
         if is_used:
-            self._with_logs += math.log(cost)
-            self._num_with += 1
-        elif self._num_with:  # a mean of logs: the log of a mean of several would be larger than that of one as noisy
-            ratio = math.log(cost) - self._with_logs / self._num_with
-            self._with_logs, self._num_with = 0.0, 0
-            self._saved.add(max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, ratio)))
+            self._with_logs.append(math.log(cost))
+        elif self._with_logs:  # a mean of logs: the log of a mean of several would be larger than that of one as noisy
+            ratio = math.log(cost) - fmean(self._with_logs)
+            self._with_logs.clear()
+            memory = MAX_NUM if self._is_on else MAX_PROMISING_NUM
+            self._saved.add(max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, ratio)), memory)
             self._decide()
+            self._is_sure = ratio > 0.0 and self._saved.mean > SURE * self._saved.error
 
     def _decide(self) -> None:
         saved, doubt, num = self._saved.mean, self._saved.error, self._saved.num
@@ -59,7 +75,7 @@ class Trial:
             return
         if self._is_on:
             pays = saved > 0.0
-        elif num >= MAX_NUM or abs(saved) > 2.0 * doubt:
+        elif abs(saved) > 2.0 * doubt or num >= (MAX_NUM if saved <= MIN_GAIN else MAX_PROMISING_NUM):
             pays = saved > MIN_GAIN + doubt
         else:
             return
@@ -72,14 +88,14 @@ class Trial:
 
 
 class _Spread:
-    """Mean of about the last MAX_NUM samples and its standard error."""
+    """Mean of about the last ``memory`` samples and its standard error."""
 
     def __init__(self) -> None:
         self.num = 0.0
         self.mean = self._square = 0.0
 
-    def add(self, sample: float) -> None:
-        self.num = min(self.num + 1.0, MAX_NUM)
+    def add(self, sample: float, memory: float) -> None:
+        self.num = min(self.num + 1.0, memory)
         self.mean += (sample - self.mean) / self.num
         self._square += (sample * sample - self._square) / self.num
 

@@ -15,10 +15,11 @@ from cluster.sampling_params import SamplingParams
 from engine import early_exit
 from engine.batch_layout import StayingRows
 from engine.early_exit import EarlyExit
-from engine.exit_lens import ReducedScores
+from engine.exit_lens import ReducedScores, lens_product
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
@@ -85,8 +86,8 @@ class RandomWatch:
             for s, n in lens
         ]
 
-    def learn(self, outcomes: Sequence[SpanOutcome], final: torch.Tensor) -> None:
-        assert len(final) == self.span_lens.sum()
+    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
+        assert all(len(outcome.token_ids) <= n for outcome, n in zip(outcomes, self.span_lens, strict=True))
 
 
 @dataclass(slots=True)
@@ -232,6 +233,42 @@ def test_exits_are_learned_where_rows_cost_time(
     assert any(watch.has_left for watch in watches) == (cost is STEEP)
 
 
+def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
+    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [request(name, SAMPLINGS["greedy"]) for name in "ab"]
+    expected = [plain(model, each) for each in wanted]
+    learned, has_left = [], []
+    for last_threshold in (None, 0.0):
+        exits = EarlyExit(model, STEEP)
+        watches: list[early_exit.PassWatch] = []
+        samples: list[tuple[np.ndarray, int, int]] = []
+        exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+        size = model.config.hidden_size
+        for check in exits.checks[:-1]:
+            check.lens = lens_product(model, LinearWeight(torch.eye(size), torch.zeros(size)))
+        plan = ExitPlan((0.0, 0.0, last_threshold), saved_share=0.5)
+        monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans, plan=plan: plan)
+        monkeypatch.setattr(exits, "learn_spans", samples.extend)
+        target = NativeTarget(model, LIMITS)
+        callers = [Caller(target, each) for each in wanted]
+        for caller in callers:
+            caller.run(caller.span())
+        target.exit_early(Recorded(exits, watches))
+        exits._num_since = early_exit.IDLE_PERIOD  # a learning pass is due
+        wrong = (expected[1][2] + 1) % VOCABULARY
+        spans = [callers[0].span(expected[0][1:6]), callers[1].span((expected[1][1], wrong, *expected[1][3:6]))]
+        outcomes = target.execute(spans)
+        assert [outcome.token_ids for outcome in outcomes] == [tuple(expected[0][1:7]), tuple(expected[1][1:3])]
+        (watch,) = watches
+        assert watch.plan is None
+        has_left.append(watch.span_lens.tolist())
+        learned.append([(margins.tolist(), *counts) for margins, *counts in samples])
+    assert has_left == [[6, 6], [6, 2]]
+    assert learned[0] == learned[1]
+    assert [num_accepted for _, _, num_accepted in learned[1]] == [5, 1]
+
+
 @dataclass(slots=True)
 class Recorded:
     exits: EarlyExit
@@ -279,13 +316,16 @@ def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     target.release("a")
 
 
-def test_exits_that_lost_their_trial_are_learned_of_rarely(trying: Callable[[], early_exit.PassWatch | None]) -> None:
-    """A learning pass checks at every depth and lets nothing leave."""
+def test_exits_that_lost_their_trial_are_learned_of_rarely(
+    trying: Callable[[], early_exit.PassWatch | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learning pass checks at every depth, and lets nothing leave while exits are paused."""
+    monkeypatch.setattr(early_exit, "MIN_PAUSE", 4 * early_exit.IDLE_PERIOD)
     while (watch := trying()) is not None:
         if watch.trial is not None and watch.plan is not None:
             watch.trial.note(not watch.plan.is_off, 1.0 if watch.plan.is_off else 2.0)
-    num_learning = sum(trying() is not None for _ in range(2 * early_exit.IDLE_PERIOD))
-    assert num_learning == 2
+    learning = [watch for _ in range(2 * early_exit.IDLE_PERIOD) if (watch := trying()) is not None]
+    assert [watch.last_threshold for watch in learning] == [None, None]
 
 
 def test_a_control_pass_does_no_more_than_a_plain_one(
@@ -318,7 +358,7 @@ def test_a_request_of_which_no_draft_was_rejected_is_not_checked(
         while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
             pass
         watch.span_lens -= num_left
-        watch.learn([SpanOutcome("a", (*(1, 2, 3)[:num_accepted], last_id), num_accepted)], torch.zeros(0))
+        watch.learn([SpanOutcome("a", (*(1, 2, 3)[:num_accepted], last_id), num_accepted)])
         while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
             pass
         return len(watch._rows.at)
@@ -339,12 +379,12 @@ def test_exits_that_are_faster_and_lose_tokens_are_turned_off(trying: Callable[[
         clock_s = time.perf_counter()
         if watch.plan.is_off:
             watch._started_s = clock_s - 2.0
-            watch.learn([SpanOutcome("a", (1, 9), 1)], torch.zeros(0))
+            watch.learn([SpanOutcome("a", (1, 9), 1)])
         else:
             num_exits += 1
             watch._started_s = clock_s - 1.0
             watch.span_lens -= 3  # all drafts left; the first was right
-            watch.learn([SpanOutcome("a", (1,), 0)], torch.zeros(0))
+            watch.learn([SpanOutcome("a", (1,), 0)])
     assert num_exits < 2 * early_exit.PERIOD
 
 
@@ -357,12 +397,12 @@ def test_a_pass_that_checks_no_row_says_nothing_of_exits(
     noted: list[bool] = []
     assert watch.trial is not None
     monkeypatch.setattr(watch.trial, "note", lambda is_used, cost: noted.append(is_used))
-    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)], torch.zeros(0))
+    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)])
     assert noted == [True]
     while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
         pass
     assert watch.num_watched == 0
-    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)], torch.zeros(0))
+    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)])
     assert noted == [True]
 
 

@@ -26,9 +26,15 @@ def test_an_option_that_loses_is_off_soon_and_tried_ever_more_rarely() -> None:
 
 
 def test_one_that_saves_time_stays_on_and_is_compared() -> None:
-    found = run_trial(0.9, 1.0, 2_000, noise=0.1)
+    found = run_trial(0.9, 1.0, 2_000, noise=0.02)
     assert None not in found
-    assert 0.8 < found[200:].count(True) / len(found[200:]) < 0.9
+    assert found[200:].count(False) / len(found[200:]) == pytest.approx(1 / 32, abs=0.01)
+
+
+def test_a_saving_that_is_in_doubt_is_compared_more_often() -> None:
+    found = run_trial(0.88, 1.0, 2_000, noise=0.2)
+    assert None not in found
+    assert 1 / 20 < found[200:].count(False) / len(found[200:]) < 1 / 6
 
 
 def test_a_saving_is_kept_where_spells_are_noisy() -> None:
@@ -75,4 +81,7 @@ def test_one_that_stops_paying_is_off() -> None:
         if is_used is not None:
             trial.note(is_used, (0.9 if i < 400 else 1.1) if is_used else 1.0)
     assert None not in seen[:400]
-    assert seen[600:].count(True) < 80
+    first_worse = seen.index(False, 400)
+    assert first_worse < 433
+    assert seen[first_worse + 1 :].index(False) == 7, "it is in doubt at once"
+    assert seen[640:].count(True) < 80
