@@ -8,7 +8,7 @@ MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement
 MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may end, and must unless it looks well
 MAX_PROMISING_NUM = 128.0  # after which it must
 CONTROL_PERIOD, RARE_PERIOD = 8, 32  # spells from one without the option to the next, where it is used
-SURE = 4.0  # standard errors, from which on a saving is not in doubt
+SURE = 2.0  # standard errors, from which on a saving is not in doubt
 _MAX_LOG_RATIO = math.log(1.3)  # of one comparison: beyond it, something else ran
 
 
@@ -67,7 +67,8 @@ class Trial:
             memory = MAX_NUM if self._is_on else MAX_PROMISING_NUM
             self._saved.add(max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, ratio)), memory)
             self._decide()
-            self._is_sure = ratio > 0.0 and self._saved.mean > SURE * self._saved.error
+            # One comparison half as bad as they are good on average, and it is in doubt.
+            self._is_sure = self._saved.mean > max(-2.0 * ratio, SURE * self._saved.error)
 
     def _decide(self) -> None:
         saved, doubt, num = self._saved.mean, self._saved.error, self._saved.num
