@@ -54,12 +54,12 @@ def predicted_ttft(
     decode_s = cost.step_s(max(len(decoding), load.num_decode_rows), num_context) if decoding else 0.0
     max_s = MAX_CHUNK_S
     if decoding:
-        limits = round_limits(decoding, (), num_context, cost, now_s, 0)
-        max_s = min(max_s, max(limits.chunk_s, _added_s(MIN_CHUNK_LEN, num_context, cost)))
+        limits = round_limits(decoding, (), 0, cost, now_s, 0)
+        max_s = min(max_s, max(limits.chunk_s, _added_s(MIN_CHUNK_LEN, cost)))
     num_free_rows = max(1, capacity.max_pass_tokens - len(decoding))
 
     def passes_s(num_tokens: int) -> float:
-        added_s = _added_s(num_tokens, num_context, cost)
+        added_s = _added_s(num_tokens, cost)
         num_passes = max(ceil(num_tokens / num_free_rows), ceil(added_s / max_s))
         return added_s + num_passes * decode_s
 
@@ -85,9 +85,9 @@ def exceeds_objective(request: SequenceView, predicted: PredictedTtft, cost: Cos
     return alone_s <= ttft_s < predicted.queue_s + predicted.prefill_s
 
 
-def _added_s(num_tokens: int, num_context: int, cost: CostModel) -> float:
+def _added_s(num_tokens: int, cost: CostModel) -> float:
     """By so many prompt tokens to passes."""
-    return cost.prefill_s(num_tokens + 1, num_context) - cost.prefill_s(1, num_context)
+    return cost.prefill_s(num_tokens + 1, 0) - cost.prefill_s(1, 0)
 
 
 class Departures:

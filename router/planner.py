@@ -84,7 +84,7 @@ class StepPlanner:
         survivors, preempted = _make_room(ready, running, blocks)
         limits = NO_LIMITS
         prompts = prefilling + waiting
-        num_context = sum(s.computed_len for s in running) if prompts else 0
+        num_context = sum(s.computed_len for s in prefilling)  # that prompts attend to
         if has_slo:
             prompts = by_deadline(prompts, now_s)
             limits = self.limits(decoding, prompts, num_context, cost, now_s)

@@ -82,7 +82,7 @@ def round_limits(
     Args:
         decoding: requests that wait for a token; a pass without them delays them too.
         prompts: in the order of `by_deadline`.
-        num_context: tokens attended to, summed over running sequences.
+        num_context: tokens that prompts attend to, summed over those that have begun.
         num_draft_tokens: that later passes verify; None: all that are proposed now.
     """
     if num_draft_tokens is None:

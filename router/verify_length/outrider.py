@@ -36,7 +36,7 @@ class OutriderVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows((), _prompts_alone(context))
+            return PassRows([], _prompts_alone(context))
         num_context = sum([sequence.committed_len for sequence in ready])
         table = context.cost.table(num_context)
         num_ready, num_prompts = len(ready), context.num_prompt_tokens
@@ -91,7 +91,7 @@ def _with_prompts(
     """Draft tokens, prompt tokens, and the relative gain over no drafts. All numbers of both are compared."""
     num_drafts, num_prompts = ranking.num_tokens, context.num_prompt_tokens
     prepared, limit_s = context.capacity.prepared_rows, context.limit_s
-    prompts = _prompt_table(table, num_context, context)
+    prompts = _prompt_table(table, context)
     expected = np.asarray(ranking.expected)
     step_s = table.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
     sampling_s = step_s - prompts.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
@@ -134,9 +134,10 @@ def _prompts_alone(context: VerifyContext) -> int:
     return low
 
 
-def _prompt_table(table: TableCost, num_context: int, context: VerifyContext) -> TableCost:
-    """``prefill_s`` over rows, at the points of ``table``."""
-    return TableCost(table.rows, tuple([context.cost.prefill_s(rows, num_context) for rows in table.rows]))
+def _prompt_table(table: TableCost, context: VerifyContext) -> TableCost:
+    """``prefill_s`` over rows, at the points of ``table``. Without context: prompts attend to nothing of the requests that
+    decode, and what they attend to of themselves takes as long elsewhere."""
+    return TableCost(table.rows, tuple([context.cost.prefill_s(rows, 0) for rows in table.rows]))
 
 
 def _range_max(values: Floats, lows: Ints, highs: Ints) -> Floats:

@@ -15,6 +15,15 @@ from router.verify_length.ranking import padded_one
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
 )
+
+
+class RowsAttend(TableCost):
+    """As measured by a profile: rows of a prompt's chunk take longer the more that prompt has before them."""
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        return self.at(num_rows) * (1.0 + num_context / 2000)
+
+
 DRAFTERS = {"d": DrafterView(reply_s=0.0, accepted_per_round=1.0, acceptance=0.6)}
 COMMITTED_LEN = 20
 

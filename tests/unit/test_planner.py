@@ -12,6 +12,7 @@ from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.verify_length import VERIFICATION_POLICIES, VerifyContext
+from tests.support.verification import RowsAttend
 
 FLAT = TableCost((1, 64), (0.02, 0.03))
 STEEP = TableCost((1, 64), (0.02, 0.02 * 64))
@@ -176,6 +177,20 @@ def test_the_best_draft_token_without_a_row_is_told() -> None:
     assert {span.num_verify for span in step.spans} == {1}
     assert step.best_left_out == 0.5
     assert StepPlanner().plan(batch[:2], {"d": QUICK}, CAPACITY, knee, 1.0).best_left_out == 0.0, "all are verified"
+
+
+def test_a_chunk_is_as_long_whatever_decoding_attends_to() -> None:
+    """128 rows take 1.3 s, below the limit; with the 40,000 tokens that others attend to they would be charged 27 s."""
+    cost = RowsAttend((1, 128), (0.02, 1.3))
+    capacity = replace(CAPACITY, num_blocks=20_000, num_free_blocks=10_000, max_pass_tokens=256, max_model_len=20_000)
+    prompt = view("prompt", committed_len=1000, computed_len=500, drafter=None)
+    chunks = []
+    for committed_len in (20, 10_000):
+        batch = [view(str(i), committed_len=committed_len, computed_len=committed_len - 1, drafter=None) for i in range(4)]
+        step = StepPlanner(PlannerSettings(max_chunk_len=128)).plan([*batch, prompt], {}, capacity, cost, 1.0)
+        chunks.append(spans_of(step)["prompt"])
+    assert chunks[0] == chunks[1]
+    assert chunks[0][0] > 64
 
 
 def test_outrider_spends_rows_on_the_drafter_that_is_right() -> None:

@@ -11,6 +11,7 @@ from router.admission import Departures, Load, exceeds_objective, predicted_ttft
 from router.cost_model import TableCost
 from router.plan import Capacity, SequenceView, SloProgress
 from router.slo import LATE_TOKENS
+from tests.support.verification import RowsAttend
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row
 CAPACITY = Capacity(
@@ -52,6 +53,13 @@ def test_prompts_that_are_due_before_and_the_decode_load_come_on_top() -> None:
 def test_a_stream_with_an_objective_leaves_prompts_less_of_each_pass() -> None:
     stream = replace(decoding(1)[0], slo=SloProgress(None, 0.03, NOW_S - 0.03 * LATE_TOKENS, 1 + LATE_TOKENS))
     assert ttft_s(prompt(95), [stream]) == pytest.approx(0.095 + 5 * 0.01)  # 20 ms of each pass
+
+
+def test_what_decoding_attends_to_does_not_delay_a_prompt() -> None:
+    cost = RowsAttend((1, 1001), (0.01, 1.01))
+    long = [replace(one, committed_len=5000, computed_len=4999) for one in decoding(4)]
+    predicted = [predicted_ttft(prompt(), each, Load(0, None), CAPACITY, cost, NOW_S) for each in (decoding(4), long)]
+    assert predicted[0] == predicted[1]
 
 
 def test_a_request_waits_for_places_and_blocks() -> None:

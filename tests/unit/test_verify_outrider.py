@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from router.cost_model import TableCost
 from router.verify_length import ranking
 from router.verify_length.outrider import OutriderVerification
-from tests.support.verification import COMMITTED_LEN, Drawn, a_pass, decide, decoding, passes
+from tests.support.verification import COMMITTED_LEN, Drawn, RowsAttend, a_pass, decide, decoding, passes
 
 KNEE = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
 FLAT_THEN_STEEP = TableCost((1, 32, 64), (0.02, 0.02, 0.52))
@@ -62,6 +62,13 @@ def test_a_few_drafts_are_decided_as_many_are(drawn: Drawn) -> None:
     assert rates[0] == pytest.approx(rates[1])
 
 
+def test_prompts_do_not_wait_for_what_others_attend_to() -> None:
+    """Their rows attend to nothing of the requests that decode: such passes had 16 prompt tokens, and prompts starved."""
+    batch = [decoding(str(i), ()) for i in range(16)]
+    one_pass = a_pass(RowsAttend((1, 512), (0.02, 0.5)), num_prompt_tokens=256, max_pass_tokens=512)
+    assert decide("outrider", batch, one_pass).num_prompt_tokens == 256
+
+
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
     batch = [decoding("sure", (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)), decoding("vague", (0.3, 0.1, 0.05, 0.02, 0.01, 0.005))]
     assert decide("outrider", batch, a_pass(KNEE)).verify_lens == [6, 0]
@@ -70,7 +77,7 @@ def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
 def test_without_calibration_the_drafters_mean_counts() -> None:
     batch = [decoding("known", (0.1, 0.01, 0.001)), decoding("unknown", (), num_drafted=8)]
     assert decide("outrider", batch, a_pass(KNEE)).verify_lens == [1, 5]
-    assert decide("outrider", [], a_pass(KNEE)).verify_lens == ()
+    assert decide("outrider", [], a_pass(KNEE)).verify_lens == []
 
 
 def test_a_request_that_falls_behind_gets_the_rows() -> None:
