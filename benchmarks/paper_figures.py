@@ -3,7 +3,7 @@
 - DSpark, figure 5: accepted length and acceptance by the confidence below which a draft ends.
 - DSpark, figure 8: tokens per second, and draft tokens verified, by concurrency. ``budget_rise.ARM``: the most by which the
   tokens verified of a request rise from one concurrency to the next, as a ratio; at most 1 where they fall throughout.
-  Drafts are awaited, as there.
+  Drafts are awaited, as in the paper.
 - Drafting beside verification, over a barrier, by r = K t_d / t_v, the time of a draft over that of a pass:
   ``two batches``: as many requests again, verified in turn (MineDraft): at most (1 + r) / max(1, r), 1.75 at r = 0.75.
   ``outcomes``: a drafter that prepares several outcomes (Saguaro): at most (1 + r) / (1 + (1 - h) r) at the hit rate h.
@@ -126,10 +126,11 @@ def _loads(machine: Machine, num_tokens: int) -> Part:
         awaited = replace(arm, overlap="barrier")  # so lengths and budgets alone tell how much is verified
         results = [_played(machine, awaited, batch, num_tokens) for batch in CONCURRENCY]
         lens = [result.verified_len for result in results]
-        rows += [(arm.name, b, r.goodput, r.verified_len) for b, r in zip(CONCURRENCY, results, strict=True)]
+        served = [_played(machine, arm, batch, num_tokens).goodput for batch in CONCURRENCY]
+        rows += [(arm.name, b, r.goodput, r.verified_len, s) for b, r, s in zip(CONCURRENCY, results, served, strict=True)]
         goodput[arm.name], verified[arm.name] = (at, [result.goodput for result in results]), (at, lens)
         figures[f"budget_rise.{arm.name}"] = max(b / a if a else 1.0 for a, b in pairwise(lens))
-    columns = ("arm", "requests", "tokens/s", "draft tokens verified of a request")
+    columns = ("arm", "requests", "tokens/s", "draft tokens verified of a request", "tokens/s, overlap: gain")
     panels = [
         Panel("DSpark, figure 8: tokens/s", goodput, "requests at once", log_x=True),
         Panel("DSpark, figure 8: draft tokens verified", verified, "requests at once", log_x=True),

@@ -6,7 +6,7 @@ row i goes on, since its own token is needed. What is left is a pass that verifi
 wrongly costs speed and no token.
 
     learning pass   margins and final hidden states are recorded; rows leave at most before the head, where their final
-                    states are known and a draft token that another one beats is rejected for certain
+                    states are known and a draft token that another one beats is rejected, but for rounding
     exit pass       rows leave by the thresholds of `router.early_exit`, for passes of about this size
     control pass    as a plain pass, and timed as exit passes are
     else            the plain path; every so often a learning pass
@@ -169,16 +169,17 @@ class EarlyExit:
         x = hidden if check.lens is None else check.lens(hidden)
         return self._scores.margins(x, rows.drafts, rows.keys, rows.temperatures)
 
-    def learn_rows(self, token_ids: Sequence[int], hidden: Mapping[int, torch.Tensor], final: torch.Tensor) -> None:
-        """Adds rows of a learning pass to the lenses: normalised states by depth, and the final ones."""
+    def learn_rows(self, token_ids: Sequence[int], hidden: Mapping[int, torch.Tensor]) -> None:
+        """Adds rows of a learning pass to the lenses. ``hidden``: normalised states of all its rows, by depth."""
         if not self._fits_due:
             return
         every = 1 if self._scores is None else max(1, len(token_ids) // LATER_LENS_ROWS)
+        rows = slice(self._num_learned % every, None, every)  # not always the same places of spans
         np.add.at(self._token_counts, np.array(token_ids), 1)
         for check in self._checks:
             if check.fit is not None:
-                check.fit.add(hidden[check.depth][::every], final[::every])
-        self._num_lens_rows += len(token_ids[::every])
+                check.fit.add(hidden[check.depth][rows], hidden[self._checks[-1].depth][rows])
+        self._num_lens_rows += len(token_ids[rows])
         if self._num_lens_rows >= self._fits_due[0]:
             self._fits_due.popleft()
             self._fit()
@@ -237,7 +238,6 @@ class PassWatch:
     _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
     _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
     _started_s: float = field(default_factory=time.perf_counter)
-    _measured: bool = True  # whether all checks of a learning pass have margins
 
     @property
     def thresholds(self) -> Thresholds | None:
@@ -260,17 +260,18 @@ class PassWatch:
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
         number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
-        is_last = number == len(self.exits.checks) - 1
         if self.thresholds is None:
-            margins, threshold = self._record(number, check, residual, delta), self.last_threshold if is_last else None
+            threshold = self.last_threshold if check is self.exits.checks[-1] else None
+            margins = self._record(number, check, residual, delta)
         else:
             threshold = self.thresholds[number]
-            margins = None if threshold is None else self._margins_at(check, residual, delta, self._rows)
+            margins = None if threshold is None else self._margins_at(check, residual, delta)
         return None if margins is None or threshold is None else self._leave(margins > threshold, residual.device)
 
     def _margins_at(
-        self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None, rows: WatchedRows
+        self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None
     ) -> NDArray[np.float32] | None:
+        rows = self._rows
         if not len(rows.at):
             return None
         at = torch.from_numpy(rows.at)
@@ -312,9 +313,8 @@ class PassWatch:
         else:
             self._hidden[check.depth] = residual
         start_s = time.perf_counter()
-        margins = self._margins_at(check, residual, delta, rows)
+        margins = self._margins_at(check, residual, delta)
         if margins is None:
-            self._measured = False
             return None
         self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
         self._margins[rows.span, number, rows.index] = margins
@@ -334,14 +334,14 @@ class PassWatch:
             return
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
         watched = np.flatnonzero(self._margins[:, -1, 0] > -np.inf).tolist()
-        if watched and self._measured:
+        if watched:
             self.exits.learn_spans(
                 [
                     (self._margins[i], min(MAX_DRAFTS, self.spans[i].num_drafts), min(MAX_DRAFTS, outcomes[i].num_accepted))
                     for i in watched
                 ]
             )
-        self.exits.learn_rows(token_ids, self._hidden, self._hidden[self.exits.checks[-1].depth])
+        self.exits.learn_rows(token_ids, self._hidden)
 
     def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> int:
         """Returns how many cuts lost a token: there the token of the last row that stayed is the draft token behind which

@@ -37,7 +37,7 @@ class PassWatch(RowWatch, Protocol):
         """The spans as if drafts whose rows left had not been verified."""
 
     def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
-        """After the pass. ``outcomes`` of the spans, of the drafts that stayed."""
+        """After the pass. ``outcomes``: of ``trimmed()``."""
 
 
 class Exits(Protocol):

@@ -1,5 +1,5 @@
 """How deep to verify: the thresholds of token-wise early exit (FASER, arXiv 2604.20503, section 4.2), learned from passes
-that computed every row to the end.
+that computed every row through all layers.
 
 A check after some layer estimates, for each row that a draft token follows, by how much another token beats that draft
 token: its margin. The first row of a span whose margin exceeds the threshold of the check stays, since its own token
@@ -38,7 +38,7 @@ Thresholds = tuple[float | None, ...]  # by check; None: that check is left out
 
 @dataclass(frozen=True, slots=True)
 class ExitSamples:
-    """Spans of passes that computed every row. The margin of draft i is that of the row before it."""
+    """Spans of passes that computed every row through all layers. The margin of draft i is that of the row before it."""
 
     margins: NDArray[np.float32]  # [spans, checks, drafts], -inf behind a span's last draft
     num_drafts: NDArray[np.int64]  # [spans]

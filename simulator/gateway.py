@@ -98,8 +98,18 @@ class SimulatedGateway:
             del self.open[commit.request_id]
             one.target.num_open -= 1
             first_s = now_s if one.first_token_s is None else one.first_token_s
-            counts = one.num_tokens, one.num_rounds, one.num_verified, one.num_switches
-            self._ended(Finished(one.request, commit.finish, first_s, now_s, *counts))
+            self._ended(
+                Finished(
+                    one.request,
+                    commit.finish,
+                    first_s,
+                    now_s,
+                    num_tokens=one.num_tokens,
+                    num_rounds=one.num_rounds,
+                    num_verified=one.num_verified,
+                    num_switches=one.num_switches,
+                )
+            )
 
 
 def _put(target: SimulatedTarget, link: VirtualLink, message: Message) -> None:

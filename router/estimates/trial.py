@@ -2,14 +2,14 @@
 
 import math
 from collections import deque
-from statistics import fmean
+from statistics import fmean, median
 
 MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement decide
-MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may end, and must unless it looks well
-MAX_PROMISING_NUM = 128.0  # after which it must
+MIN_NUM, MAX_NUM = 8.0, 32.0  # comparisons after which a trial may end, and must unless the saving exceeds MIN_GAIN
+MAX_PROMISING_NUM = 128.0  # after which it must even so
 CONTROL_PERIOD, RARE_PERIOD = 8, 32  # spells from one without the option to the next, where it is used
 SURE = 2.0  # standard errors, from which on a saving is not in doubt
-_MAX_LOG_RATIO = math.log(1.3)  # of one comparison: beyond it, something else ran
+_MAX_LOG_RATIO = math.log(1.3)  # of a spell over the median of those before it: beyond it, something else ran
 
 
 class Trial:
@@ -62,12 +62,12 @@ class Trial:
         if is_used:
             self._with_logs.append(math.log(cost))
         elif self._with_logs:  # a mean of logs: the log of a mean of several would be larger than that of one as noisy
-            ratio = math.log(cost) - fmean(self._with_logs)
+            middle = median(self._with_logs)
+            ratio = _clipped(math.log(cost) - middle) - fmean([_clipped(one - middle) for one in self._with_logs])
             self._with_logs.clear()
-            memory = MAX_NUM if self._is_on else MAX_PROMISING_NUM
-            self._saved.add(max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, ratio)), memory)
+            self._saved.add(ratio, MAX_NUM if self._is_on else MAX_PROMISING_NUM)
             self._decide()
-            # One comparison half as bad as they are good on average, and it is in doubt.
+            # In doubt while the last comparison lost more than half of the mean saving.
             self._is_sure = self._saved.mean > max(-2.0 * ratio, SURE * self._saved.error)
 
     def _decide(self) -> None:
@@ -76,8 +76,10 @@ class Trial:
             return
         if self._is_on:
             pays = saved > 0.0
-        elif abs(saved) > 2.0 * doubt or num >= (MAX_NUM if saved <= MIN_GAIN else MAX_PROMISING_NUM):
+        elif saved < -2.0 * doubt or num >= (MAX_NUM if saved <= MIN_GAIN else MAX_PROMISING_NUM):
             pays = saved > MIN_GAIN + doubt
+        elif saved > max(2.0 * doubt, MIN_GAIN + doubt):
+            pays = True
         else:
             return
         if pays and not self._is_on:
@@ -86,6 +88,10 @@ class Trial:
             self._num_off, self._pause = self._pause, min(self._max_pause, 2 * self._pause)
             self._saved = _Spread()
         self._is_on = pays
+
+
+def _clipped(log_ratio: float) -> float:
+    return max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, log_ratio))
 
 
 class _Spread:

@@ -18,7 +18,7 @@ class AdaSpecVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows((), context.num_prompt_tokens)
+            return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.tpot_s)
         removing_pays = (throughput[:-1] > throughput[1:]) | (throughput[1:] < 0)
         kept = np.flatnonzero(~removing_pays)  # n: of n + 1 tokens, the last is not removed

@@ -20,7 +20,7 @@ class DSparkVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows((), context.num_prompt_tokens)
+            return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.limit_s)
         return PassRows(ranking.lens(_first_peak(throughput)), context.num_prompt_tokens)
 
@@ -37,7 +37,7 @@ class AsynchronousDSparkVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows((), context.num_prompt_tokens)
+            return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.limit_s)
         chosen = self._best[0] if len(self._best) == 2 else _first_peak(throughput)
         self._best.append(int(throughput.argmax()))

@@ -16,7 +16,7 @@ class GoodputVerification:
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
-            return PassRows((), context.num_prompt_tokens)
+            return PassRows([], context.num_prompt_tokens)
         proposals = survivals(ready, context)
         capacity, limit_s = context.capacity, context.limit_s
         table = context.cost.table(sum([sequence.committed_len for sequence in ready]))

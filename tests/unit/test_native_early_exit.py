@@ -263,10 +263,27 @@ def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
         (watch,) = watches
         assert watch.plan is None
         has_left.append(watch.span_lens.tolist())
-        learned.append([(margins.tolist(), *counts) for margins, *counts in samples])
+        fits = [check.fit._cross.tolist() for check in exits.checks if check.fit is not None]
+        learned.append(([(margins.tolist(), *counts) for margins, *counts in samples], fits))
     assert has_left == [[6, 6], [6, 2]]
     assert learned[0] == learned[1]
-    assert [num_accepted for _, _, num_accepted in learned[1]] == [5, 1]
+    assert [num_accepted for _, _, num_accepted in learned[1][0]] == [5, 1]
+
+
+def test_later_lenses_are_fitted_on_rows_of_all_places(model: CausalModel) -> None:
+    """Of a pass of 256 rows, in spans of 8, every eighth row counts: another one in each pass."""
+    exits = EarlyExit(model, STEEP)
+    exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+    seen = []
+    for number in range(8):
+        exits._num_learned = number
+        hidden = {check.depth: torch.zeros(256, model.config.hidden_size) for check in exits.checks}
+        hidden[exits.checks[-1].depth][:, 0] = torch.arange(256)
+        before = 0.0 if not seen else exits.checks[0].fit._cross[-1, 0].item()  # type: ignore[union-attr]
+        exits.learn_rows([1] * 256, hidden)
+        assert exits.checks[0].fit is not None
+        seen.append(exits.checks[0].fit._cross[-1, 0].item() - before)
+    assert seen == [sum(range(number, 256, 8)) for number in range(8)]
 
 
 @dataclass(slots=True)

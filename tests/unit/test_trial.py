@@ -9,7 +9,7 @@ from router.estimates.trial import Trial
 
 def run_trial(with_s: float, without_s: float, num_passes: int, noise: float = 0.0) -> list[bool | None]:
     """What a trial decides for spells that take so long per token."""
-    trial, draw, found = Trial(512, 16_384), random.Random(1), []
+    trial, draw, found = Trial(128, 16_384), random.Random(1), []
     for _ in range(num_passes):
         is_used = trial.next()
         found.append(is_used)
@@ -21,7 +21,7 @@ def run_trial(with_s: float, without_s: float, num_passes: int, noise: float = 0
 def test_an_option_that_loses_is_off_soon_and_tried_ever_more_rarely() -> None:
     found = run_trial(1.05, 1.0, 20_000)
     assert found[:16].count(True) == found[:16].count(False) == 8
-    assert found[16:500] == [None] * 484
+    assert found[16:144] == [None] * 128
     assert found.count(True) < 0.005 * len(found)
 
 
@@ -32,9 +32,12 @@ def test_one_that_saves_time_stays_on_and_is_compared() -> None:
 
 
 def test_a_saving_that_is_in_doubt_is_compared_more_often() -> None:
-    found = run_trial(0.88, 1.0, 2_000, noise=0.2)
-    assert None not in found
-    assert 1 / 20 < found[200:].count(False) / len(found[200:]) < 1 / 6
+    shares = []
+    for noise in (0.02, 0.15):
+        found = run_trial(0.95, 1.0, 4_000, noise)
+        assert None not in found
+        shares.append(found[200:].count(False) / len(found[200:]))
+    assert shares[1] > 2 * shares[0]
 
 
 def test_a_saving_is_kept_where_spells_are_noisy() -> None:
@@ -48,7 +51,26 @@ def test_a_saving_is_kept_where_spells_are_noisy() -> None:
             if is_used is not None:
                 trial.note(is_used, (0.9 if is_used else 1.0) * draw.gammavariate(6.25, 1 / 6.25))
         shares.append(num_used / 4_000)
-    assert sum(shares) / len(shares) > 0.72
+    assert sum(shares) / len(shares) > 0.8
+
+
+def test_something_else_that_runs_now_and_then_hides_no_saving() -> None:
+    """15% of the spells take 1.3 to 2.5 times as long, on both sides."""
+
+    def used(saved: float) -> float:
+        num_used = 0
+        for seed in range(30):
+            trial, draw = Trial(128, 16_384), random.Random(seed)
+            for _ in range(2_000):
+                is_used = trial.next()
+                num_used += is_used is True
+                if is_used is not None:
+                    slow = draw.uniform(1.3, 2.5) if draw.random() < 0.15 else 1.0
+                    trial.note(is_used, slow * (1.0 - saved * is_used) * draw.gauss(1.0, 0.1))
+        return num_used / (30 * 2_000)
+
+    assert used(0.05) > 0.7
+    assert used(-0.05) < 0.1
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])

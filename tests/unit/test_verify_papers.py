@@ -92,7 +92,7 @@ def test_asynchronous_dspark_gives_the_capacity_to_the_likeliest() -> None:
 @pytest.mark.parametrize("policy", sorted(VERIFICATION_POLICIES))
 def test_nothing_to_decode_is_nothing_to_verify(policy: str) -> None:
     rows = decide(policy, [], a_pass(SMOOTH, num_prompt_tokens=9))
-    assert (list(rows.verify_lens), rows.num_prompt_tokens) == ([], 9)
+    assert (rows.verify_lens, rows.num_prompt_tokens) == ([], 9)
 
 
 @settings(max_examples=100)
