@@ -85,24 +85,27 @@ class ColocatedDrafters:
         """Whether it computes on the target's device."""
         return drafter in self._gates
 
-    def choose(self, batch: int, wanted: Collection[str | None]) -> None:
+    def choose(self, batch: int, wanted: Collection[str | None], prompts_wait: bool = False) -> None:
         """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests.
         A gate counts no round of others: else its trials would pass while nobody could try the drafter."""
         for name, gate in self._gates.items():
             if name in wanted:
-                gate.decide(batch)
+                gate.decide(batch, prompts_wait)
             else:
                 gate.skip()
         self._batch = batch
 
-    def note_pass(self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel) -> None:
-        """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences."""
+    def note_pass(
+        self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel, num_prompt_rows: int = 0
+    ) -> None:
+        """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences. ``num_prompt_rows``: as of
+        `saved_s`."""
         for name, gate in self._gates.items():
             own = [commit for commit in commits if commit.drafter == name]
             if own:
                 num_verified = sum(commit.num_proposed for commit in own)
                 num_accepted = sum(commit.num_accepted for commit in own)
-                gate.note_saved(batch, saved_s(batch, num_verified, num_accepted, num_context, cost))
+                gate.note_saved(batch, saved_s(batch, num_verified, num_accepted, num_context, cost, num_prompt_rows))
 
     def note_plan(self, awaited: Collection[str | None], begins_pass: bool, now_s: float) -> None:
         """A plan holds requests for proposals of the drafters ``awaited``. Where it begins no pass, the target waits for

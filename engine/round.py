@@ -234,13 +234,19 @@ class TargetLoop:
         """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass."""
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
-        if self._colocated and counts.num_sampled:
+        asks = bool(self._colocated) and counts.num_sampled > 0
+        num_later = 0  # prompt rows that the next pass will have, too
+        if asks:
             drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
             wanted = {draft.drafter for draft in drafts if not draft.is_plain}
-            self._colocated.choose(counts.num_sampled, wanted)
+            if counts.num_prompt_rows:
+                num_left = self._sequences.num_prompt_tokens - counts.num_prompt_rows
+                num_later = max(0, min(num_left, counts.num_prompt_rows))
+            self._colocated.choose(counts.num_sampled, wanted, prompts_wait=num_later > 0)
         commits = self._commit(begun.spans, outcomes, end_s)
-        if self._colocated and counts.num_sampled:
-            self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)
+        if asks:
+            sampled = counts.num_sampled, counts.num_sampled_context
+            self._colocated.note_pass(commits, *sampled, self._cost, num_later)
         self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s

@@ -83,8 +83,9 @@ class DraftTimes:
         return self._level.batch
 
     def add(self, batch: int, seconds: float) -> None:
-        if self.num:
-            seconds = min(seconds, UNUSUAL * self.at(batch))
+        usual_s = self.at(batch)
+        if usual_s:
+            seconds = min(seconds, UNUSUAL * usual_s)
         self._level.add(batch, seconds)
         self._slope.add(batch, seconds)
 

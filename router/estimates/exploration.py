@@ -20,6 +20,10 @@ class Pause:
         """The drafter pays."""
         self._num_doubled = self._num_passed = 0
 
+    def lengthen(self) -> None:
+        """Doubles the next pause once more: the last trial was hopeless."""
+        self._num_doubled += 1
+
     def count_round(self) -> bool:
         """Counts a round. Returns whether it is a trial."""
         self._num_passed += 1

@@ -2,9 +2,10 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from benchmarks.core_sets import usable_cores
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
+from engine.colocated import ColocatedDrafters
 from engine.target import SpanInput, SpanOutcome
 from router.draft_length import DecodeRate
 from router.planner import PlannerSettings, StepPlanner
@@ -117,6 +119,37 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
     rest = iter(told)
     assert all(any(num == other for other in rest) for num in noted), "each is a round's own, in their order"
     assert len(noted) > len(told) / 2
+
+
+def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt comes while two requests decode, and is computed in chunks."""
+    engine, model = engine_of(target, (0, 2))
+    told: list[bool] = []
+    left: list[bool] = []
+    choose, note_pass = ColocatedDrafters.choose, ColocatedDrafters.note_pass
+
+    def choosing(self: ColocatedDrafters, batch: int, wanted: Collection[str | None], prompts_wait: bool) -> None:
+        told.append(prompts_wait)
+        choose(self, batch, wanted, prompts_wait)
+
+    monkeypatch.setattr(ColocatedDrafters, "choose", choosing)
+    planner = StepPlanner(PlannerSettings(max_chunk_len=24))
+    with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
+        loop = cluster.loop
+
+        def noting(self: ColocatedDrafters, *args: Any) -> None:
+            left.append(loop._sequences.num_prompt_tokens > 0)
+            note_pass(self, *args)
+
+        monkeypatch.setattr(ColocatedDrafters, "note_pass", noting)
+        streams = threading.Thread(target=cluster.complete, args=(requests(2, max_tokens=150),))
+        streams.start()
+        eventually(lambda: len(told) > 3)
+        long = replace(requests(1)[0], id="long", prompt_token_ids=tuple(range(200)))
+        cluster.complete([long])
+        streams.join(DEADLINE_S)
+    assert told == left
+    assert sum(told) > 3
 
 
 class _DuringPasses(_Wrong):

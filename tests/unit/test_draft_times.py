@@ -17,6 +17,14 @@ def test_what_one_request_more_takes_is_remembered_once_batches_are_alike() -> N
     assert times.at(4) == pytest.approx(0.070, rel=0.05)
 
 
+def test_a_first_time_of_nothing_hides_no_later_one() -> None:
+    times = DraftTimes()
+    times.add(8, 0.0)
+    for _ in range(50):
+        times.add(8, 0.08)
+    assert times.at(8) > 0.07
+
+
 def test_batches_that_are_alike_are_proportional() -> None:
     times = DraftTimes()
     for _ in range(50):
