@@ -105,7 +105,7 @@ class ColocatedDrafters:
             if own:
                 num_verified = sum(commit.num_proposed for commit in own)
                 num_accepted = sum(commit.num_accepted for commit in own)
-                gate.note_saved(batch, saved_s(batch, num_verified, num_accepted, num_context, cost, num_prompt_rows))
+                gate.note_saved(saved_s(batch, num_verified, num_accepted, num_context, cost, num_prompt_rows))
 
     def note_plan(self, awaited: Collection[str | None], begins_pass: bool, now_s: float) -> None:
         """A plan holds requests for proposals of the drafters ``awaited``. Where it begins no pass, the target waits for
@@ -132,4 +132,4 @@ class ColocatedDrafters:
     def note_overhead(self, seconds: float) -> None:
         """The last round took so long beside its pass."""
         for gate in self._gates.values():
-            gate.note_rest(self._batch, seconds)
+            gate.note_rest(seconds)

@@ -234,19 +234,16 @@ class TargetLoop:
         """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass."""
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
-        asks = bool(self._colocated) and counts.num_sampled > 0
-        num_later = 0  # prompt rows that the next pass will have, too
-        if asks:
+        # Prompts fill the next pass as they filled this one.
+        prompts_wait = 0 < counts.num_prompt_rows <= begun.plan.num_prompt_tokens_left
+        if self._colocated and counts.num_sampled:
             drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
             wanted = {draft.drafter for draft in drafts if not draft.is_plain}
-            if counts.num_prompt_rows:
-                num_left = self._sequences.num_prompt_tokens - counts.num_prompt_rows
-                num_later = max(0, min(num_left, counts.num_prompt_rows))
-            self._colocated.choose(counts.num_sampled, wanted, prompts_wait=num_later > 0)
+            self._colocated.choose(counts.num_sampled, wanted, prompts_wait)
         commits = self._commit(begun.spans, outcomes, end_s)
-        if asks:
+        if self._colocated and counts.num_sampled:
             sampled = counts.num_sampled, counts.num_sampled_context
-            self._colocated.note_pass(commits, *sampled, self._cost, num_later)
+            self._colocated.note_pass(commits, *sampled, self._cost, counts.num_prompt_rows if prompts_wait else 0)
         self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
@@ -312,7 +309,7 @@ class TargetLoop:
         ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(ready), sum([view.committed_len for view in ready]))
         has_slo = any(view.slo is not None for view in ready)
-        limits = round_limits(ready, (), 0, self._cost, now_s) if has_slo else NO_LIMITS
+        limits = round_limits(ready, (), self._cost, now_s) if has_slo else NO_LIMITS
         rates = costs.row_price, costs.tokens_per_s
         batch = BatchState(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)

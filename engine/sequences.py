@@ -132,11 +132,6 @@ class Sequences:
     def num_running(self) -> int:
         return len([None for s in self._live.values() if s.running])
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """That are left to compute before their requests decode."""
-        return sum([max(0, len(s.token_ids) - s.computed_len - 1) for s in self._live.values()])
-
     def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()  # else no router chooses
         sampling = request.sampling

@@ -54,7 +54,7 @@ def predicted_ttft(
     decode_s = cost.step_s(max(len(decoding), load.num_decode_rows), num_context) if decoding else 0.0
     max_s = MAX_CHUNK_S
     if decoding:
-        limits = round_limits(decoding, (), 0, cost, now_s, 0)
+        limits = round_limits(decoding, (), cost, now_s, 0)
         max_s = min(max_s, max(limits.chunk_s, _added_s(MIN_CHUNK_LEN, cost)))
     num_free_rows = max(1, capacity.max_pass_tokens - len(decoding))
 

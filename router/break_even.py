@@ -2,7 +2,7 @@
 
 The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
 lengthen the pass, proposals add handling to the round. All three are measured per octave of batch sizes, apart for rounds
-in which prompts wait: passes that prompts fill are not saved, and who waits for a first token waits for drafts, too.
+in which prompts wait: a pass that prompts fill is not saved, and trials would delay first tokens.
 """
 
 from router.cost_model import CostModel
@@ -13,51 +13,50 @@ from router.estimates.exploration import Pause
 _MEMORY = 64.0  # rounds
 _FIRST_ROUNDS = 16  # of a batch size, at any price
 _TRIAL_ROUNDS = 6  # at most; the first catches up. All rounds before weigh as much
+_FIRST_PAUSE_OF_PROMPTS = 256  # rounds in which prompts wait, before the first trial among them
 # Verified rounds and drafts after which a trial ends that is hopeless: on a busy target a draft can take most of a round.
 _LEAST_ROUNDS, _LEAST_DRAFTS = 2, 32
-_HOPELESS = 0.5  # of what its drafts cost, that they must have saved by then
-_MOST_POSTPONED = 256  # rounds in which prompts wait, by which a trial is postponed
+_HOPELESS = 0.5  # of what its drafts cost, that those of the trial must have saved by then
 
 
 class _Situation:
     """Measurements of one octave of batch sizes, with or without prompts that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts_wait: bool) -> None:
         self.saved_s = DecayedMean()
         self.draft_s = DraftTimes()
         self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
-        self.pause = Pause()
-        self.num_trials_left = _FIRST_ROUNDS
-        self.num_before = 0.0  # rounds that counted in ``saved_s`` when this trial began
-        self.num_postponed = 0  # rounds of this trial
+        self._pause = Pause(_FIRST_PAUSE_OF_PROMPTS) if prompts_wait else Pause()
+        self._num_trials_left = 0 if prompts_wait else _FIRST_ROUNDS
+        self._trial_saved_s = DecayedMean()  # of this trial alone
 
-    def decide(self, batch: int, prompts_wait: bool) -> bool:
+    def decide(self, batch: int) -> bool:
         cost_s = self.draft_s.at(batch) + self._handling_s
-        if self.num_trials_left and not self._is_hopeless(batch, cost_s):
-            if prompts_wait and self.num_postponed < _MOST_POSTPONED:
-                self.num_postponed += 1
-                return False
-            self.num_trials_left -= 1
-            return True
-        if self.num_trials_left:
-            self.pause.lengthen()
-        self.num_trials_left = 0
+        if self._num_trials_left:
+            if not self._is_hopeless(batch, cost_s):
+                self._num_trials_left -= 1
+                return True
+            self._num_trials_left = 0
+            self._pause.lengthen()
         if self.saved_s.value > cost_s:
-            self.pause.reset()
+            self._pause.reset()
             return True
-        if not self.pause.count_round():
+        if not self._pause.count_round():
             return False
-        self.num_trials_left = _TRIAL_ROUNDS - 1
+        self._num_trials_left = _TRIAL_ROUNDS - 1
+        self._trial_saved_s = DecayedMean()
         self.saved_s.fade(_TRIAL_ROUNDS)
-        self.num_before = self.saved_s.num
-        self.num_postponed = 0
         self.draft_s.fade(_TRIAL_ROUNDS)
         return True
 
+    def note_saved(self, saved_s: float) -> None:
+        self.saved_s.add(saved_s, _MEMORY)
+        self._trial_saved_s.add(saved_s, _MEMORY)
+
     def _is_hopeless(self, batch: int, cost_s: float) -> bool:
-        num_verified = self.saved_s.num - self.num_before
-        is_told = num_verified >= _LEAST_ROUNDS and num_verified * batch >= _LEAST_DRAFTS
-        return is_told and self.saved_s.value < _HOPELESS * cost_s
+        saved = self._trial_saved_s
+        is_told = saved.num >= _LEAST_ROUNDS and saved.num * batch >= _LEAST_DRAFTS
+        return is_told and saved.value < _HOPELESS * cost_s
 
     @property
     def _handling_s(self) -> float:
@@ -67,22 +66,28 @@ class _Situation:
 
 
 class BreakEvenGate:
-    """The gate of one drafter."""
+    """The gate of one drafter.
+
+    A round decides (``decide``), then notes what the drafts that were asked for by the decision before saved, then what it
+    waits for the drafts of its own decision.
+    """
 
     def __init__(self) -> None:
         self._situations: dict[tuple[int, bool], _Situation] = {}
-        self._prompts_wait = False
         self._was_queried = False
         self.is_queried = True  # in this round
+        self._situation = self._before = _Situation(prompts_wait=False)  # of the last decision, and of that before
 
     def decide(self, batch: int, prompts_wait: bool = False) -> bool:
         """Whether to query it for the drafts of the next round of ``batch`` requests. Once a round.
 
         Args:
-            prompts_wait: the next pass has rows of prompts, as the last one had.
+            prompts_wait: prompts fill the next pass as they filled the last one.
         """
-        self._prompts_wait = prompts_wait
-        self._was_queried, self.is_queried = self.is_queried, self._of(batch).decide(batch, prompts_wait)
+        situation = batch.bit_length(), prompts_wait
+        self._before = self._situation
+        self._situation = self._situations.setdefault(situation, _Situation(prompts_wait))
+        self._was_queried, self.is_queried = self.is_queried, self._situation.decide(batch)
         return self.is_queried
 
     def skip(self) -> None:
@@ -91,21 +96,18 @@ class BreakEvenGate:
 
     def note_draft(self, batch: int, seconds: float) -> None:
         """Adds the time that the target waited for its drafts; not after a pause, when the drafter catches up."""
-        if self._was_queried:
-            self._of(batch).draft_s.add(batch, seconds)
+        if self._was_queried and self.is_queried:
+            self._situation.draft_s.add(batch, seconds)
 
-    def note_rest(self, batch: int, seconds: float) -> None:
+    def note_rest(self, seconds: float) -> None:
         """Adds the time of a round without its pass and drafting."""
         if self._was_queried == self.is_queried:
-            mean = self._of(batch).rest_s[self.is_queried]
+            mean = self._situation.rest_s[self.is_queried]
             mean.add(mean.clipped(seconds), _MEMORY)
 
-    def note_saved(self, batch: int, saved_s: float) -> None:
+    def note_saved(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
-        self._of(batch).saved_s.add(saved_s, _MEMORY)
-
-    def _of(self, batch: int) -> _Situation:
-        return self._situations.setdefault((batch.bit_length(), self._prompts_wait), _Situation())
+        self._before.note_saved(saved_s)
 
 
 def saved_s(

@@ -20,7 +20,8 @@ class CostModel(Protocol):
         attended to, summed over the sequences. Never falls as either grows."""
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
-        """As ``step_s``, of one prompt's chunk, of which nothing is sampled."""
+        """As ``step_s``, of a chunk of one prompt, of which nothing is sampled. ``num_context``: tokens of that prompt
+        before it; not those that other sequences of the pass attend to."""
 
     def table(self, num_context: int) -> "TableCost":
         """``step_s`` of every number of rows at about this context. Exact at its steps: linear between its points."""

@@ -149,6 +149,7 @@ class StepPlan:
     budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
     frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # drafter -> it drafts ahead; others do not
     num_micro_batches: int = 1  # that requests are verified in, in turn
+    num_prompt_tokens_left: int = 0  # of prompts for which there are places, after the pass
     best_left_out: float = 0.0  # greatest known survival of a draft token that the pass does not verify; 0: of none
 
     @property

@@ -84,10 +84,10 @@ class StepPlanner:
         survivors, preempted = _make_room(ready, running, blocks)
         limits = NO_LIMITS
         prompts = prefilling + waiting
-        num_context = sum(s.computed_len for s in prefilling)  # that prompts attend to
         if has_slo:
             prompts = by_deadline(prompts, now_s)
-            limits = self.limits(decoding, prompts, num_context, cost, now_s)
+            limits = self.limits(decoding, prompts, cost, now_s)
+        num_context = prompts[0].computed_len if prompts else 0  # that the next chunk attends to
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
         if survivors or held:  # streams are live
             num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
@@ -123,6 +123,7 @@ class StepPlanner:
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             held=held,
+            num_prompt_tokens_left=num_remaining - sum([span.num_compute for span in prefill]),
             best_left_out=max(left_out, default=0.0),
         )
 
@@ -130,12 +131,11 @@ class StepPlanner:
         self,
         decoding: Sequence[SequenceView],
         prompts: Sequence[SequenceView],
-        num_context: int,
         cost: CostModel,
         now_s: float,
     ) -> RoundLimits:
         """What objectives leave a pass: arguments as of `round_limits`."""
-        return round_limits(decoding, prompts, num_context, cost, now_s)
+        return round_limits(decoding, prompts, cost, now_s)
 
     def _prompt_rows(self, num_remaining: int, capacity: Capacity) -> PromptRows:
         if not num_remaining:
@@ -147,7 +147,7 @@ class StepPlanner:
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: float = MAX_CHUNK_S) -> int:
     """The most of ``num_tokens`` prompt tokens that add at most ``max_s`` to a pass of one row; at least MIN_CHUNK_LEN.
-    ``num_context``: tokens that are attended to, summed over the sequences."""
+    ``num_context``: tokens of the prompt before them."""
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
     limit_s = cost.prefill_s(1, num_context) + max_s
     while low < high:  # more rows never make a pass faster

@@ -72,7 +72,6 @@ NO_LIMITS = RoundLimits()
 def round_limits(
     decoding: Sequence[SequenceView],
     prompts: Sequence[SequenceView],
-    num_context: int,
     cost: CostModel,
     now_s: float,
     num_draft_tokens: int | None = None,
@@ -82,7 +81,6 @@ def round_limits(
     Args:
         decoding: requests that wait for a token; a pass without them delays them too.
         prompts: in the order of `by_deadline`.
-        num_context: tokens that prompts attend to, summed over those that have begun.
         num_draft_tokens: that later passes verify; None: all that are proposed now.
     """
     if num_draft_tokens is None:
@@ -116,7 +114,7 @@ def round_limits(
         if needed_s < plain_s:
             weights[sequence.request_id] = min(MAX_WEIGHT, plain_s / needed_s) if needed_s > 0.0 else MAX_WEIGHT
     chunk_s, num_due = max(0.0, with_chunk_s - plain_s), 0
-    for num_tokens, spare_s, prompts_s in _deadlines(prompts, plain_s, num_context, cost, now_s):
+    for num_tokens, spare_s, prompts_s in _deadlines(prompts, plain_s, cost, now_s):
         if spare_s < full_s:  # one pass is left, with few drafts
             num_due, limit_s = max(num_due, num_tokens), min(limit_s, spare_s + prompts_s)
         elif full_s > 0.0:
@@ -129,17 +127,21 @@ def _known(seconds: float) -> float | None:
 
 
 def _deadlines(
-    prompts: Sequence[SequenceView], plain_s: float, num_context: int, cost: CostModel, now_s: float
+    prompts: Sequence[SequenceView], plain_s: float, cost: CostModel, now_s: float
 ) -> Iterable[tuple[int, float, float]]:
     """Those that can be met: prompt tokens to compute until then, the seconds that remain for everything else, and the
     seconds of these tokens."""
-    num_tokens, base_s = 0, cost.prefill_s(1, num_context)
+    num_tokens, base_s, attention_s = 0, cost.prefill_s(1, 0), 0.0
     for sequence in prompts[:MAX_DEADLINES]:
-        num_tokens += sequence.committed_len - sequence.computed_len
+        num_own = sequence.committed_len - sequence.computed_len
+        num_tokens += num_own
+        if sequence.computed_len:  # its rows attend to what is computed of it
+            long_s = cost.prefill_s(num_own, sequence.computed_len) - cost.prefill_s(1, sequence.computed_len)
+            attention_s += long_s - (cost.prefill_s(num_own, 0) - base_s)
         if sequence.slo is None or sequence.slo.first_due_s is None:
             continue
         left_s = sequence.slo.first_due_s - now_s
-        prompts_s = cost.prefill_s(num_tokens, num_context) - base_s
+        prompts_s = cost.prefill_s(num_tokens, 0) - base_s + attention_s
         if left_s - prompts_s >= plain_s:
             yield num_tokens, max(plain_s, TTFT_SHARE * left_s - prompts_s), prompts_s
 

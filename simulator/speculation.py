@@ -26,11 +26,10 @@ class VerificationAlone(StepPlanner):
         self,
         decoding: Sequence[SequenceView],
         prompts: Sequence[SequenceView],
-        num_context: int,
         cost: CostModel,
         now_s: float,
     ) -> RoundLimits:
-        return RoundLimits(tpot_s=super().limits(decoding, prompts, num_context, cost, now_s).tpot_s)
+        return RoundLimits(tpot_s=super().limits(decoding, prompts, cost, now_s).tpot_s)
 
 
 @dataclass(frozen=True, slots=True)

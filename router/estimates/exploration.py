@@ -21,8 +21,9 @@ class Pause:
         self._num_doubled = self._num_passed = 0
 
     def lengthen(self) -> None:
-        """Doubles the next pause once more: the last trial was hopeless."""
-        self._num_doubled += 1
+        """Doubles the pauses, up to the longest."""
+        if self.first << self._num_doubled < self.longest:
+            self._num_doubled += 1
 
     def count_round(self) -> bool:
         """Counts a round. Returns whether it is a trial."""
@@ -30,5 +31,5 @@ class Pause:
         if self._num_passed < min(self.first << self._num_doubled, self.longest):
             return False
         self._num_passed = 0
-        self._num_doubled += 1
+        self.lengthen()
         return True

@@ -11,21 +11,25 @@ COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))
 
 
 def asked(
-    asking: BreakEvenGate,
+    gate: BreakEvenGate,
     batch: int,
     num_rounds: int,
-    saves_s: Callable[[int], float],
+    saves_s: Callable[[int], float | None],
     cost_s: float,
     handling_s: float = 0.0,
+    prompts_wait: Callable[[int], bool] = lambda _: False,
 ) -> list[bool]:
-    """In each round; what it saves may depend on the round."""
-    found = []
+    """In each round, as a loop asks. What the drafts of a round save may depend on it, and is known after the next decision;
+    None: none was verified."""
+    found: list[bool] = []
+    newest: float | None = None
     for number in range(num_rounds):
-        found.append(asking.decide(batch))
-        if asking.is_queried:
-            asking.note_draft(batch, cost_s)
-            asking.note_saved(batch, saves_s(number))
-        asking.note_rest(batch, 0.001 + (handling_s if asking.is_queried else 0.0))
+        found.append(gate.decide(batch, prompts_wait(number)))
+        if newest is not None:
+            gate.note_saved(newest)
+        newest = saves_s(number) if found[-1] else None
+        gate.note_draft(batch, cost_s if found[-1] else 0.0)
+        gate.note_rest(0.001 + (handling_s if found[-1] else 0.0))
     return found
 
 
@@ -39,31 +43,18 @@ def test_one_that_saves_less_is_asked_hardly_ever() -> None:
     assert 10 < sum(found[16:]) < 60, "then now and then"
 
 
-def asked_live(asking: BreakEvenGate, num_rounds: int, saves_s: Callable[[int], float | None], cost_s: float) -> list[bool]:
-    """As a loop asks, for 64 requests: what a draft saved is known after the next decision. None: none was verified."""
-    found, newest = [], None
-    for number in range(num_rounds):
-        found.append(asking.decide(64))
-        if newest is not None:
-            asking.note_saved(64, newest)
-        newest = saves_s(number) if found[-1] else None
-        if found[-1]:
-            asking.note_draft(64, cost_s)
-    return found
-
-
 def test_a_hopeless_trial_of_many_requests_ends_early() -> None:
     """A draft for many can take most of a round; for one, the first few drafts say little."""
-    many = asked_live(BreakEvenGate(), 500, lambda _: 0.004, 0.1)
+    many = asked(BreakEvenGate(), 64, 500, lambda _: 0.004, 0.1)
     assert sum(many[:64]) == 3
-    assert sum(many[64:]) <= 6, "later trials are as short, and the pause before them is twice as long"
+    assert sum(many[64:]) <= 6, "later trials are as short, and pauses double twice"
     assert all(asked(BreakEvenGate(), 1, 16, lambda _: 0.004, 0.1))
-    assert all(asked_live(BreakEvenGate(), 16, lambda _: 0.06, 0.1)), "near its price it is tried for as long as ever"
-    assert all(asked_live(BreakEvenGate(), 16, lambda _: None, 0.1)), "nothing is known before drafts are verified"
+    assert all(asked(BreakEvenGate(), 64, 16, lambda _: 0.06, 0.1)), "near its price it is tried for as long as ever"
+    assert all(asked(BreakEvenGate(), 64, 16, lambda _: None, 0.1)), "nothing is known before drafts are verified"
 
 
 def test_one_that_becomes_better_for_many_is_found_out() -> None:
-    found = asked_live(BreakEvenGate(), 3000, lambda number: 0.0 if number < 300 else 0.15, 0.1)
+    found = asked(BreakEvenGate(), 64, 3000, lambda number: 0.0 if number < 300 else 0.15, 0.1)
     assert all(found[-300:])
 
 
@@ -85,7 +76,7 @@ def test_rounds_of_other_drafters_take_none_of_its_trials() -> None:
         gate.skip()
         assert not gate.is_queried
         gate.note_draft(4, 0.0)
-        gate.note_rest(4, 0.001)
+        gate.note_rest(0.001)
     assert all(asked(gate, 4, 500, lambda _: 0.005, 0.004))
 
 
@@ -101,14 +92,34 @@ def test_what_the_round_has_to_do_with_drafts_counts_too() -> None:
 
 
 def test_a_trial_does_not_delay_prompts_that_wait() -> None:
-    """It is postponed, but not for ever. Each situation is measured by itself."""
-    gate = BreakEvenGate()
-    assert not any(gate.decide(16, prompts_wait=True) for _ in range(256))
-    assert gate.decide(16, prompts_wait=True)
-    paying = BreakEvenGate()
-    assert all(asked(paying, 16, 100, lambda _: 0.005, 0.004))
-    assert not paying.decide(16, prompts_wait=True), "of this nothing is known"
-    assert paying.decide(16)
+    """It comes late, but it comes. Each situation is measured by itself."""
+    found = asked(BreakEvenGate(), 16, 3000, lambda _: 0.001, 0.02, prompts_wait=lambda _: True)
+    assert found[:256] == [*[False] * 255, True]
+    assert 6 < sum(found) < 30
+    assert all(asked(BreakEvenGate(), 16, 1000, lambda _: 0.03, 0.02, prompts_wait=lambda _: True)[256:])
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_drafts_are_credited_to_the_round_that_asked_for_them(pays: bool) -> None:
+    """Prompts wait in single rounds. What was drafted then saves as much, or next to nothing; other drafts the opposite."""
+
+    def waits(number: int) -> bool:
+        return number % 4 == 0
+
+    found = asked(
+        BreakEvenGate(), 16, 8000, lambda number: 0.03 if waits(number) == pays else 0.001, 0.02, prompts_wait=waits
+    )
+    late = range(6000, 8000)
+    waiting = sum(found[i] for i in late if waits(i)) / 500
+    others = sum(found[i] for i in late if not waits(i)) / 1500
+    assert (waiting > 0.9, others < 0.1) == (pays, pays)
+    assert (waiting < 0.1, others > 0.9) == (not pays, not pays)
+
+
+def test_a_round_that_asks_for_nothing_is_no_free_draft() -> None:
+    """The target waits for no draft then."""
+    found = asked(BreakEvenGate(), 64, 4000, lambda _: 0.06, 0.1)
+    assert sum(found[100:]) < 200
 
 
 def test_a_drafter_that_once_had_nothing_to_draft_is_not_taken_for_free() -> None:
@@ -118,24 +129,29 @@ def test_a_drafter_that_once_had_nothing_to_draft_is_not_taken_for_free() -> Non
 
 
 def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
-    asking = BreakEvenGate()
-    for _ in range(40):
-        asked(asking, 1, 1, lambda _: 0.01, 0.001)
-        asked(asking, 16, 1, lambda _: 0.01, 0.02)
-    assert asking.decide(1)
-    assert not asking.decide(16)
-    assert asking.decide(2), "of another size nothing is known"
+    gate, newest = BreakEvenGate(), None
+    for number in range(80):
+        batch = 16 if number % 2 else 1
+        queried = gate.decide(batch)
+        if newest is not None:
+            gate.note_saved(newest)
+        newest = 0.01 if queried else None
+        gate.note_draft(batch, (0.02 if batch == 16 else 0.001) if queried else 0.0)
+    assert gate.decide(1)
+    assert not gate.decide(16)
+    assert gate.decide(2), "of another size nothing is known"
 
 
 def test_catching_up_after_a_pause_is_not_taken_for_the_cost_of_a_draft() -> None:
-    asking = BreakEvenGate()
-    found = []
-    for _ in range(400):
+    gate, newest = BreakEvenGate(), None
+    found: list[bool] = []
+    for number in range(400):
         paused = bool(found) and not found[-1]
-        found.append(asking.decide(1))
-        if asking.is_queried:
-            asking.note_draft(1, 1.0 if paused else 0.004)
-            asking.note_saved(1, 0.0 if len(found) < 60 else 0.01)
+        found.append(gate.decide(1))
+        if newest is not None:
+            gate.note_saved(newest)
+        newest = None if not found[-1] else 0.0 if number < 60 else 0.01
+        gate.note_draft(1, (1.0 if paused else 0.004) if found[-1] else 0.0)
     assert all(found[-100:])
 
 

@@ -122,34 +122,40 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
 
 
 def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt comes while two requests decode, and is computed in chunks."""
+    """A prompt of 200 tokens comes while two requests decode, and is computed in chunks of 24: in seven passes at least as
+    many of its tokens are left as were computed."""
     engine, model = engine_of(target, (0, 2))
     told: list[bool] = []
-    left: list[bool] = []
+    charged: list[bool] = []
+    decodes, comes = threading.Event(), threading.Event()
     choose, note_pass = ColocatedDrafters.choose, ColocatedDrafters.note_pass
 
     def choosing(self: ColocatedDrafters, batch: int, wanted: Collection[str | None], prompts_wait: bool) -> None:
         told.append(prompts_wait)
         choose(self, batch, wanted, prompts_wait)
+        decodes.set()
+        assert comes.wait(DEADLINE_S)
+
+    def noting(self: ColocatedDrafters, *args: Any) -> None:
+        charged.append(args[-1] > 0)
+        note_pass(self, *args)
 
     monkeypatch.setattr(ColocatedDrafters, "choose", choosing)
+    monkeypatch.setattr(ColocatedDrafters, "note_pass", noting)
     planner = StepPlanner(PlannerSettings(max_chunk_len=24))
     with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
-        loop = cluster.loop
-
-        def noting(self: ColocatedDrafters, *args: Any) -> None:
-            left.append(loop._sequences.num_prompt_tokens > 0)
-            note_pass(self, *args)
-
-        monkeypatch.setattr(ColocatedDrafters, "note_pass", noting)
-        streams = threading.Thread(target=cluster.complete, args=(requests(2, max_tokens=150),))
+        streams = threading.Thread(target=cluster.complete, args=(requests(2, max_tokens=220),))
         streams.start()
-        eventually(lambda: len(told) > 3)
-        long = replace(requests(1)[0], id="long", prompt_token_ids=tuple(range(200)))
-        cluster.complete([long])
-        streams.join(DEADLINE_S)
-    assert told == left
-    assert sum(told) > 3
+        assert decodes.wait(DEADLINE_S)
+        long = threading.Thread(
+            target=cluster.complete, args=([replace(requests(1)[0], id="long", prompt_token_ids=tuple(range(200)))],)
+        )
+        long.start()
+        comes.set()
+        for thread in (long, streams):
+            thread.join(DEADLINE_S)
+    assert told == charged
+    assert sum(told) == 7
 
 
 class _DuringPasses(_Wrong):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.cost_model import TableCost, monotone
 from router.estimates.drafter_stats import DrafterStats, Judgement
-from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.verify_length import VERIFICATION_POLICIES, VerifyContext
 from tests.support.verification import RowsAttend
@@ -191,6 +191,19 @@ def test_a_chunk_is_as_long_whatever_decoding_attends_to() -> None:
         chunks.append(spans_of(step)["prompt"])
     assert chunks[0] == chunks[1]
     assert chunks[0][0] > 64
+
+
+def test_an_urgent_prompt_does_not_pay_for_what_another_has_computed() -> None:
+    cost = RowsAttend((1, 256), (0.02, 1.0))
+    capacity = replace(CAPACITY, num_blocks=20_000, num_free_blocks=10_000, max_pass_tokens=512, max_model_len=40_000)
+    urgent = view("urgent", committed_len=257, computed_len=0, running=False, drafter=None, slo=SloProgress(3.0, None))
+    chunks = []
+    for computed_len in (100, 30_000):
+        begun = view("begun", committed_len=computed_len + 900, computed_len=computed_len, drafter=None)
+        step = StepPlanner().plan([view("a", drafter=None), begun, urgent], {}, capacity, cost, 1.0)
+        chunks.append(spans_of(step)["urgent"])
+    assert chunks[0] == chunks[1]
+    assert chunks[0][0] > 200
 
 
 def test_outrider_spends_rows_on_the_drafter_that_is_right() -> None:

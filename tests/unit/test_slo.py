@@ -40,7 +40,7 @@ def prompt(
 
 
 def limits(decode: list[SequenceView], prompts: list[SequenceView] | None = None, num_draft_tokens: int = 0) -> RoundLimits:
-    return round_limits(decode, prompts or [], 0, COST, NOW_S, num_draft_tokens)
+    return round_limits(decode, prompts or [], COST, NOW_S, num_draft_tokens)
 
 
 def plan(sequences: list[SequenceView], **settings: Any) -> StepPlan:
