@@ -85,8 +85,9 @@ class ColocatedDrafters:
         """Whether it computes on the target's device."""
         return drafter in self._gates
 
-    def choose(self, batch: int, wanted: Collection[str | None], prompts_wait: bool = False) -> None:
-        """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests.
+    def choose(self, batch: int, wanted: Collection[str | None], prompts_wait: bool) -> None:
+        """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests;
+        ``prompts_wait``: as of `BreakEvenGate.decide`.
         A gate counts no round of others: else its trials would pass while nobody could try the drafter."""
         for name, gate in self._gates.items():
             if name in wanted:
@@ -96,7 +97,7 @@ class ColocatedDrafters:
         self._batch = batch
 
     def note_pass(
-        self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel, num_prompt_rows: int = 0
+        self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel, num_prompt_rows: int
     ) -> None:
         """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences. ``num_prompt_rows``: as of
         `saved_s`."""

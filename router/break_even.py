@@ -23,7 +23,7 @@ class _Situation:
     """Measurements of one octave of batch sizes, with or without prompts that wait."""
 
     def __init__(self, prompts_wait: bool) -> None:
-        self.saved_s = DecayedMean()
+        self._saved_s = DecayedMean()
         self.draft_s = DraftTimes()
         self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
         self._pause = Pause(_FIRST_PAUSE_OF_PROMPTS) if prompts_wait else Pause()
@@ -38,19 +38,19 @@ class _Situation:
                 return True
             self._num_trials_left = 0
             self._pause.lengthen()
-        if self.saved_s.value > cost_s:
+        if self._saved_s.value > cost_s:
             self._pause.reset()
             return True
         if not self._pause.count_round():
             return False
         self._num_trials_left = _TRIAL_ROUNDS - 1
         self._trial_saved_s = DecayedMean()
-        self.saved_s.fade(_TRIAL_ROUNDS)
+        self._saved_s.fade(_TRIAL_ROUNDS)
         self.draft_s.fade(_TRIAL_ROUNDS)
         return True
 
     def note_saved(self, saved_s: float) -> None:
-        self.saved_s.add(saved_s, _MEMORY)
+        self._saved_s.add(saved_s, _MEMORY)
         self._trial_saved_s.add(saved_s, _MEMORY)
 
     def _is_hopeless(self, batch: int, cost_s: float) -> bool:
@@ -84,9 +84,9 @@ class BreakEvenGate:
         Args:
             prompts_wait: prompts fill the next pass as they filled the last one.
         """
-        situation = batch.bit_length(), prompts_wait
+        key = batch.bit_length(), prompts_wait
         self._before = self._situation
-        self._situation = self._situations.setdefault(situation, _Situation(prompts_wait))
+        self._situation = self._situations.setdefault(key, _Situation(prompts_wait))
         self._was_queried, self.is_queried = self.is_queried, self._situation.decide(batch)
         return self.is_queried
 

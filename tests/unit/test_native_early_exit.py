@@ -274,15 +274,17 @@ def test_later_lenses_are_fitted_on_rows_of_all_places(model: CausalModel) -> No
     """Of a pass of 256 rows, in spans of 8, every eighth row counts: another one in each pass."""
     exits = EarlyExit(model, STEEP)
     exits._scores = ReducedScores(model, np.arange(VOCABULARY))
-    seen = []
+    fit = exits.checks[0].fit
+    assert fit is not None
+    seen, before = [], 0.0
     for number in range(8):
         exits._num_learned = number
         hidden = {check.depth: torch.zeros(256, model.config.hidden_size) for check in exits.checks}
         hidden[exits.checks[-1].depth][:, 0] = torch.arange(256)
-        before = 0.0 if not seen else exits.checks[0].fit._cross[-1, 0].item()  # type: ignore[union-attr]
         exits.learn_rows([1] * 256, hidden)
-        assert exits.checks[0].fit is not None
-        seen.append(exits.checks[0].fit._cross[-1, 0].item() - before)
+        total = fit._cross[-1, 0].item()
+        seen.append(total - before)
+        before = total
     assert seen == [sum(range(number, 256, 8)) for number in range(8)]
 
 
