@@ -255,7 +255,7 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     add("of the target alone", ())
     drafters.flush()
     assert len(link.sent.pop().opens) == 2
-    companions.choose(1, ())  # none of the requests of the pass has it
+    companions.choose(1, (), False)  # none of the requests of the pass has it
     unsent = add("unsent")
     drafters.publish(second, Commit("second", 3, (5,)), 1.0)
     end(first)
@@ -265,7 +265,7 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     (message,) = link.sent
     assert set(message.releases) == {"first", "unsent"}
     assert replace(message, releases=()) == DraftRound(0)
-    companions.choose(1, ("d",))
+    companions.choose(1, ("d",), False)
     drafters.flush()
     assert [one.request_id for one in link.sent[-1].extends] == ["second"]
     assert not link.sent[-1].opens
