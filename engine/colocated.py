@@ -3,6 +3,7 @@ those that draft on the target's own thread."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 from cluster.types import Commit
@@ -85,13 +86,20 @@ class ColocatedDrafters:
         """Whether it computes on the target's device."""
         return drafter in self._gates
 
-    def choose(self, batch: int, wanted: Collection[str | None], prompts_wait: bool) -> None:
+    def choose(
+        self,
+        batch: int,
+        wanted: Collection[str | None],
+        plain_s: float,
+        prompts_wait: bool,
+        num_missed: Callable[[str], int],
+    ) -> None:
         """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests;
-        ``prompts_wait``: as of `BreakEvenGate.decide`.
+        ``num_missed``: by drafter; the rest as of `BreakEvenGate.decide`.
         A gate counts no round of others: else its trials would pass while nobody could try the drafter."""
         for name, gate in self._gates.items():
             if name in wanted:
-                gate.decide(batch, prompts_wait)
+                gate.decide(batch, plain_s, prompts_wait, partial(num_missed, name))
             else:
                 gate.skip()
         self._batch = batch

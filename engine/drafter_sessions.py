@@ -53,6 +53,11 @@ class DrafterSessions:
         """Linked drafters, and for how many requests each drafts. From any thread."""
         return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in tuple(self._outboxes.items())])
 
+    def num_unsent(self, name: str) -> int:
+        """Tokens that a drafter has not been sent; 0 if it is not linked."""
+        outbox = self._outboxes.get(name)
+        return 0 if outbox is None else outbox.num_unsent()
+
     # ---- links
 
     def link_up(self, link: Link) -> None:

@@ -74,6 +74,11 @@ class DrafterOutbox:
         self._budgets.pop(request_id, None)
         self._releases.add(request_id)
 
+    def num_unsent(self) -> int:
+        """Tokens of requests."""
+        num_opened = sum([len(one.token_ids) for one in self._opens.values()])
+        return num_opened + sum([len(one.token_ids) for one in self._extends.values()])
+
     def flush(self, table_version: int) -> None:
         """Sends what is pending. Raises LinkClosed as ``_send``."""
         while self._opens or self._extends or self._budgets or self._releases:

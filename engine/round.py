@@ -239,7 +239,8 @@ class TargetLoop:
         if self._colocated and counts.num_sampled:
             drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
             wanted = {draft.drafter for draft in drafts if not draft.is_plain}
-            self._colocated.choose(counts.num_sampled, wanted, prompts_wait)
+            plain_s = self._cost.step_s(counts.num_sampled, counts.num_sampled_context)
+            self._colocated.choose(counts.num_sampled, wanted, plain_s, prompts_wait, self._drafters.num_unsent)
         commits = self._commit(begun.spans, outcomes, end_s)
         if self._colocated and counts.num_sampled:
             sampled = counts.num_sampled, counts.num_sampled_context

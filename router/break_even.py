@@ -3,60 +3,73 @@
 The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
 lengthen the pass, proposals add handling to the round. All three are measured per octave of batch sizes, apart for rounds
 in which prompts wait: a pass that prompts fill is not saved, and trials would delay first tokens.
+
+While drafts do not pay, a round without them gives a hundredth of its pass as credit. A trial begins when the credit covers
+what it will lose at least, with the time in which the drafter catches up; what it loses is debited. So trials take a
+hundredth of the time, whatever a drafter costs.
 """
+
+from collections.abc import Callable
 
 from router.cost_model import CostModel
 from router.estimates.decayed import DecayedMean
 from router.estimates.draft_times import DraftTimes
-from router.estimates.exploration import Pause
 
 _MEMORY = 64.0  # rounds
-_FIRST_ROUNDS = 16  # of a batch size, at any price
-_TRIAL_ROUNDS = 6  # at most; the first catches up. All rounds before weigh as much
-_FIRST_PAUSE_OF_PROMPTS = 256  # rounds in which prompts wait, before the first trial among them
-# Verified rounds and drafts after which a trial ends that is hopeless: on a busy target a draft can take most of a round.
-_LEAST_ROUNDS, _LEAST_DRAFTS = 2, 32
-_HOPELESS = 0.5  # of what its drafts cost, that those of the trial must have saved by then
+_CATCH_UP_MEMORY = 8.0  # times
+_MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
+_CREDIT = 0.01  # of a plain pass, for each round without drafts
+_FIRST_CREDIT = 2.0  # plain passes; where prompts wait as much is owed
+# A trial has at least so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a
+# round of a busy target.
+_TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS = 32, 2, 6
+_LEAST_LOSS = 0.25  # of what its drafts cost, that a trial counts on: else one that just pays would come and go
+# Plain passes: more is not owed, and no trial needs more credit, so that a stall does not end drafting for good.
+_MOST_OWED, _MOST_NEEDED = 10.0, 20.0
 
 
 class _Situation:
     """Measurements of one octave of batch sizes, with or without prompts that wait."""
 
-    def __init__(self, prompts_wait: bool) -> None:
-        self._saved_s = DecayedMean()
+    def __init__(self, plain_s: float = 0.0, prompts_wait: bool = False) -> None:
         self.draft_s = DraftTimes()
         self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
-        self._pause = Pause(_FIRST_PAUSE_OF_PROMPTS) if prompts_wait else Pause()
-        self._num_trials_left = 0 if prompts_wait else _FIRST_ROUNDS
-        self._trial_saved_s = DecayedMean()  # of this trial alone
+        self._saved_s = DecayedMean()
+        self._credit_s = (-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT) * plain_s
+        self._on_trial = False
+        self._num_verified = 0  # rounds of this trial
 
-    def decide(self, batch: int) -> bool:
+    def decide(self, batch: int, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
         cost_s = self.draft_s.at(batch) + self._handling_s
-        if self._num_trials_left:
-            if not self._is_hopeless(batch, cost_s):
-                self._num_trials_left -= 1
-                return True
-            self._num_trials_left = 0
-            self._pause.lengthen()
-        if self._saved_s.value > cost_s:
-            self._pause.reset()
+        num_rounds = min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
+        if self._on_trial and (self._num_verified < num_rounds or not self.draft_s.num):
             return True
-        if not self._pause.count_round():
-            return False
-        self._num_trials_left = _TRIAL_ROUNDS - 1
-        self._trial_saved_s = DecayedMean()
-        self._saved_s.fade(_TRIAL_ROUNDS)
-        self.draft_s.fade(_TRIAL_ROUNDS)
-        return True
+        if self._saved_s.value > cost_s:
+            self._on_trial, self._credit_s = False, 0.0
+            return True
+        if self._on_trial:  # it goes on for as long as it costs nothing
+            self._on_trial = self._credit_s > 0.0
+            self._credit_s = max(self._credit_s, -_MOST_OWED * plain_s)
+            return self._on_trial
+        trial_s = num_rounds * max(cost_s - self._saved_s.value, _LEAST_LOSS * cost_s)
+        most_s = _MOST_NEEDED * plain_s
+        if self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s):
+            self._on_trial, self._num_verified = True, 0
+        return self._on_trial
+
+    def note_plain(self, plain_s: float) -> None:
+        self._credit_s += _CREDIT * plain_s
+
+    def note_taken(self, seconds: float) -> None:
+        """The target waited so long for drafts, or for the drafter to catch up."""
+        if self._on_trial:
+            self._credit_s -= seconds + self._handling_s
 
     def note_saved(self, saved_s: float) -> None:
         self._saved_s.add(saved_s, _MEMORY)
-        self._trial_saved_s.add(saved_s, _MEMORY)
-
-    def _is_hopeless(self, batch: int, cost_s: float) -> bool:
-        saved = self._trial_saved_s
-        is_told = saved.num >= _LEAST_ROUNDS and saved.num * batch >= _LEAST_DRAFTS
-        return is_told and saved.value < _HOPELESS * cost_s
+        if self._on_trial:
+            self._num_verified += 1
+            self._credit_s += saved_s
 
     @property
     def _handling_s(self) -> float:
@@ -76,28 +89,49 @@ class BreakEvenGate:
         self._situations: dict[tuple[int, bool], _Situation] = {}
         self._was_queried = False
         self.is_queried = True  # in this round
-        self._situation = self._before = _Situation(prompts_wait=False)  # of the last decision, and of that before
+        self._situation = self._before = _Situation()  # of the last decision, and of that before
+        self._catch_up_token_s = DecayedMean()
+        self._num_missed = 0  # tokens, at the last decision
 
-    def decide(self, batch: int, prompts_wait: bool = False) -> bool:
+    def decide(
+        self, batch: int, plain_s: float, prompts_wait: bool = False, num_missed: Callable[[], int] = lambda: 0
+    ) -> bool:
         """Whether to query it for the drafts of the next round of ``batch`` requests. Once a round.
 
         Args:
+            plain_s: of a pass that decodes them plainly.
             prompts_wait: prompts fill the next pass as they filled the last one.
+            num_missed: tokens that it has not been sent.
         """
         key = batch.bit_length(), prompts_wait
         self._before = self._situation
-        self._situation = self._situations.setdefault(key, _Situation(prompts_wait))
-        self._was_queried, self.is_queried = self.is_queried, self._situation.decide(batch)
+        if not self.is_queried:
+            self._before.note_plain(plain_s)
+        self._situation = self._situations.get(key) or self._situations.setdefault(key, _Situation(plain_s, prompts_wait))
+
+        def catch_up_s() -> float:
+            return self._catch_up_token_s.value * num_missed()
+
+        self._was_queried, self.is_queried = self.is_queried, self._situation.decide(batch, plain_s, catch_up_s)
+        self._num_missed = num_missed() if self.is_queried else 0
         return self.is_queried
 
     def skip(self) -> None:
-        """Instead of ``decide``: none of the requests has this drafter. No round of a pause or trial passes."""
+        """Instead of ``decide``: none of the requests has this drafter."""
+        self._before, self._situation = self._situation, _Situation()
         self._was_queried, self.is_queried = self.is_queried, False
 
     def note_draft(self, batch: int, seconds: float) -> None:
-        """Adds the time that the target waited for its drafts; not after a pause, when the drafter catches up."""
-        if self._was_queried and self.is_queried:
-            self._situation.draft_s.add(batch, seconds)
+        """Adds the time that the target waited for its drafts. After a pause it has caught up in that time."""
+        if not self.is_queried:
+            return
+        self._situation.note_taken(seconds)
+        draft_s = self._situation.draft_s
+        if self._num_missed >= _MANY_MISSED:
+            token_s = max(0.0, seconds - draft_s.at(batch)) / self._num_missed
+            self._catch_up_token_s.add(self._catch_up_token_s.clipped(token_s), _CATCH_UP_MEMORY)
+        if self._was_queried:
+            draft_s.add(batch, seconds)
 
     def note_rest(self, seconds: float) -> None:
         """Adds the time of a round without its pass and drafting."""

@@ -54,10 +54,6 @@ class _Line:
         for mean, sample in zip(self._means, (seconds, batch, batch * batch, batch * seconds), strict=True):
             mean.add(sample, self._memory)
 
-    def fade(self, num: float) -> None:
-        for mean in self._means:
-            mean.fade(num)
-
     def slope(self) -> float:
         """Seconds of one request more: between 0 and those of its share, which it is while batches are alike."""
         seconds, batch, square, product = (mean.value for mean in self._means)
@@ -88,11 +84,6 @@ class DraftTimes:
             seconds = min(seconds, UNUSUAL * usual_s)
         self._level.add(batch, seconds)
         self._slope.add(batch, seconds)
-
-    def fade(self, num: float) -> None:
-        """Caps the weight of the times measured so far at ``num``."""
-        self._level.fade(num)
-        self._slope.fade(num)
 
     def at(self, batch: float) -> float:
         """0 before the first measurement. Never falls as the batch grows; proportional to it while batches are alike."""

@@ -1,4 +1,4 @@
-"""When a drafter that does not pay is tried again: the one rule for gates, cascades and quarantine."""
+"""When a drafter that does not pay is tried again: the rule of draft lengths, cascades and quarantine."""
 
 from dataclasses import dataclass
 
@@ -20,16 +20,12 @@ class Pause:
         """The drafter pays."""
         self._num_doubled = self._num_passed = 0
 
-    def lengthen(self) -> None:
-        """Doubles the pauses, up to the longest."""
-        if self.first << self._num_doubled < self.longest:
-            self._num_doubled += 1
-
     def count_round(self) -> bool:
         """Counts a round. Returns whether it is a trial."""
         self._num_passed += 1
         if self._num_passed < min(self.first << self._num_doubled, self.longest):
             return False
         self._num_passed = 0
-        self.lengthen()
+        if self.first << self._num_doubled < self.longest:
+            self._num_doubled += 1
         return True

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,9 @@ def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path,
     decodes, comes = threading.Event(), threading.Event()
     choose, note_pass = ColocatedDrafters.choose, ColocatedDrafters.note_pass
 
-    def choosing(self: ColocatedDrafters, batch: int, wanted: Collection[str | None], prompts_wait: bool) -> None:
-        told.append(prompts_wait)
-        choose(self, batch, wanted, prompts_wait)
+    def choosing(self: ColocatedDrafters, *args: Any) -> None:
+        told.append(args[3])
+        choose(self, *args)
         decodes.set()
         assert comes.wait(DEADLINE_S)
 

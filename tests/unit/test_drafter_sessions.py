@@ -255,17 +255,19 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     add("of the target alone", ())
     drafters.flush()
     assert len(link.sent.pop().opens) == 2
-    companions.choose(1, (), False)  # none of the requests of the pass has it
+    companions.choose(1, (), 0.01, False, drafters.num_unsent)  # none of the requests of the pass has it
     unsent = add("unsent")
     drafters.publish(second, Commit("second", 3, (5,)), 1.0)
+    assert drafters.num_unsent("d") == 4
     end(first)
     end(unsent)
     drafters.flush()
     drafters.flush()
+    assert drafters.num_unsent("d") == 1
     (message,) = link.sent
     assert set(message.releases) == {"first", "unsent"}
     assert replace(message, releases=()) == DraftRound(0)
-    companions.choose(1, ("d",), False)
+    companions.choose(1, ("d",), 0.01, False, drafters.num_unsent)
     drafters.flush()
     assert [one.request_id for one in link.sent[-1].extends] == ["second"]
     assert not link.sent[-1].opens
