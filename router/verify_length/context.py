@@ -24,6 +24,17 @@ class VerifyContext:
     weights: Mapping[str, float] = field(default_factory=dict)  # of a request's tokens; 1 unless it falls behind its SLO
     num_due_tokens: int = 0  # of the prompt tokens, that it must compute to meet a deadline
     tpot_s: float | None = None  # the tightest TPOT objective of the batch: AdaSpec's constraint
+    num_prompt_context: int = 0  # tokens that the prompt tokens attend to: what is computed of the first of these prompts
+
+    @property
+    def prompt_context_s(self) -> float:
+        """Of one prompt token, for the context of its prompt."""
+        num = self.num_prompt_tokens
+        if not num or not self.num_prompt_context:
+            return 0.0
+        cost, num_context = self.cost, self.num_prompt_context
+        grown_s = cost.prefill_s(num, num_context) - cost.prefill_s(1, num_context)
+        return max(0.0, grown_s - (cost.prefill_s(num, 0) - cost.prefill_s(1, 0))) / num
 
 
 @record

@@ -107,7 +107,9 @@ def _with_prompts(
     lows = numbers[: num_drafts + 1] + _least_chunk(context)
     highs = np.minimum(numbers[: num_drafts + 1] + num_prompts, context.capacity.max_pass_tokens - num_ready)
     if limit_s is not None:
-        highs = np.minimum(highs, np.searchsorted(layers_s, limit_s - sampling_s, side="right") - 1)
+        context_s = context.prompt_context_s * numbers  # what it decides is whether the pass is too long, not its worth
+        longest_s = limit_s - sampling_s + context_s[: num_drafts + 1]
+        highs = np.minimum(highs, np.searchsorted(layers_s + context_s, longest_s, side="right") - 1)
         highs[0] = max(highs[0], lows[0])  # decoding goes on, and so do prompts
     is_possible = highs >= lows
     scores = np.where(is_possible, of_drafts + _range_max(of_rows, lows, np.maximum(highs, lows)), -np.inf)
@@ -124,19 +126,19 @@ def _least_chunk(context: VerifyContext) -> int:
 
 
 def _prompts_alone(context: VerifyContext) -> int:
-    num_prompts = context.num_prompt_tokens
-    if context.limit_s is None or not num_prompts:
+    num_prompts, num_context, limit_s = context.num_prompt_tokens, context.num_prompt_context, context.limit_s
+    if limit_s is None or not num_prompts:
         return num_prompts
     low, high = _least_chunk(context), num_prompts
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if context.cost.prefill_s(middle, 0) <= context.limit_s else (low, middle - 1)
+        low, high = (middle, high) if context.cost.prefill_s(middle, num_context) <= limit_s else (low, middle - 1)
     return low
 
 
 def _prompt_table(table: TableCost, context: VerifyContext) -> TableCost:
     """``prefill_s`` over rows, at the points of ``table``. Without context: prompts attend to nothing of the requests that
-    decode, and what they attend to of themselves takes as long elsewhere."""
+    decode, and what they attend to of themselves takes as long in a later pass."""
     return TableCost(table.rows, tuple([context.cost.prefill_s(rows, 0) for rows in table.rows]))
 
 

@@ -13,6 +13,7 @@ from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPl
 from router.planner import PlannerSettings, StepPlanner
 from router.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
 from router.verify_length import MIN_CHUNK_LEN
+from tests.support.verification import RowsAttend
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row
 CAPACITY = Capacity(
@@ -158,6 +159,16 @@ def test_a_due_prompt_gets_larger_chunks_than_usual() -> None:
     assert chunks(plan([decoding(), prompt(num_tokens=600)], max_chunk_len=64))["p"] == 64
     beside_tight = chunks(plan([decoding(tpot_s=0.05), due], max_chunk_len=64))["p"]
     assert beside_tight in (40, 41), "an objective of a stream comes first"
+
+
+def test_drafts_give_way_to_what_is_due_of_a_prompt_that_attends_to_much() -> None:
+    """1 ms a token, and as much again for 2,000 before it. A pass may take 80 ms, and plain decoding takes 12."""
+    due = prompt(num_tokens=2600, due_s=1.6, computed_len=2000, running=True)
+    batch = [decoding(str(i), tpot_s=0.08, num_drafted=10, survival=(0.95,) * 10, drafter="d") for i in range(3)]
+    cost = RowsAttend((1, 1001), (0.01, 1.01))
+    step = StepPlanner(PlannerSettings(max_chunk_len=64)).plan([*batch, due], {}, CAPACITY, cost, NOW_S)
+    assert sum(span.num_verify for span in step.spans) == 0
+    assert chunks(step)["p"] == 34
 
 
 def test_prompts_are_computed_by_deadline_and_none_starves() -> None:

@@ -124,6 +124,25 @@ def test_prompts_alone_stay_within_the_limit() -> None:
     linear = TableCost((1, 64), (0.01, 0.64))
     assert decide("outrider", [], replace(a_pass(linear, num_prompt_tokens=60), limit_s=0.3)).num_prompt_tokens == 30
     assert decide("outrider", [], a_pass(linear, num_prompt_tokens=60)).num_prompt_tokens == 60
+    attending = replace(a_pass(RowsAttend((1, 64), (0.01, 0.64)), num_prompt_tokens=60), limit_s=0.3)
+    assert decide("outrider", [], replace(attending, num_prompt_context=1000)).num_prompt_tokens == 19
+
+
+@pytest.mark.parametrize("num_drafts", [0, 8])
+def test_within_a_limit_prompt_tokens_take_the_time_of_what_they_attend_to(num_drafts: int) -> None:
+    """1 ms a row, and as much again for 2,000 tokens before it; 10 ms for the first."""
+    batch = [decoding("a", (0.9,) * num_drafts)]
+    cost = RowsAttend((1, 101), (0.01, 0.11))
+    limited = replace(a_pass(cost, num_prompt_tokens=80), limit_s=0.0601)
+
+    def of(num_context: int) -> tuple[int, int]:
+        rows = decide("outrider", batch, replace(limited, num_prompt_context=num_context))
+        return sum(rows.verify_lens), rows.num_prompt_tokens
+
+    assert sum(of(0)) == 50
+    num_verified, num_prompts = of(2000)
+    assert num_verified + 2 * num_prompts in (49, 50)
+    assert num_prompts >= 16
 
 
 def test_rows_fill_the_prepared_shape_that_is_paid_for() -> None:
