@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.config import ObservabilityConfig
+from cluster.interpreter import freeze_startup_objects, switch_threads_quickly
 from cluster.logs import log_as_configured
-from engine.gc_freeze import freeze_startup_objects
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class LoopActor(ABC):
 
     def __init__(self, observability: ObservabilityConfig) -> None:
         log_as_configured(observability)
+        switch_threads_quickly()
         self._starting = threading.Lock()
         self._started = threading.Event()
         self._thread: LoopThread | None = None

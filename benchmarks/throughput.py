@@ -85,7 +85,7 @@ class PairedRuns:
             for config in configs:
                 self._racing[config.name] = self._open(opened, config, batch, served)
             gc.collect()
-            gc.freeze()  # as in a server's processes (`engine.gc_freeze`)
+            gc.freeze()  # as in a server's processes (`cluster.interpreter`)
             opened.callback(gc.unfreeze)
             self._opened = opened.pop_all()
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.report import BenchOptions, BenchResult, Table
+from cluster.interpreter import SWITCH_S
 from cluster.transport.codec import decode, encode
 from profiler.transport_probe import down_round, round_trips, up_round
 
@@ -14,7 +15,7 @@ ROUND_SIZES = (1, 32, 256)
 
 def run(options: BenchOptions) -> BenchResult:
     num_turns = NUM_TURNS_QUICK if options.quick else NUM_TURNS
-    times = round_trips(num_turns)
+    times = round_trips(num_turns, beside_python=True)
     codec = {num_requests: _codec_us(num_requests) for num_requests in ROUND_SIZES}
     figures: dict[str, float] = {}
     for name, trips_s in times.items():
@@ -28,7 +29,11 @@ def run(options: BenchOptions) -> BenchResult:
         "transport",
         figures,
         tables=(Table("round trips between two processes", ("what", "p50 us", "p99 us", "trips"), rows),),
-        notes=("encode_us and decode_us: one round each way, summed over both directions",),
+        notes=(
+            "encode_us and decode_us: one round each way, summed over both directions",
+            f"busy: rounds of 32 requests until the answer is in the mailbox, while the sender computes in Python; threads "
+            f"switch after {1e3 * SWITCH_S:g} ms, as in processes that serve. busy_default: after Python's 5 ms",
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from cluster.client import ClusterStatus, ReplicaMetrics
 from cluster.config import Config, PolicyConfig, SupervisionConfig
 from cluster.cpu_scheduling import run_in_foreground
 from cluster.errors import LinkClosed
+from cluster.interpreter import switch_threads_quickly
 from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch
@@ -54,6 +55,7 @@ class ApiReplica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         run_in_foreground()
         log_as_configured(self._config.observability)
+        switch_threads_quickly()
         directory = self._directory
         assert directory.model is not None
         supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.errors import LinkClosed
+from cluster.interpreter import SWITCH_S
 from cluster.messages import DraftRound, Extend, Hello, Message, ProposalRound, Role
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.codec import encode
@@ -26,6 +27,7 @@ TRIPS_PER_TURN = 200
 WARM_UP_TRIPS = 100
 DRAFT_LEN = 7
 DEADLINE_S = 30.0
+BUSY_S = 0.02  # that a sender computes in Python
 
 _TARGET = Hello(Role.TARGET, "target", 49152, "bench")
 
@@ -52,8 +54,9 @@ def one_kb() -> DraftRound:
     return DraftRound(1, releases=("x" * (1024 - overhead),))
 
 
-def round_trips(num_turns: int) -> Mapping[str, list[float]]:
-    """Seconds of every round trip, by transport and payload."""
+def round_trips(num_turns: int, beside_python: bool = False) -> Mapping[str, list[float]]:
+    """Seconds of every round trip, by transport and payload. ``beside_python``: also of rounds whose sender then computes in
+    Python, by how soon threads switch: as in a process that serves, and by Python's default."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
         mailbox = Mailbox()
@@ -71,20 +74,20 @@ def round_trips(num_turns: int) -> Mapping[str, list[float]]:
         stack.callback(drafter.kill)
 
         payload = encode(one_kb())
-        trips: dict[str, Callable[[], None]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
+        trips: dict[str, Callable[[], float]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
         for name, link in _links(mailbox, len(addresses)).items():
             for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
                 trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
-        for trip in trips.values():
-            for _ in range(WARM_UP_TRIPS):
+            for kind, switch_s in (("busy", SWITCH_S), ("busy_default", sys.getswitchinterval())) if beside_python else ():
+                trips[f"{name}_{kind}"] = partial(_busy_trip, link, mailbox, down_round(32), switch_s)
+        for name, trip in trips.items():
+            for _ in range(1 if "busy" in name else WARM_UP_TRIPS):
                 trip()
         times: dict[str, list[float]] = {name: [] for name in trips}
         for _ in range(num_turns):
             for name, trip in trips.items():
-                for _ in range(TRIPS_PER_TURN):
-                    start_s = time.perf_counter()
-                    trip()
-                    times[name].append(time.perf_counter() - start_s)
+                num_trips = TRIPS_PER_TURN // 10 if "busy" in name else TRIPS_PER_TURN
+                times[name] += [trip() for _ in range(num_trips)]
         return times
 
 
@@ -99,16 +102,39 @@ def _links(mailbox: Mailbox, num_links: int) -> dict[str, Link]:
     return links
 
 
-def _trip(link: Link, mailbox: Mailbox, message: Message) -> None:
+def _trip(link: Link, mailbox: Mailbox, message: Message) -> float:
+    start_s = time.perf_counter()
     link.send(message)
+    _answer(link, mailbox)
+    return time.perf_counter() - start_s
+
+
+def _busy_trip(link: Link, mailbox: Mailbox, message: Message, switch_s: float) -> float:
+    """Until the answer is in the mailbox, while this thread computes for BUSY_S."""
+    default_s = sys.getswitchinterval()
+    sys.setswitchinterval(switch_s)
+    try:
+        start_s = time.monotonic()
+        link.send(message)
+        while time.monotonic() - start_s < BUSY_S:
+            sum(range(1000))
+        return _answer(link, mailbox).arrived_s - start_s
+    finally:
+        sys.setswitchinterval(default_s)
+
+
+def _answer(link: Link, mailbox: Mailbox) -> Received:
     if not mailbox.wait(DEADLINE_S):
         raise LinkClosed(f"{link.peer.name} did not answer within {DEADLINE_S:g} s")
-    for event in mailbox.drain():
-        if isinstance(event, LinkDown):
-            raise LinkClosed(event.reason)
+    (event,) = mailbox.drain()
+    if isinstance(event, LinkDown):
+        raise LinkClosed(event.reason)
+    assert isinstance(event, Received)
+    return event
 
 
-def _raw_trip(sock: socket.socket, payload: bytes) -> None:
+def _raw_trip(sock: socket.socket, payload: bytes) -> float:
+    start_s = time.perf_counter()
     sock.sendall(payload)
     num_left = len(payload)
     while num_left:
@@ -116,6 +142,7 @@ def _raw_trip(sock: socket.socket, payload: bytes) -> None:
         if num_read == 0:
             raise LinkClosed("the other process closed the raw socket")
         num_left -= num_read
+    return time.perf_counter() - start_s
 
 
 def _echo(raw: socket.socket) -> None:

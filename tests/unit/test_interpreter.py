@@ -1,0 +1,29 @@
+"""What processes that serve change of Python's defaults."""
+
+import gc
+import sys
+
+from cluster.interpreter import SWITCH_S, freeze_startup_objects, switch_threads_quickly
+
+
+def test_what_is_there_is_left_out_and_what_comes_later_is_collected() -> None:
+    gc.collect()
+    num_before = len(gc.get_objects())
+    try:
+        freeze_startup_objects()
+        assert len(gc.get_objects()) < num_before / 10
+        cycle: list[object] = []
+        cycle.append(cycle)
+        del cycle
+        assert gc.collect() >= 1
+    finally:
+        gc.unfreeze()
+
+
+def test_a_thread_that_computes_lets_others_run() -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        switch_threads_quickly()
+        assert sys.getswitchinterval() == SWITCH_S < before_s
+    finally:
+        sys.setswitchinterval(before_s)
