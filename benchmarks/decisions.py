@@ -4,7 +4,8 @@ A slot: 1,000 requests of several kinds and eight drafters with 256 places, repo
 router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
 A round: for 256 decoding requests with a proposal each, the plan by every verification policy and beside prompts, and all
 that planning takes in a round by every draft-length policy: the plan, the budgets, and what is learned from the pass. And
-all Python of a live round for 64 drafted requests (`benchmarks/round_python.py`).
+all Python of a live round for 64 and 256 drafted requests, and of that until drafters are sent what was committed
+(`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.round_python import round_python_ms
+from benchmarks.round_python import python_times
 from cluster.config import (
     AdaSpecLength,
     CollapseConfig,
@@ -61,7 +62,7 @@ NUM_SLOTS, NUM_SLOTS_QUICK = 400, 120
 NUM_SEQUENCES = 256
 NUM_PLANS, NUM_PLANS_QUICK = 2000, 500
 NUM_PROMPTS = 2  # that wait beside them
-NUM_DRAFTED = 64  # requests of the live rounds
+NUMS_DRAFTED = (64, 256)  # requests of the live rounds
 NUM_ROUNDS_TIMED, NUM_ROUNDS_TIMED_QUICK = 1000, 200
 _WARM_UP_SLOTS = 70  # until the memory of requests has its final size
 _SEED = 17
@@ -105,8 +106,9 @@ def run(options: BenchOptions) -> BenchResult:
     figures |= {"round_p50_ms": default.p50_ms, "round_p99_ms": default.p99_ms, "round_p50_cpu_ms": default.p50_cpu_ms}
     figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
     num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
-    python_ms = round_python_ms(NUM_DRAFTED, num_rounds, step_cost())
-    figures[f"round_python_ms.{NUM_DRAFTED}"] = python_ms
+    python = {num: python_times(num, num_rounds, step_cost()) for num in NUMS_DRAFTED}
+    for num, times_of in python.items():
+        figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}
     return BenchResult(
         "decisions",
         figures,
@@ -128,7 +130,11 @@ def run(options: BenchOptions) -> BenchResult:
             ),
         ),
         notes=(
-            f"a live round of {NUM_DRAFTED} drafted requests: {python_ms:.2f} ms of Python on the target's thread",
+            *(
+                f"a live round of {num} drafted requests: {one.round_ms:.2f} ms of Python on the target's thread, "
+                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed"
+                for num, one in python.items()
+            ),
             "slot_p99_ms is that of hedge, the default",
             "round_p50_ms is that of outrider, the default of both policies; plan_p50_ms is the plan alone",
             "the first slots, in which arrays grow, do not count",

@@ -8,12 +8,13 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cluster.config import OutriderLength
 from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox, Received
+from cluster.transport.base import Event, Link, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import ModelInfo, Proposal, Request, RoutingTable
 from engine.round import TargetLoop
@@ -34,10 +35,17 @@ _MODEL = ModelInfo("fake", 50_000, 2**20, (0,), "fake")
 _SEED = 17
 
 
-def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> float:
-    """Median processor time of the thread per round of ``num_requests`` drafted requests."""
+class PythonTimes(NamedTuple):
+    """Medians of the thread's processor time."""
+
+    round_ms: float  # of a whole round
+    publish_ms: float  # of that, from the end of the pass until the last drafter is sent what was committed
+
+
+def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonTimes:
+    """Of rounds of ``num_requests`` drafted requests."""
     rounds = _Rounds(num_requests, cost)
-    times_s = []
+    times_s, publish_s = [], []
     gc.collect()
     gc.disable()
     try:
@@ -47,13 +55,24 @@ def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> floa
             report = rounds.loop.step(rounds.now_s)
             if number >= _WARM_UP:
                 times_s.append(time.thread_time() - start_s)
+                publish_s.append(max(inbox.sent_s for _, inbox, _ in rounds.drafters) - rounds.pass_end_s)
             assert report.executed
             if number % ROUNDS_PER_SLOT == 0:
                 rounds.loop.telemetry.take_observations()
     finally:
         gc.enable()
     assert rounds.num_accepted > num_requests * num_rounds, "the drafts were not used"
-    return 1e3 * statistics.median(times_s)
+    return PythonTimes(1e3 * statistics.median(times_s), 1e3 * statistics.median(publish_s))
+
+
+class _Inbox(Mailbox):
+    """Of a drafter, filled by the target's thread."""
+
+    sent_s = 0.0  # processor time of that thread at the last message
+
+    def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
+        self.sent_s = time.thread_time()
+        return super().put(event, on_room)
 
 
 class _Rounds:
@@ -73,11 +92,12 @@ class _Rounds:
             self, _MODEL, mailbox, OnlineCost(cost), lambda: self.now_s, table=table, draft_lengths=lengths
         )
         network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", _MODEL.vocab_size, "fake"))
-        self._drafters = []
+        self.drafters: list[tuple[str, _Inbox, Link]] = []
+        self.pass_end_s = 0.0  # processor time of the thread
         for name in names:
-            inbox = Mailbox()
+            inbox = _Inbox()
             hello = Hello(Role.DRAFTER, name, _MODEL.vocab_size, "fake")
-            self._drafters.append((name, inbox, network.connect(_ADDRESS, inbox, hello)))
+            self.drafters.append((name, inbox, network.connect(_ADDRESS, inbox, hello)))
         self._inbox = Mailbox()
         gateway = network.connect(_ADDRESS, self._inbox, Hello(Role.GATEWAY, "api", _MODEL.vocab_size, "fake"))
         sampling = SamplingParams(max_tokens=2**19, ignore_eos=True)
@@ -93,7 +113,7 @@ class _Rounds:
     def answer(self) -> None:
         """Every drafter proposes for every commit; the gateway drains its mailbox."""
         self._inbox.drain()
-        for name, inbox, link in self._drafters:
+        for name, inbox, link in self.drafters:
             proposals = []
             for event in inbox.drain():
                 if isinstance(event, Received) and isinstance(event.message, DraftRound):
@@ -135,6 +155,7 @@ class _Rounds:
             outcomes.append(SpanOutcome(span.request_id, self._truth[start : start + num_right + 1], num_right))
         num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
         self.now_s += self._cost.step_s(num_rows, context)
+        self.pass_end_s = time.thread_time()
         return outcomes
 
     def release(self, request_id: str) -> None: ...

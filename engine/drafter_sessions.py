@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from cluster.errors import LinkClosed
+from cluster.fast_dataclass import record
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
 from cluster.types import Commit, Proposal, RoutingTable
@@ -13,10 +14,22 @@ from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router.assignment import Chain, drafter_of
-from router.estimates.drafter_stats import DrafterStats
+from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
+
+
+@record
+class _Round:
+    """A commit to learn from. ``drafter``: that it is an observation of; None: of none that is linked."""
+
+    commit: Commit
+    judgement: Judgement | None
+    drafter: str | None
+    elapsed_s: float  # since the request's last commit
+    draft_len: int  # that was allowed
+    missed: bool  # a proposal was expected, and none was at hand
 
 
 class DrafterSessions:
@@ -39,6 +52,7 @@ class DrafterSessions:
         self._proposers = proposers or {}
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
+        self._unlearned: list[_Round] = []
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
@@ -209,19 +223,18 @@ class DrafterSessions:
                     outbox.set_budget(request_id, budget)
 
     def publish(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
-        """Learns from a commit, and sends it to the drafters that follow the request, unless one last token is left."""
+        """Has the drafters that follow the request sent a commit, unless one last token is left."""
         draft = sequence.draft
         outbox = self._outboxes.get(draft.drafter) if draft.drafter is not None else None
         if sequence.teaches and commit.error is None:  # a failed pass says nothing
             judgement = draft.judgement
-            if judgement is not None:
-                self._telemetry.drafter(judgement.drafter).judged(judgement, commit.num_proposed)
-            if outbox is not None and draft.drafter is not None:
+            drafter = None if outbox is None else draft.drafter
+            if drafter is not None and draft.is_plain and judgement is None:
+                self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
+            elif drafter is not None or judgement is not None:
+                elapsed_s = 0.0 if drafter is None else self._telemetry.elapsed_s(commit.request_id, now_s)
                 missed = judgement is None and draft.expects_draft
-                if draft.is_plain and judgement is None:
-                    self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
-                else:
-                    self._telemetry.observe(commit, draft.drafter, now_s, judgement, draft.budget.num_tokens, missed)
+                self._unlearned.append(_Round(commit, judgement, drafter, elapsed_s, draft.budget.num_tokens, missed))
         is_last = commit.finish is not None or sequence.max_new_tokens <= 1
         if not is_last and self.table.scorers:
             for one in self._outboxes.values():
@@ -235,6 +248,19 @@ class DrafterSessions:
             draft.expect_nothing()
         else:
             draft.expect(now_s, self._colocated.is_queried(outbox.link.peer.name))
+
+    def learn(self) -> dict[str, Judgement]:
+        """Learns from the commits that were published since the last call. Returns the judgements of their proposals."""
+        unlearned, self._unlearned = self._unlearned, []
+        judgements = {}
+        for one in unlearned:
+            judgement = one.judgement
+            if judgement is not None:
+                judgements[one.commit.request_id] = judgement
+                self._telemetry.drafter(judgement.drafter).judged(judgement, one.commit.num_proposed)
+            if one.drafter is not None:
+                self._telemetry.observe(one.commit, one.drafter, one.elapsed_s, judgement, one.draft_len, one.missed)
+        return judgements
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

@@ -27,7 +27,6 @@ from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.draft_length import BatchState, DraftLengths, PassFeedback
-from router.estimates.drafter_stats import Judgement
 from router.overlap.chunks import Chunks
 from router.plan import DraftBudget, StepPlan
 from router.planner import Planner, StepPlanner
@@ -113,7 +112,6 @@ class TargetLoop:
         self._after_pass = False  # the last step had one
         self._pass_s = 0.0  # of the last pass
         self._last_end_s: float | None = None  # of it; None: no request has been live since
-        self._judgements: dict[str, Judgement] = {}  # of proposals, in the last pass
         self._status = LoopStatus()
 
     # ---- called from any thread
@@ -242,13 +240,15 @@ class TargetLoop:
             plain_s = self._cost.step_s(counts.num_sampled, counts.num_sampled_context)
             self._colocated.choose(counts.num_sampled, wanted, plain_s, prompts_wait, self._drafters.num_unsent)
         commits = self._commit(begun.spans, outcomes, end_s)
+        self._drafters.flush()  # they draft while this thread learns
+        judgements = self._drafters.learn()
         if self._colocated and counts.num_sampled:
             sampled = counts.num_sampled, counts.num_sampled_context
             self._colocated.note_pass(commits, *sampled, self._cost, counts.num_prompt_rows if prompts_wait else 0)
         self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
-            self._draft_lengths.learn(PassFeedback(commits, self._judgements, self._pass_s, end_s - since_s))
+            self._draft_lengths.learn(PassFeedback(commits, judgements, self._pass_s, end_s - since_s))
         self._last_end_s = end_s if self._sequences else None
         self.telemetry.record(counts.num_rows, commits, end_s - begun.began_s, end_s)
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
@@ -326,7 +326,7 @@ class TargetLoop:
         self.telemetry.num_preempted += 1
 
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
-        commits, judgements = [], {}
+        commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
             if outcome.prompt_logprobs:
                 self._gateways.publish(self._sequences.prompt_commits(outcome))
@@ -340,8 +340,6 @@ class TargetLoop:
             commits.append(commit)
             if self.spans is not None:
                 self.spans.note(sequence, commit, now_s)
-            if sequence.draft.judgement is not None and sequence.teaches:
-                judgements[commit.request_id] = sequence.draft.judgement
             self._drafters.publish(sequence, commit, now_s)
             if commit.finish is None:
                 sequence.draft.force(commit.request_id)
@@ -350,7 +348,6 @@ class TargetLoop:
                     self._slo.note_answer(sequence, now_s)
                 self._end(commit.request_id)
         self._gateways.publish(commits)
-        self._judgements = judgements
         return commits
 
     def _end(self, request_id: str) -> None:

@@ -144,19 +144,23 @@ class Telemetry:
             taken, self._observations = self._observations, {}
         return tuple(tally.observation(*key) for key, tally in taken.items())
 
+    def elapsed_s(self, request_id: str, now_s: float) -> float:
+        """Since the request last committed. It commits now."""
+        before_s = self._committed_s.get(request_id)
+        self._committed_s[request_id] = now_s
+        return (self.step_s or 0.0) if before_s is None else now_s - before_s
+
     def observe(
         self,
         commit: Commit,
         drafter: str,
-        now_s: float,
+        elapsed_s: float,
         judgement: Judgement | None = None,
         draft_len: int = 0,
         missed: bool = False,
     ) -> None:
         """Counts a round of a request that ``drafter`` follows and may propose ``draft_len`` tokens for. ``judgement``: of
         its proposal, if one was at hand. ``missed``: none was, though one was expected."""
-        elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
-        self._committed_s[commit.request_id] = now_s
         key = (commit.request_id, drafter)
         with self._taking:
             tally = self._observations.get(key)

@@ -1,10 +1,12 @@
 """The round in two halves, as a simulation on a virtual clock runs it."""
 
+from collections.abc import Callable
+
 import pytest
 
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox, Received
+from cluster.transport.base import Event, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, Request, RoutingTable
 from engine.loop_status import StepReport
@@ -87,3 +89,29 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         assert cost.step_s(1, 0) == pytest.approx(PASS_S)
     else:
         assert cost.step_s(1, 0) > 1.2 * PASS_S
+
+
+def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clients_after() -> None:
+    """They draft meanwhile. What a client is told is counted."""
+    clock, mailbox, network = Clock(), Mailbox(), LocalNetwork()
+    cost = TableCost((1, 32), (PASS_S, PASS_S))
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, table=RoutingTable(1, defaults=(("d",),)))
+    seen: dict[str, list[int]] = {"drafter": [], "client": []}
+
+    class Seeing(Mailbox):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
+            if isinstance(event, Received):
+                seen[self.name].append(loop.telemetry.num_passes)
+            return super().put(event, on_room)
+
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    network.connect("memory://t", Seeing("drafter"), Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", Seeing("client"), Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=4, ignore_eos=True), 0.0),)))
+    while not isinstance(loop.step(clock.now_s), StepReport) or loop.status().num_running:
+        clock.now_s += 0.06  # a hold is over by then
+    assert seen == {"drafter": [0, 1, 3], "client": [1, 2, 3, 4]}, "before the last token a drafter is asked for nothing"
