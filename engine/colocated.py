@@ -7,10 +7,13 @@ from functools import partial
 from typing import Literal, Protocol
 
 from cluster.types import Commit
+from router.assignment import drafter_of
 from router.break_even import BreakEvenGate, saved_s
 from router.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
+
+_CATCH_UP_LEN = 256  # tokens whose profiled time is taken
 
 StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
 
@@ -67,8 +70,9 @@ class ColocatedDrafters:
     the target waits for them. What must be sent to a drafter that is not queried waits in its outbox, all but the ends of
     sessions. ``names``: of those drafters."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._gates = {name: BreakEvenGate() for name in names}
+    def __init__(self, names: Collection[str], cost: CostModel) -> None:
+        self._cost = cost
+        self._gates = {name: BreakEvenGate(self._catch_up_token_s(name)) for name in names}
         self._batch = 1  # requests of the last pass that sampled
         self._waiting_since_s: float | None = None  # the target waits for proposals
         self._awaited: set[str | None] = set()  # drafters of these proposals
@@ -89,14 +93,23 @@ class ColocatedDrafters:
     def choose(
         self,
         batch: int,
+        num_context: int,
         wanted: Collection[str | None],
-        plain_s: float,
+        *,
         prompts_wait: bool,
         num_missed: Callable[[str], int],
     ) -> None:
-        """Decides who is queried for the next proposals of ``batch`` requests. ``wanted``: the drafters of these requests;
-        ``num_missed``: by drafter; the rest as of `BreakEvenGate.decide`.
-        A gate counts no round of others: else its trials would pass while nobody could try the drafter."""
+        """Decides who is queried for the next proposals.
+
+        Args:
+            batch: requests.
+            num_context: tokens that they attend to.
+            wanted: drafters of these requests. A gate counts no round of others: else its trials would pass while nobody
+                could try the drafter.
+            prompts_wait: as of `BreakEvenGate.decide`.
+            num_missed: the same, by drafter.
+        """
+        plain_s = self._cost.step_s(batch, num_context)
         for name, gate in self._gates.items():
             if name in wanted:
                 gate.decide(batch, plain_s, prompts_wait, partial(num_missed, name))
@@ -104,9 +117,7 @@ class ColocatedDrafters:
                 gate.skip()
         self._batch = batch
 
-    def note_pass(
-        self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel, num_prompt_rows: int
-    ) -> None:
+    def note_pass(self, commits: Sequence[Commit], batch: int, num_context: int, num_prompt_rows: int) -> None:
         """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences. ``num_prompt_rows``: as of
         `saved_s`."""
         for name, gate in self._gates.items():
@@ -114,7 +125,7 @@ class ColocatedDrafters:
             if own:
                 num_verified = sum(commit.num_proposed for commit in own)
                 num_accepted = sum(commit.num_accepted for commit in own)
-                gate.note_saved(saved_s(batch, num_verified, num_accepted, num_context, cost, num_prompt_rows))
+                gate.note_saved(saved_s(batch, num_verified, num_accepted, num_context, self._cost, num_prompt_rows))
 
     def note_plan(self, awaited: Collection[str | None], begins_pass: bool, now_s: float) -> None:
         """A plan holds requests for proposals of the drafters ``awaited``. Where it begins no pass, the target waits for
@@ -142,3 +153,7 @@ class ColocatedDrafters:
         """The last round took so long beside its pass."""
         for gate in self._gates.values():
             gate.note_rest(seconds)
+
+    def _catch_up_token_s(self, name: str) -> float:
+        seconds = self._cost.catch_up_s(drafter_of(name), _CATCH_UP_LEN)
+        return 0.0 if seconds is None else seconds / _CATCH_UP_LEN

@@ -1,7 +1,7 @@
 """The drafters of a target: which are linked, which follow each request, what they are sent and what they propose."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from dataclasses import replace
 
 from cluster.errors import LinkClosed
@@ -66,6 +66,9 @@ class DrafterSessions:
     def num_followed(self) -> tuple[tuple[str, int], ...]:
         """Linked drafters, and for how many requests each drafts. From any thread."""
         return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in tuple(self._outboxes.items())])
+
+    def linked(self) -> KeysView[str]:
+        return self._outboxes.keys()
 
     def num_unsent(self, name: str) -> int:
         """Tokens that a drafter has not been sent; 0 if it is not linked."""
@@ -223,7 +226,7 @@ class DrafterSessions:
                     outbox.set_budget(request_id, budget)
 
     def publish(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
-        """Has the drafters that follow the request sent a commit, unless one last token is left."""
+        """Queues a commit for the drafters that follow the request, unless one last token is left."""
         draft = sequence.draft
         outbox = self._outboxes.get(draft.drafter) if draft.drafter is not None else None
         if sequence.teaches and commit.error is None:  # a failed pass says nothing
@@ -232,7 +235,7 @@ class DrafterSessions:
             if drafter is not None and draft.is_plain and judgement is None:
                 self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
             elif drafter is not None or judgement is not None:
-                elapsed_s = 0.0 if drafter is None else self._telemetry.elapsed_s(commit.request_id, now_s)
+                elapsed_s = 0.0 if drafter is None else self._telemetry.note_commit(commit.request_id, now_s)
                 missed = judgement is None and draft.expects_draft
                 self._unlearned.append(_Round(commit, judgement, drafter, elapsed_s, draft.budget.num_tokens, missed))
         is_last = commit.finish is not None or sequence.max_new_tokens <= 1

@@ -75,7 +75,7 @@ class DrafterOutbox:
         self._releases.add(request_id)
 
     def num_unsent(self) -> int:
-        """Tokens of requests."""
+        """Committed tokens that are pending."""
         num_opened = sum([len(one.token_ids) for one in self._opens.values()])
         return num_opened + sum([len(one.token_ids) for one in self._extends.values()])
 

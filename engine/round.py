@@ -103,7 +103,7 @@ class TargetLoop:
         self._clock = clock
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
-        self._colocated = ColocatedDrafters(colocated)
+        self._colocated = ColocatedDrafters(colocated, cost)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
@@ -234,17 +234,17 @@ class TargetLoop:
         self._pass_s = end_s - begun.pass_began_s
         # Prompts fill the next pass as they filled this one.
         prompts_wait = 0 < counts.num_prompt_rows <= begun.plan.num_prompt_tokens_left
+        sampled = counts.num_sampled, counts.num_sampled_context
         if self._colocated and counts.num_sampled:
             drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
-            wanted = {draft.drafter for draft in drafts if not draft.is_plain}
-            plain_s = self._cost.step_s(counts.num_sampled, counts.num_sampled_context)
-            self._colocated.choose(counts.num_sampled, wanted, plain_s, prompts_wait, self._drafters.num_unsent)
+            wanted = {draft.drafter for draft in drafts if not draft.is_plain} & self._drafters.linked()
+            num_missed = self._drafters.num_unsent
+            self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=num_missed)
         commits = self._commit(begun.spans, outcomes, end_s)
         self._drafters.flush()  # they draft while this thread learns
         judgements = self._drafters.learn()
         if self._colocated and counts.num_sampled:
-            sampled = counts.num_sampled, counts.num_sampled_context
-            self._colocated.note_pass(commits, *sampled, self._cost, counts.num_prompt_rows if prompts_wait else 0)
+            self._colocated.note_pass(commits, *sampled, counts.num_prompt_rows if prompts_wait else 0)
         self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s

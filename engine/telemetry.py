@@ -144,8 +144,8 @@ class Telemetry:
             taken, self._observations = self._observations, {}
         return tuple(tally.observation(*key) for key, tally in taken.items())
 
-    def elapsed_s(self, request_id: str, now_s: float) -> float:
-        """Since the request last committed. It commits now."""
+    def note_commit(self, request_id: str, now_s: float) -> float:
+        """The request commits now. Returns the seconds since it last did."""
         before_s = self._committed_s.get(request_id)
         self._committed_s[request_id] = now_s
         return (self.step_s or 0.0) if before_s is None else now_s - before_s

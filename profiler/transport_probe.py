@@ -23,7 +23,7 @@ from cluster.transport.codec import encode
 from cluster.transport.factory import connect, listen
 from cluster.types import Proposal
 
-TRIPS_PER_TURN = 200
+TRIPS_PER_TURN, BUSY_TRIPS_PER_TURN = 200, 20
 WARM_UP_TRIPS = 100
 DRAFT_LEN = 7
 DEADLINE_S = 30.0
@@ -75,19 +75,21 @@ def round_trips(num_turns: int, beside_python: bool = False) -> Mapping[str, lis
 
         payload = encode(one_kb())
         trips: dict[str, Callable[[], float]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
+        busy_trips: dict[str, Callable[[], float]] = {}
         for name, link in _links(mailbox, len(addresses)).items():
             for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
                 trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
             for kind, switch_s in (("busy", SWITCH_S), ("busy_default", sys.getswitchinterval())) if beside_python else ():
-                trips[f"{name}_{kind}"] = partial(_busy_trip, link, mailbox, down_round(32), switch_s)
-        for name, trip in trips.items():
-            for _ in range(1 if "busy" in name else WARM_UP_TRIPS):
+                busy_trips[f"{name}_{kind}"] = partial(_busy_trip, link, mailbox, down_round(32), switch_s)
+        for trip in trips.values():
+            for _ in range(WARM_UP_TRIPS):
                 trip()
-        times: dict[str, list[float]] = {name: [] for name in trips}
+        times: dict[str, list[float]] = {name: [] for name in (*trips, *busy_trips)}
         for _ in range(num_turns):
             for name, trip in trips.items():
-                num_trips = TRIPS_PER_TURN // 10 if "busy" in name else TRIPS_PER_TURN
-                times[name] += [trip() for _ in range(num_trips)]
+                times[name] += [trip() for _ in range(TRIPS_PER_TURN)]
+            for name, trip in busy_trips.items():
+                times[name] += [trip() for _ in range(BUSY_TRIPS_PER_TURN)]
         return times
 
 
@@ -126,11 +128,12 @@ def _busy_trip(link: Link, mailbox: Mailbox, message: Message, switch_s: float) 
 def _answer(link: Link, mailbox: Mailbox) -> Received:
     if not mailbox.wait(DEADLINE_S):
         raise LinkClosed(f"{link.peer.name} did not answer within {DEADLINE_S:g} s")
-    (event,) = mailbox.drain()
-    if isinstance(event, LinkDown):
-        raise LinkClosed(event.reason)
-    assert isinstance(event, Received)
-    return event
+    for event in mailbox.drain():
+        if isinstance(event, LinkDown):
+            raise LinkClosed(event.reason)
+        if isinstance(event, Received):
+            return event
+    raise AssertionError("a mailbox with events held none")
 
 
 def _raw_trip(sock: socket.socket, payload: bytes) -> float:

@@ -6,7 +6,8 @@ in which prompts wait: a pass that prompts fill is not saved, and trials would d
 
 While drafts do not pay, a round without them gives a hundredth of its pass as credit. A trial begins when the credit covers
 what it will lose at least, with the time in which the drafter catches up; what it loses is debited. So trials take a
-hundredth of the time, whatever a drafter costs.
+hundredth of the time, whatever drafts cost. Not so where catching up takes more than _MOST_NEEDED passes: what exceeds
+_MOST_OWED is forgiven, or the drafter would not be tried again.
 """
 
 from collections.abc import Callable
@@ -16,16 +17,17 @@ from router.estimates.decayed import DecayedMean
 from router.estimates.draft_times import DraftTimes
 
 _MEMORY = 64.0  # rounds
-_CATCH_UP_MEMORY = 8.0  # times
+_CATCH_UP_MEMORY = 4096  # tokens
+_PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
+_FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
 _CREDIT = 0.01  # of a plain pass, for each round without drafts
 _FIRST_CREDIT = 2.0  # plain passes; where prompts wait as much is owed
 # A trial has at least so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a
-# round of a busy target.
-_TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS = 32, 2, 6
-_LEAST_LOSS = 0.25  # of what its drafts cost, that a trial counts on: else one that just pays would come and go
-# Plain passes: more is not owed, and no trial needs more credit, so that a stall does not end drafting for good.
-_MOST_OWED, _MOST_NEEDED = 10.0, 20.0
+# round of a busy target. Where none are verified it ends after _MOST_ASKED rounds.
+_TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS, _MOST_ASKED = 32, 2, 6, 16
+_LEAST_LOSS = 0.25  # of what its drafts cost, that a trial counts on: else one near its price would alternate
+_MOST_OWED, _MOST_NEEDED = 10.0, 20.0  # plain passes
 
 
 class _Situation:
@@ -34,42 +36,54 @@ class _Situation:
     def __init__(self, plain_s: float = 0.0, prompts_wait: bool = False) -> None:
         self.draft_s = DraftTimes()
         self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
+        self.on_trial = False
         self._saved_s = DecayedMean()
         self._credit_s = (-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT) * plain_s
-        self._on_trial = False
-        self._num_verified = 0  # rounds of this trial
+        # Of this trial: rounds, those with verified drafts, and what the drafts saved less what all but the first took.
+        self._num_asked = self._num_verified = 0
+        self._trial_s = 0.0
 
     def decide(self, batch: int, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
         cost_s = self.draft_s.at(batch) + self._handling_s
         num_rounds = min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
-        if self._on_trial and (self._num_verified < num_rounds or not self.draft_s.num):
+        if self.on_trial and not self._is_told(num_rounds):
+            self._num_asked += 1
             return True
         if self._saved_s.value > cost_s:
-            self._on_trial, self._credit_s = False, 0.0
+            self.on_trial, self._credit_s = False, 0.0
             return True
-        if self._on_trial:  # it goes on for as long as it costs nothing
-            self._on_trial = self._credit_s > 0.0
+        if self.on_trial:  # it goes on for as long as it costs nothing
+            if self._num_verified and max(self._credit_s, self._trial_s - cost_s) > 0.0:
+                return True
+            self.on_trial = False
             self._credit_s = max(self._credit_s, -_MOST_OWED * plain_s)
-            return self._on_trial
-        trial_s = num_rounds * max(cost_s - self._saved_s.value, _LEAST_LOSS * cost_s)
-        most_s = _MOST_NEEDED * plain_s
-        if self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s):
-            self._on_trial, self._num_verified = True, 0
-        return self._on_trial
-
-    def note_plain(self, plain_s: float) -> None:
+        elif self._covers(num_rounds * max(cost_s - self._saved_s.value, _LEAST_LOSS * cost_s), plain_s, catch_up_s):
+            self.on_trial = True
+            self._num_asked, self._num_verified, self._trial_s = 1, 0, 0.0
+            return True
         self._credit_s += _CREDIT * plain_s
+        return False
 
-    def note_taken(self, seconds: float) -> None:
-        """The target waited so long for drafts, or for the drafter to catch up."""
-        if self._on_trial:
-            self._credit_s -= seconds + self._handling_s
+    def note_taken(self, seconds: float, catches_up: bool) -> None:
+        """The target waited so long for drafts of a trial."""
+        seconds += self._handling_s
+        self._credit_s -= seconds
+        if not catches_up:
+            self._trial_s -= seconds
 
-    def note_saved(self, saved_s: float) -> None:
+    def note_saved(self, saved_s: float, of_trial: bool) -> None:
         self._saved_s.add(saved_s, _MEMORY)
-        if self._on_trial:
+        if of_trial:
             self._num_verified += 1
             self._credit_s += saved_s
+            self._trial_s += saved_s
+
+    def _is_told(self, num_rounds: int) -> bool:
+        return self._num_verified >= num_rounds or self._num_asked >= _MOST_ASKED
+
+    def _covers(self, trial_s: float, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
+        most_s = _MOST_NEEDED * plain_s
+        return self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s)
 
     @property
     def _handling_s(self) -> float:
@@ -79,18 +93,21 @@ class _Situation:
 
 
 class BreakEvenGate:
-    """The gate of one drafter.
+    """The gate of one drafter. ``catch_up_token_s``: as profiled; 0 if it is not known.
 
-    A round decides (``decide``), then notes what the drafts that were asked for by the decision before saved, then what it
-    waits for the drafts of its own decision.
+    A round decides (``decide`` or ``skip``), then notes what drafts that were asked for before saved, then what it waits for
+    the drafts of its own decision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, catch_up_token_s: float = 0.0) -> None:
         self._situations: dict[tuple[int, bool], _Situation] = {}
         self._was_queried = False
         self.is_queried = True  # in this round
-        self._situation = self._before = _Situation()  # of the last decision, and of that before
-        self._catch_up_token_s = DecayedMean()
+        self._is_noted = True  # what the drafts of this round took
+        self._situation = _Situation()  # of the last decision
+        self._asked, self._of_trial = self._situation, False  # for the last drafts before those of this round
+        self._draft_s = DraftTimes()  # of any batch
+        self._catch_up_token_s = DecayedMean(catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
         self._num_missed = 0  # tokens, at the last decision
 
     def decide(
@@ -103,35 +120,39 @@ class BreakEvenGate:
             prompts_wait: prompts fill the next pass as they filled the last one.
             num_missed: tokens that it has not been sent.
         """
+        self._follow()
         key = batch.bit_length(), prompts_wait
-        self._before = self._situation
-        if not self.is_queried:
-            self._before.note_plain(plain_s)
         self._situation = self._situations.get(key) or self._situations.setdefault(key, _Situation(plain_s, prompts_wait))
 
         def catch_up_s() -> float:
             return self._catch_up_token_s.value * num_missed()
 
-        self._was_queried, self.is_queried = self.is_queried, self._situation.decide(batch, plain_s, catch_up_s)
+        self.is_queried = self._situation.decide(batch, plain_s, catch_up_s)
+        self._is_noted = not self.is_queried
         self._num_missed = num_missed() if self.is_queried else 0
         return self.is_queried
 
     def skip(self) -> None:
         """Instead of ``decide``: none of the requests has this drafter."""
-        self._before, self._situation = self._situation, _Situation()
-        self._was_queried, self.is_queried = self.is_queried, False
+        self._follow()
+        self.is_queried, self._is_noted = False, True
 
     def note_draft(self, batch: int, seconds: float) -> None:
-        """Adds the time that the target waited for its drafts. After a pause it has caught up in that time."""
-        if not self.is_queried:
+        """Adds the time that the target waited for its drafts. After a pause it has caught up in that time. What other
+        passes wait before the next decision is not noted."""
+        if self._is_noted:
             return
-        self._situation.note_taken(seconds)
-        draft_s = self._situation.draft_s
-        if self._num_missed >= _MANY_MISSED:
-            token_s = max(0.0, seconds - draft_s.at(batch)) / self._num_missed
-            self._catch_up_token_s.add(self._catch_up_token_s.clipped(token_s), _CATCH_UP_MEMORY)
-        if self._was_queried:
+        self._is_noted = True
+        situation, draft_s = self._situation, self._situation.draft_s
+        catches_up = not self._was_queried and self._num_missed > _FEW_MISSED * batch
+        if situation.on_trial:
+            situation.note_taken(seconds, catches_up)
+        if self._num_missed >= _MANY_MISSED and self._draft_s.num:
+            more_s = max(0.0, seconds - self._draft_s.at(batch))
+            self._catch_up_token_s.add_all(more_s, self._num_missed, _CATCH_UP_MEMORY)
+        if not catches_up:
             draft_s.add(batch, seconds)
+            self._draft_s.add(batch, seconds)
 
     def note_rest(self, seconds: float) -> None:
         """Adds the time of a round without its pass and drafting."""
@@ -141,7 +162,13 @@ class BreakEvenGate:
 
     def note_saved(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
-        self._before.note_saved(saved_s)
+        self._asked.note_saved(saved_s, self._of_trial)
+
+    def _follow(self) -> None:
+        """Another round: what is verified from now on was asked for before it."""
+        if self.is_queried:
+            self._asked, self._of_trial = self._situation, self._situation.on_trial
+        self._was_queried = self.is_queried
 
 
 def saved_s(

@@ -97,7 +97,10 @@ class StepPlanner:
         else:
             num_prompt_tokens = 0
         rows = self._verification.rows(
-            survivors, VerifyContext(drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass(), num_context)
+            survivors,
+            VerifyContext(
+                drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass(), num_prompt_context=num_context
+            ),
         )
         decode = _decode_spans(survivors, rows.verify_lens, blocks, followed=bool(prompts))
         verified = [span.num_verify for span in decode]

@@ -27,14 +27,13 @@ class VerifyContext:
     num_prompt_context: int = 0  # tokens that the prompt tokens attend to: what is computed of the first of these prompts
 
     @property
-    def prompt_context_s(self) -> float:
-        """Of one prompt token, for the context of its prompt."""
-        num = self.num_prompt_tokens
-        if not num or not self.num_prompt_context:
-            return 0.0
-        cost, num_context = self.cost, self.num_prompt_context
-        grown_s = cost.prefill_s(num, num_context) - cost.prefill_s(1, num_context)
-        return max(0.0, grown_s - (cost.prefill_s(num, 0) - cost.prefill_s(1, 0))) / num
+    def prompt_context_s(self) -> tuple[float, float]:
+        """What the context of the prompt takes: of its first token in the pass, and of each one more."""
+        num, num_context, cost = self.num_prompt_tokens, self.num_prompt_context, self.cost
+        if not num or not num_context:
+            return 0.0, 0.0
+        first_s, all_s = [max(0.0, cost.prefill_s(rows, num_context) - cost.prefill_s(rows, 0)) for rows in (1, num)]
+        return first_s, max(0.0, all_s - first_s) / max(1, num - 1)
 
 
 @record

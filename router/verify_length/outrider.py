@@ -107,8 +107,10 @@ def _with_prompts(
     lows = numbers[: num_drafts + 1] + _least_chunk(context)
     highs = np.minimum(numbers[: num_drafts + 1] + num_prompts, context.capacity.max_pass_tokens - num_ready)
     if limit_s is not None:
-        context_s = context.prompt_context_s * numbers  # what it decides is whether the pass is too long, not its worth
-        longest_s = limit_s - sampling_s + context_s[: num_drafts + 1]
+        # What prompt tokens attend to makes a pass longer, not worth less: it takes as long elsewhere.
+        first_s, token_s = context.prompt_context_s
+        context_s = first_s + token_s * (numbers - 1)
+        longest_s = limit_s - sampling_s + token_s * numbers[: num_drafts + 1]
         highs = np.minimum(highs, np.searchsorted(layers_s + context_s, longest_s, side="right") - 1)
         highs[0] = max(highs[0], lows[0])  # decoding goes on, and so do prompts
     is_possible = highs >= lows

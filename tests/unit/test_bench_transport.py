@@ -26,16 +26,17 @@ def test_an_answer_extends_what_was_committed() -> None:
 def test_every_transport_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "NUM_TURNS_QUICK", 2)
     monkeypatch.setattr(transport_probe, "TRIPS_PER_TURN", 10)
+    monkeypatch.setattr(transport_probe, "BUSY_TRIPS_PER_TURN", 1)
     result = transport.run(BenchOptions(quick=True))
     assert all(math.isfinite(value) and value > 0 for value in result.figures.values())
     assert [row[0] for row in result.tables[0].rows] == [
         "raw_socket_1kb",
         "unix_1kb",
         "unix_round_32",
-        "unix_busy",
-        "unix_busy_default",
         "grpc_1kb",
         "grpc_round_32",
+        "unix_busy",
+        "unix_busy_default",
         "grpc_busy",
         "grpc_busy_default",
     ]

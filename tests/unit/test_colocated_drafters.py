@@ -130,9 +130,9 @@ def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path,
     decodes, comes = threading.Event(), threading.Event()
     choose, note_pass = ColocatedDrafters.choose, ColocatedDrafters.note_pass
 
-    def choosing(self: ColocatedDrafters, *args: Any) -> None:
-        told.append(args[3])
-        choose(self, *args)
+    def choosing(self: ColocatedDrafters, *args: Any, prompts_wait: bool, **others: Any) -> None:
+        told.append(prompts_wait)
+        choose(self, *args, prompts_wait=prompts_wait, **others)
         decodes.set()
         assert comes.wait(DEADLINE_S)
 

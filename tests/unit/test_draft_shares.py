@@ -16,11 +16,13 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
+from router.cost_model import TableCost
 from router.estimates.draft_shares import OnTimeRates
 from router.plan import DraftBudget, Span
 from router.policies import build_policy
 from tests.support.observations import right_at
 
+COST = TableCost((1,), (0.02,))
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 TABLE = RoutingTable(version=0, defaults=(("d",),))
 RIGHT, WRONG = 5, 6
@@ -42,7 +44,7 @@ class Target:
 
     def __init__(self, colocated_names: tuple[str, ...] = ()) -> None:
         self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
-        self.colocated = ColocatedDrafters(colocated_names)
+        self.colocated = ColocatedDrafters(colocated_names, COST)
         self.drafters = DrafterSessions(self.sequences, self.telemetry, TABLE, self.colocated)
         self.drafters.link_up(self.link)
         self.now_s = 0.0

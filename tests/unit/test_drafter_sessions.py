@@ -14,8 +14,10 @@ from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router import assignment
 from router.assignment import Positions
+from router.cost_model import TableCost
 from router.plan import DraftBudget
 
+COST = TableCost((1,), (0.02,))
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 PEER = Hello(Role.DRAFTER, "d", 100, "fingerprint")
 
@@ -37,7 +39,7 @@ class Link:
 def sessions(
     sequences: Sequences, telemetry: Telemetry, table: RoutingTable, proposers: Mapping[str, Collection[str]] | None = None
 ) -> DrafterSessions:
-    return DrafterSessions(sequences, telemetry, table, ColocatedDrafters(()), proposers)
+    return DrafterSessions(sequences, telemetry, table, ColocatedDrafters((), COST), proposers)
 
 
 def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:
@@ -238,7 +240,7 @@ def test_reports_of_outcomes_are_summed_for_metrics() -> None:
 
 def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     """What else it must know waits until it is queried; sessions of ended requests would stay in its memory."""
-    sequences, companions = Sequences(MODEL), ColocatedDrafters(("d",))
+    sequences, companions = Sequences(MODEL), ColocatedDrafters(("d",), COST)
     drafters = DrafterSessions(sequences, Telemetry(), RoutingTable(0, defaults=(("d",),)), companions)
     link = Link()
     drafters.link_up(link)
@@ -257,7 +259,9 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     add("of the target alone", ())
     drafters.flush()
     assert len(link.sent.pop().opens) == 2
-    companions.choose(1, (), 0.01, False, drafters.num_unsent)  # none of the requests of the pass has it
+    companions.choose(
+        1, 3, (), prompts_wait=False, num_missed=drafters.num_unsent
+    )  # none of the requests of the pass has it
     unsent = add("unsent")
     drafters.publish(second, Commit("second", 3, (5,)), 1.0)
     assert drafters.num_unsent("d") == 4
@@ -269,7 +273,7 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     (message,) = link.sent
     assert set(message.releases) == {"first", "unsent"}
     assert replace(message, releases=()) == DraftRound(0)
-    companions.choose(1, ("d",), 0.01, False, drafters.num_unsent)
+    companions.choose(1, 3, ("d",), prompts_wait=False, num_missed=drafters.num_unsent)
     drafters.flush()
     assert [one.request_id for one in link.sent[-1].extends] == ["second"]
     assert not link.sent[-1].opens

@@ -130,7 +130,7 @@ def test_prompts_alone_stay_within_the_limit() -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 8])
 def test_within_a_limit_prompt_tokens_take_the_time_of_what_they_attend_to(num_drafts: int) -> None:
-    """1 ms a row, and as much again for 2,000 tokens before it; 10 ms for the first."""
+    """1 ms a row, 10 ms for the first, and as much again for 2,000 tokens before those of the prompt."""
     batch = [decoding("a", (0.9,) * num_drafts)]
     cost = RowsAttend((1, 101), (0.01, 0.11))
     limited = replace(a_pass(cost, num_prompt_tokens=80), limit_s=0.0601)
@@ -141,7 +141,7 @@ def test_within_a_limit_prompt_tokens_take_the_time_of_what_they_attend_to(num_d
 
     assert sum(of(0)) == 50
     num_verified, num_prompts = of(2000)
-    assert num_verified + 2 * num_prompts in (49, 50)
+    assert num_verified + 2 * num_prompts in (40, 41)
     assert num_prompts >= 16
 
 
