@@ -75,8 +75,8 @@ class ColocatedDrafters:
         self._gates = {name: BreakEvenGate(self._catch_up_token_s(name)) for name in names}
         self._batch = 1  # requests of the last pass that sampled
         self._waiting_since_s: float | None = None  # the target waits for proposals
-        self._awaited: set[str | None] = set()  # drafters of these proposals
-        self._inline_s: dict[str, float] = {}  # that drafting took on the target's thread since the last pass
+        self._awaited: set[str] = set()  # drafters of these proposals
+        self._taken_s: dict[str, float] = {}  # that the drafts of the last decision have taken so far
 
     def __bool__(self) -> bool:
         return bool(self._gates)
@@ -111,11 +111,13 @@ class ColocatedDrafters:
         """
         plain_s = self._cost.step_s(batch, num_context)
         for name, gate in self._gates.items():
+            gate.note_draft(self._batch, self._taken_s.get(name, 0.0))  # all its requests were held since
             if name in wanted:
                 gate.decide(batch, plain_s, prompts_wait, partial(num_missed, name))
             else:
                 gate.skip()
         self._batch = batch
+        self._taken_s.clear()
 
     def note_pass(self, commits: Sequence[Commit], batch: int, num_context: int, num_prompt_rows: int) -> None:
         """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences. ``num_prompt_rows``: as of
@@ -129,15 +131,15 @@ class ColocatedDrafters:
 
     def note_plan(self, awaited: Collection[str | None], begins_pass: bool, now_s: float) -> None:
         """A plan holds requests for proposals of the drafters ``awaited``. Where it begins no pass, the target waits for
-        them: that time counts as what their drafts cost."""
+        them: that time counts as what their drafts cost, once a pass begins that holds none of their requests."""
         if begins_pass:
-            waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
-            for name, gate in self._gates.items():
-                waited_for_s = waited_s if name in self._awaited else 0.0
-                gate.note_draft(self._batch, waited_for_s + self._inline_s.get(name, 0.0))
-            self._inline_s.clear()
+            if self._waiting_since_s is not None:
+                for name in self._awaited & self._gates.keys():
+                    self._add(name, now_s - self._waiting_since_s)
+            for name in self._gates.keys() - set(awaited):
+                self._gates[name].note_draft(self._batch, self._taken_s.get(name, 0.0))
         elif awaited:
-            self._awaited |= set(awaited)
+            self._awaited |= {name for name in awaited if name is not None}
             if self._waiting_since_s is None:
                 self._waiting_since_s = now_s
             return
@@ -147,7 +149,10 @@ class ColocatedDrafters:
     def note_inline(self, seconds: Mapping[str, float]) -> None:
         """Drafters took so long on the target's thread."""
         for name, one_s in seconds.items():
-            self._inline_s[name] = self._inline_s.get(name, 0.0) + one_s
+            self._add(name, one_s)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._taken_s[name] = self._taken_s.get(name, 0.0) + seconds
 
     def note_overhead(self, seconds: float) -> None:
         """The last round took so long beside its pass."""

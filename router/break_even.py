@@ -1,19 +1,22 @@
 """Whether a drafter that shares the target's time drafts in a round.
 
 The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
-lengthen the pass, proposals add handling to the round. All three are measured per octave of batch sizes, apart for rounds
-in which prompts wait: a pass that prompts fill is not saved, and trials would delay first tokens.
+lengthen the pass, proposals add handling to the round, and after rounds without drafts the drafter catches up. All this is
+measured per octave of batch sizes, apart for rounds in which prompts wait: a pass that prompts fill is not saved, and trials
+would delay first tokens.
 
 While drafts do not pay, a round without them gives a hundredth of its pass as credit. A trial begins when the credit covers
 what it will lose at least, with the time in which the drafter catches up; what it loses is debited. So trials take a
-hundredth of the time, whatever drafts cost. Not so where catching up takes more than _MOST_NEEDED passes: what exceeds
-_MOST_OWED is forgiven, or the drafter would not be tried again.
+hundredth of the time. Debts of more than _MOST_OWED passes are reduced to that: else a drafter that needs long to catch up
+would not be tried again.
 """
 
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from router.cost_model import CostModel
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import UNUSUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 
 _MEMORY = 64.0  # rounds
@@ -28,6 +31,7 @@ _FIRST_CREDIT = 2.0  # plain passes; where prompts wait as much is owed
 _TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS, _MOST_ASKED = 32, 2, 6, 16
 _LEAST_LOSS = 0.25  # of what its drafts cost, that a trial counts on: else one near its price would alternate
 _MOST_OWED, _MOST_NEEDED = 10.0, 20.0  # plain passes
+_REST_ROUNDS, _FEW_RESTS = 15, 5  # whose median is taken, and from how many on
 
 
 class _Situation:
@@ -35,61 +39,74 @@ class _Situation:
 
     def __init__(self, plain_s: float = 0.0, prompts_wait: bool = False) -> None:
         self.draft_s = DraftTimes()
-        self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
+        # Rounds without pass and drafting, by whether it was queried in them.
+        self.rest_s: dict[bool, deque[float]] = {asked: deque(maxlen=_REST_ROUNDS) for asked in (True, False)}
         self.on_trial = False
-        self._saved_s = DecayedMean()
+        self._saved_s, self._catch_up_s = DecayedMean(), DecayedMean()  # of a round that it is queried in
         self._credit_s = (-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT) * plain_s
-        # Of this trial: rounds, those with verified drafts, and what the drafts saved less what all but the first took.
-        self._num_asked = self._num_verified = 0
-        self._trial_s = 0.0
+        self._trial = _Trial()
 
     def decide(self, batch: int, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
-        cost_s = self.draft_s.at(batch) + self._handling_s
-        num_rounds = min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
-        if self.on_trial and not self._is_told(num_rounds):
-            self._num_asked += 1
+        draft_s = self.draft_s.at(batch) + self._handling_s
+        trial, num_rounds = self._trial, min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
+        if self.on_trial and trial.num_verified < num_rounds and trial.num_asked < _MOST_ASKED:
+            trial.num_asked += 1
             return True
-        if self._saved_s.value > cost_s:
+        if self._saved_s.value > draft_s + self._catch_up_s.value:
             self.on_trial, self._credit_s = False, 0.0
             return True
-        if self.on_trial:  # it goes on for as long as it costs nothing
-            if self._num_verified and max(self._credit_s, self._trial_s - cost_s) > 0.0:
+        if self.on_trial:
+            if trial.num_verified and max(self._credit_s, trial.gain_s) > 0.0:
                 return True
             self.on_trial = False
             self._credit_s = max(self._credit_s, -_MOST_OWED * plain_s)
-        elif self._covers(num_rounds * max(cost_s - self._saved_s.value, _LEAST_LOSS * cost_s), plain_s, catch_up_s):
-            self.on_trial = True
-            self._num_asked, self._num_verified, self._trial_s = 1, 0, 0.0
-            return True
+        else:
+            trial_s = num_rounds * max(draft_s - self._saved_s.value, _LEAST_LOSS * draft_s)
+            most_s = _MOST_NEEDED * plain_s
+            if self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s):
+                self.on_trial, self._trial = True, _Trial()
+                return True
         self._credit_s += _CREDIT * plain_s
         return False
 
-    def note_taken(self, seconds: float, catches_up: bool) -> None:
-        """The target waited so long for drafts of a trial."""
-        seconds += self._handling_s
-        self._credit_s -= seconds
-        if not catches_up:
-            self._trial_s -= seconds
+    def note_taken(self, seconds: float, caught_up_s: float) -> None:
+        """The target waited for drafts so long, of which the drafter caught up for ``caught_up_s``."""
+        self._catch_up_s.add(caught_up_s, _MEMORY)
+        if self.on_trial:
+            seconds += self._handling_s
+            self._credit_s -= seconds
+            self._trial.note_taken(seconds, caught_up_s)
 
     def note_saved(self, saved_s: float, of_trial: bool) -> None:
         self._saved_s.add(saved_s, _MEMORY)
         if of_trial:
-            self._num_verified += 1
             self._credit_s += saved_s
-            self._trial_s += saved_s
-
-    def _is_told(self, num_rounds: int) -> bool:
-        return self._num_verified >= num_rounds or self._num_asked >= _MOST_ASKED
-
-    def _covers(self, trial_s: float, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
-        most_s = _MOST_NEEDED * plain_s
-        return self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s)
+            self._trial.note_saved(saved_s)
 
     @property
     def _handling_s(self) -> float:
         """What handling its proposals adds to a round."""
         queried, others = self.rest_s[True], self.rest_s[False]
-        return max(0.0, queried.value - others.value) if queried.is_known and others.is_known else 0.0
+        if len(queried) < _FEW_RESTS or len(others) < _FEW_RESTS:
+            return 0.0
+        return max(0.0, median(queried) - median(others))
+
+
+class _Trial:
+    """Some rounds of a situation, and what their verified drafts saved less what these took. In the first one the drafter
+    catches up, which does not count: if its drafts pay it has to do so once."""
+
+    def __init__(self) -> None:
+        self.num_asked, self.num_verified = 1, 0
+        self.gain_s = 0.0
+        self._taken_s = 0.0  # for the newest drafts, not verified yet
+
+    def note_taken(self, seconds: float, caught_up_s: float) -> None:
+        self._taken_s = seconds - (caught_up_s if self.num_asked == 1 else 0.0)
+
+    def note_saved(self, saved_s: float) -> None:
+        self.num_verified += 1
+        self.gain_s += saved_s - self._taken_s
 
 
 class BreakEvenGate:
@@ -105,6 +122,7 @@ class BreakEvenGate:
         self.is_queried = True  # in this round
         self._is_noted = True  # what the drafts of this round took
         self._situation = _Situation()  # of the last decision
+        self._plain_s = 0.0  # of it
         self._asked, self._of_trial = self._situation, False  # for the last drafts before those of this round
         self._draft_s = DraftTimes()  # of any batch
         self._catch_up_token_s = DecayedMean(catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
@@ -120,9 +138,10 @@ class BreakEvenGate:
             prompts_wait: prompts fill the next pass as they filled the last one.
             num_missed: tokens that it has not been sent.
         """
-        self._follow()
+        self._begin_round()
         key = batch.bit_length(), prompts_wait
         self._situation = self._situations.get(key) or self._situations.setdefault(key, _Situation(plain_s, prompts_wait))
+        self._plain_s = plain_s
 
         def catch_up_s() -> float:
             return self._catch_up_token_s.value * num_missed()
@@ -134,38 +153,40 @@ class BreakEvenGate:
 
     def skip(self) -> None:
         """Instead of ``decide``: none of the requests has this drafter."""
-        self._follow()
+        self._begin_round()
         self.is_queried, self._is_noted = False, True
 
     def note_draft(self, batch: int, seconds: float) -> None:
-        """Adds the time that the target waited for its drafts. After a pause it has caught up in that time. What other
-        passes wait before the next decision is not noted."""
+        """Adds the time that the target waited for the drafts of the last decision. Called again, it does nothing."""
         if self._is_noted:
             return
         self._is_noted = True
-        situation, draft_s = self._situation, self._situation.draft_s
-        catches_up = not self._was_queried and self._num_missed > _FEW_MISSED * batch
-        if situation.on_trial:
-            situation.note_taken(seconds, catches_up)
-        if self._num_missed >= _MANY_MISSED and self._draft_s.num:
-            more_s = max(0.0, seconds - self._draft_s.at(batch))
-            self._catch_up_token_s.add_all(more_s, self._num_missed, _CATCH_UP_MEMORY)
-        if not catches_up:
-            draft_s.add(batch, seconds)
-            self._draft_s.add(batch, seconds)
+        own = self._situation.draft_s
+        usual_s = (own if own.num else self._draft_s).at(batch)
+        token_s, caught_up_s, expected_s = self._catch_up_token_s, 0.0, usual_s or self._plain_s
+        if self._num_missed >= _MANY_MISSED:
+            expected_s += token_s.value * self._num_missed if token_s.num else self._plain_s
+        seconds = min(seconds, UNUSUAL * expected_s)  # a stall is no cost of drafts
+        if self._num_missed >= _MANY_MISSED and usual_s:
+            more_s = max(0.0, seconds - usual_s)
+            token_s.add_all(more_s, self._num_missed, _CATCH_UP_MEMORY)
+            if not self._was_queried and self._num_missed > _FEW_MISSED * batch:
+                caught_up_s = more_s
+        for times in (own, self._draft_s):
+            times.add(batch, seconds - caught_up_s)
+        self._situation.note_taken(seconds, caught_up_s)
 
     def note_rest(self, seconds: float) -> None:
         """Adds the time of a round without its pass and drafting."""
         if self._was_queried == self.is_queried:
-            mean = self._situation.rest_s[self.is_queried]
-            mean.add(mean.clipped(seconds), _MEMORY)
+            self._situation.rest_s[self.is_queried].append(seconds)
 
     def note_saved(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
         self._asked.note_saved(saved_s, self._of_trial)
 
-    def _follow(self) -> None:
-        """Another round: what is verified from now on was asked for before it."""
+    def _begin_round(self) -> None:
+        """What is verified from now on was asked for before it."""
         if self.is_queried:
             self._asked, self._of_trial = self._situation, self._situation.on_trial
         self._was_queried = self.is_queried
