@@ -8,13 +8,14 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
   acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none
   does: rows that are not worth their price are neither proposed nor verified.
 - Objectives weigh row prices, and bound the drafts that a pass waits for (`router/draft_length/objectives.py`).
-- The time of drafters on the target's device is charged by their gate (`router/break_even.py`) and, in a cascade, for each
-  expensive member, not here.
+- Whether drafters on the target's device pay is decided by their gate (`router/break_even.py`) and, in a cascade, for each
+  expensive member, not here. Their drafts are as long as gains most, by the profiled time of a batch of drafts.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 
 from cluster.types import StopRule
@@ -23,6 +24,7 @@ from router.cost_model import TableCost
 from router.draft_length.base import BatchState, DraftLengths, PassFeedback, decoding
 from router.draft_length.objectives import longest_draft, weighted
 from router.draft_length.prices import QuotedPrice
+from router.draft_stopping import PRICE_SHARE
 from router.estimates.decayed import DecayedMean
 from router.estimates.exploration import Pause
 from router.overlap.gains import expected_tokens
@@ -99,6 +101,10 @@ class _Terms:
         if changed or second_changed:
             stop = StopRule(second_price=self._second_price.value)
             self.drafting, self.plain = DraftBudget(times.max_len, row_price, stop), DraftBudget(0, row_price, stop)
+        if times.view.shares_device:
+            longest = times.best_len(self.usual, row_price)
+            if longest != self.drafting.num_tokens:
+                self.drafting = DraftBudget(longest, row_price, self.drafting.stop)
         return changed
 
 
@@ -154,6 +160,15 @@ class _DraftTimes:
                 return True
             survivals, start = survivals + survival * num, end
         return False
+
+    def best_len(self, acceptance: float, row_price: float) -> int:
+        """The length at which drafts for all requests gain most, all of whom wait for the longest; at least 1. Without a
+        profile the longest: what one token more takes is not known."""
+        if self._cost.draft_s(self._name, self.num_requests, 1) is None:
+            return self.max_len
+        gains = accumulate(max(0.0, acceptance**k - PRICE_SHARE * row_price) for k in range(1, self.max_len + 1))
+        nets = [self.num_requests * gain - self._tokens_per_s * self.batch_s(k) for k, gain in enumerate(gains, 1)]
+        return 1 + nets.index(max(nets))
 
     @property
     def request_s(self) -> float:

@@ -154,6 +154,33 @@ class TestOutrider:
             assert all(lens(budgets).values()) is seen[-1]
         assert 10 < sum(seen) < 90, "cases of both kinds"
 
+    @pytest.mark.parametrize(
+        ("shares_device", "num_requests", "step_s", "row_price", "expected"),
+        [
+            (True, 1, 0.0005, 0.0, 7),  # a step costs 0.05 tokens, and the 7th is right in 0.06
+            (True, 1, 0.0005, 0.16, 5),  # half of a row's price counts: the 5th gains 0.135 - 0.08, the 6th 0.01
+            (True, 4, 0.0005, 0.0, 8),  # as many tokens are drafted in a step as there are requests
+            (True, 1, 0.02, 0.0, 1),
+            (True, 1, None, 0.0, 8),
+            (False, 1, 0.0005, 0.0, 8),  # another process ends its drafts itself
+        ],
+    )
+    def test_drafts_on_the_target_s_device_are_as_long_as_gains_most(
+        self, shares_device: bool, num_requests: int, step_s: float | None, row_price: float, expected: int
+    ) -> None:
+        """Of acceptance 0.67, beside 100 tokens per second."""
+
+        class Profiled(TableCost):
+            def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:  # type: ignore[override]
+                return None if step_s is None else 0.003 + step_s * draft_len
+
+        drafters = {"d": DrafterView(0.005, 2.0, 0.67, draft_s=0.005, shares_device=shares_device)}
+        cost = Profiled((1, 1024), (0.01, 0.01))
+        budgets = policy(OutriderLength()).budgets(
+            [view(f"r{i}") for i in range(num_requests)], BatchState(cost, drafters, row_price, 100.0)
+        )
+        assert set(lens(budgets).values()) == {expected}
+
     def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
         """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
         lengths, sequences = policy(OutriderLength()), [view("bad")]
