@@ -25,7 +25,7 @@ _PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
 _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
 _CREDIT = 0.01  # of a plain pass, for each round without drafts
-_FIRST_CREDIT = 2.0  # plain passes; where prompts wait as much is owed
+_FIRST_CREDIT = 1.0  # plain passes; where prompts wait as much is owed
 # A trial has at least so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a
 # round of a busy target. Where none are verified it ends after _MOST_ASKED rounds.
 _TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS, _MOST_ASKED = 32, 2, 6, 16
