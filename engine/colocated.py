@@ -77,6 +77,8 @@ class ColocatedDrafters:
         self._waiting_since_s: float | None = None  # the target waits for proposals
         self._awaited: set[str] = set()  # drafters of these proposals
         self._taken_s: dict[str, float] = {}  # that the drafts of the last decision have taken so far
+        self._outstanding: set[str] = set()  # drafters of requests that were held when the last pass began
+        self._put_off: set[str] = set()  # of these, those that the last pass decided nothing for
 
     def __bool__(self) -> bool:
         return bool(self._gates)
@@ -110,14 +112,17 @@ class ColocatedDrafters:
             num_missed: the same, by drafter.
         """
         plain_s = self._cost.step_s(batch, num_context)
+        # A pass of others came before what is awaited of them: the wait belongs to their last decision. Once, lest it stays.
+        self._put_off = self._outstanding - self._put_off
         for name, gate in self._gates.items():
-            gate.note_draft(self._batch, self._taken_s.get(name, 0.0))  # all its requests were held since
+            if name in self._put_off:
+                continue
+            gate.note_draft(self._batch, self._taken_s.pop(name, 0.0))
             if name in wanted:
                 gate.decide(batch, plain_s, prompts_wait, partial(num_missed, name))
             else:
                 gate.skip()
         self._batch = batch
-        self._taken_s.clear()
 
     def note_pass(self, commits: Sequence[Commit], batch: int, num_context: int, num_prompt_rows: int) -> None:
         """Records the time that each drafter's drafts saved in a pass over ``batch`` sequences. ``num_prompt_rows``: as of
@@ -136,8 +141,9 @@ class ColocatedDrafters:
             if self._waiting_since_s is not None:
                 for name in self._awaited & self._gates.keys():
                     self._add(name, now_s - self._waiting_since_s)
-            for name in self._gates.keys() - set(awaited):
-                self._gates[name].note_draft(self._batch, self._taken_s.get(name, 0.0))
+            self._outstanding = self._gates.keys() & set(awaited)
+            for name in self._gates.keys() - self._outstanding:
+                self._gates[name].note_draft(self._batch, self._taken_s.pop(name, 0.0))
         elif awaited:
             self._awaited |= {name for name in awaited if name is not None}
             if self._waiting_since_s is None:

@@ -7,8 +7,8 @@ would delay first tokens.
 
 While drafts do not pay, a round without them gives a hundredth of its pass as credit. A trial begins when the credit covers
 what it will lose at least, with the time in which the drafter catches up; what it loses is debited. So trials take a
-hundredth of the time. Debts of more than _MOST_OWED passes are reduced to that: else a drafter that needs long to catch up
-would not be tried again.
+hundredth of the time. No trial needs credit of more than _MOST_NEEDED passes, and larger debts are reduced to _MOST_OWED:
+else a drafter that stalled, or needs long to catch up, would not be tried again.
 """
 
 from collections import deque
@@ -46,8 +46,8 @@ class _Situation:
         self._credit_s = (-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT) * plain_s
         self._trial = _Trial()
 
-    def decide(self, batch: int, plain_s: float, catch_up_s: Callable[[], float]) -> bool:
-        draft_s = self.draft_s.at(batch) + self._handling_s
+    def decide(self, batch: int, plain_s: float, draft_s: float, catch_up_s: Callable[[], float]) -> bool:
+        draft_s += self._handling_s
         trial, num_rounds = self._trial, min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
         if self.on_trial and trial.num_verified < num_rounds and trial.num_asked < _MOST_ASKED:
             trial.num_asked += 1
@@ -61,7 +61,9 @@ class _Situation:
             self.on_trial = False
             self._credit_s = max(self._credit_s, -_MOST_OWED * plain_s)
         else:
-            trial_s = num_rounds * max(draft_s - self._saved_s.value, _LEAST_LOSS * draft_s)
+            trial_s = 0.0  # of a batch size that has not been tried the drafts may save as much as they take
+            if self.draft_s.num:
+                trial_s = num_rounds * max(draft_s - self._saved_s.value, _LEAST_LOSS * draft_s)
             most_s = _MOST_NEEDED * plain_s
             if self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s):
                 self.on_trial, self._trial = True, _Trial()
@@ -146,7 +148,7 @@ class BreakEvenGate:
         def catch_up_s() -> float:
             return self._catch_up_token_s.value * num_missed()
 
-        self.is_queried = self._situation.decide(batch, plain_s, catch_up_s)
+        self.is_queried = self._situation.decide(batch, plain_s, self._usual_s(batch), catch_up_s)
         self._is_noted = not self.is_queried
         self._num_missed = num_missed() if self.is_queried else 0
         return self.is_queried
@@ -161,19 +163,23 @@ class BreakEvenGate:
         if self._is_noted:
             return
         self._is_noted = True
-        own = self._situation.draft_s
-        usual_s = (own if own.num else self._draft_s).at(batch)
-        token_s, caught_up_s, expected_s = self._catch_up_token_s, 0.0, usual_s or self._plain_s
-        if self._num_missed >= _MANY_MISSED:
-            expected_s += token_s.value * self._num_missed if token_s.num else self._plain_s
+        usual_s, token_s, num_missed = self._usual_s(batch), self._catch_up_token_s, self._num_missed
+        has_missed = num_missed >= _MANY_MISSED
+        expected_s = usual_s or self._plain_s
+        if has_missed:
+            expected_s += token_s.value * num_missed if token_s.num else self._plain_s
         seconds = min(seconds, UNUSUAL * expected_s)  # a stall is no cost of drafts
-        if self._num_missed >= _MANY_MISSED and usual_s:
-            more_s = max(0.0, seconds - usual_s)
-            token_s.add_all(more_s, self._num_missed, _CATCH_UP_MEMORY)
-            if not self._was_queried and self._num_missed > _FEW_MISSED * batch:
-                caught_up_s = more_s
-        for times in (own, self._draft_s):
-            times.add(batch, seconds - caught_up_s)
+        caught_up_s = 0.0
+        if has_missed and usual_s:
+            caught_up_s = max(0.0, seconds - usual_s)
+            token_s.add_all(caught_up_s, num_missed, _CATCH_UP_MEMORY)
+        elif has_missed:  # nothing is known of its drafts
+            caught_up_s = min(seconds, token_s.value * num_missed) if token_s.num else seconds
+        if usual_s and (self._was_queried or num_missed <= _FEW_MISSED * batch):
+            caught_up_s = 0.0  # new requests, as in other rounds
+        if not caught_up_s:
+            for times in (self._situation.draft_s, self._draft_s):
+                times.add(batch, seconds)
         self._situation.note_taken(seconds, caught_up_s)
 
     def note_rest(self, seconds: float) -> None:
@@ -184,6 +190,11 @@ class BreakEvenGate:
     def note_saved(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
         self._asked.note_saved(saved_s, self._of_trial)
+
+    def _usual_s(self, batch: int) -> float:
+        """Of drafts, in this situation or else in any; 0 if nothing is known."""
+        own = self._situation.draft_s
+        return (own if own.num else self._draft_s).at(batch)
 
     def _begin_round(self) -> None:
         """What is verified from now on was asked for before it."""

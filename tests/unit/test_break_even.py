@@ -25,13 +25,13 @@ def asked(
     handling_s: float = 0.0,
     prompts_wait: Callable[[int], bool] = lambda _: False,
     catch_up_token_s: float = 0.0,
+    num_missed: int = 0,
 ) -> list[bool]:
     """In each round, as a loop asks. What the drafts of a round save may depend on it, and is known after the next decision;
     None: none was verified. A drafter misses a token of each request in each round in which it is not asked, until others
     have taken the places of these."""
     found: list[bool] = []
     newest: float | None = None
-    num_missed = 0
     for number in range(num_rounds):
         found.append(gate.decide(batch, PLAIN_S, prompts_wait(number), partial(int, num_missed)))
         if newest is not None:
@@ -117,6 +117,21 @@ def test_the_first_draft_is_not_taken_for_catching_up() -> None:
     gate.note_draft(1, 0.5)
     asked(gate, 1, 100, lambda _: 0.02, 0.004)
     assert tries_a_burst(gate, 1500)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+@pytest.mark.parametrize("num_passes", [1, 5, 10, 25])
+@pytest.mark.parametrize("is_profiled", [True, False])
+@pytest.mark.parametrize("cost_s", [0.002, 0.01])
+def test_one_that_pays_is_asked_soon_however_long_it_catches_up_at_first(
+    batch: int, num_passes: int, is_profiled: bool, cost_s: float
+) -> None:
+    """What it takes to catch up is no cost of later drafts. A profiled one may have to wait for so much credit."""
+    num_missed = MOST_MISSED * batch
+    token_s = num_passes * PLAIN_S / num_missed
+    gate = BreakEvenGate(token_s) if is_profiled else BreakEvenGate()
+    found = asked(gate, batch, 3500, lambda _: 2 * cost_s, cost_s, catch_up_token_s=token_s, num_missed=num_missed)
+    assert all(found[2500:])
 
 
 def test_a_drafter_that_needs_long_to_catch_up_is_found_out_to_pay() -> None:

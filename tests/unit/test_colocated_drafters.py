@@ -160,9 +160,10 @@ def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path,
     assert sum(told) == 7
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_the_target_waits_for_drafts_also_if_a_pass_of_others_comes_before(holds: bool) -> None:
-    """Drafts take 6 ms and save 5: a quarter of a pass, with no cost for rows. ``holds``: a pass begins meanwhile."""
+@pytest.mark.parametrize("between", ["nothing", "a chunk", "others"])
+def test_the_target_waits_for_drafts_also_if_a_pass_of_others_comes_before(between: str) -> None:
+    """Drafts take 6 ms and save 5: a quarter of a pass, with no cost for rows. ``between``: a pass begins meanwhile, of a
+    prompt's chunk or of requests without the drafter, which are sampled."""
     drafters, now_s, num_asked = ColocatedDrafters(("d",), TableCost((1, 64), (0.02, 0.02))), 0.0, 0
     is_queried = False
     for _ in range(2000):
@@ -172,8 +173,10 @@ def test_the_target_waits_for_drafts_also_if_a_pass_of_others_comes_before(holds
             drafters.note_pass([Commit("r", 3, (5, 6), 1, 1, "d")], 4, 0, 0)
         is_queried = drafters.is_queried("d")
         num_asked += is_queried
-        if holds and is_queried:
+        if between != "nothing" and is_queried:
             drafters.note_plan({"d"}, True, now_s)
+        if between == "others" and is_queried:
+            drafters.choose(4, 0, set(), prompts_wait=False, num_missed=lambda _: 0)
         if is_queried:
             drafters.note_plan({"d"}, False, now_s)
             now_s += 0.006
