@@ -71,10 +71,12 @@ def bench(
 ) -> None:
     """Run a benchmark: a table on stderr, one JSON object with the figures on stdout."""
     from benchmarks.report import BenchOptions, Expectation, TraceOptions, failures, print_result, write_json
+    from cluster.interpreter import switch_threads_quickly
     from deploy.console import table_console
     from engine.cpu_setup import configure_cpu
 
     configure_cpu()
+    switch_threads_quickly()  # as in processes that serve
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
     of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot)

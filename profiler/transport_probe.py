@@ -28,6 +28,7 @@ WARM_UP_TRIPS = 100
 DRAFT_LEN = 7
 DEADLINE_S = 30.0
 BUSY_S = 0.02  # that a sender computes in Python
+PYTHON_SWITCH_S = 0.005  # after which threads switch by default
 
 _TARGET = Hello(Role.TARGET, "target", 49152, "bench")
 
@@ -79,7 +80,7 @@ def round_trips(num_turns: int, beside_python: bool = False) -> Mapping[str, lis
         for name, link in _links(mailbox, len(addresses)).items():
             for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
                 trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
-            for kind, switch_s in (("busy", SWITCH_S), ("busy_default", sys.getswitchinterval())) if beside_python else ():
+            for kind, switch_s in (("busy", SWITCH_S), ("busy_default", PYTHON_SWITCH_S)) if beside_python else ():
                 busy_trips[f"{name}_{kind}"] = partial(_busy_trip, link, mailbox, down_round(32), switch_s)
         for trip in trips.values():
             for _ in range(WARM_UP_TRIPS):
@@ -113,7 +114,7 @@ def _trip(link: Link, mailbox: Mailbox, message: Message) -> float:
 
 def _busy_trip(link: Link, mailbox: Mailbox, message: Message, switch_s: float) -> float:
     """Until the answer is in the mailbox, while this thread computes for BUSY_S."""
-    default_s = sys.getswitchinterval()
+    before_s = sys.getswitchinterval()
     sys.setswitchinterval(switch_s)
     try:
         start_s = time.monotonic()
@@ -122,7 +123,7 @@ def _busy_trip(link: Link, mailbox: Mailbox, message: Message, switch_s: float) 
             sum(range(1000))
         return _answer(link, mailbox).arrived_s - start_s
     finally:
-        sys.setswitchinterval(default_s)
+        sys.setswitchinterval(before_s)
 
 
 def _answer(link: Link, mailbox: Mailbox) -> Received:
