@@ -259,9 +259,8 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     add("of the target alone", ())
     drafters.flush()
     assert len(link.sent.pop().opens) == 2
-    companions.choose(
-        1, 3, (), prompts_wait=False, num_missed=drafters.num_unsent
-    )  # none of the requests of the pass has it
+    # None of the requests of the pass has it.
+    companions.choose(1, 3, (), prompts_wait=False, num_missed=drafters.num_unsent)
     unsent = add("unsent")
     drafters.publish(second, Commit("second", 3, (5,)), 1.0)
     assert drafters.num_unsent("d") == 4
