@@ -11,6 +11,9 @@ from router.estimates.decayed import UNUSUAL, DecayedMean, ema
 
 MEMORY = 100.0  # measured times that count
 _SLOPE_MEMORY = 1000.0  # for what one request more takes: once batches are alike, that is seen no more
+# Of a member that has drafted for few requests at once: if it seemed to take proportionally longer for more, it might never
+# be queried for them.
+_MEMBER_SHARE = 0.25
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
@@ -54,18 +57,23 @@ class _Line:
         for mean, sample in zip(self._means, (seconds, batch, batch * batch, batch * seconds), strict=True):
             mean.add(sample, self._memory)
 
-    def slope(self) -> float:
-        """Seconds of one request more: between 0 and those of its share, which it is while batches are alike."""
+    def slope(self, prior_share: float) -> float:
+        """Seconds of one request more: from 0 to those of its share, of which ``prior_share`` while batches are alike."""
         seconds, batch, square, product = (mean.value for mean in self._means)
         share, prior = seconds / batch, _PRIOR_SLOPES * _ALIKE * batch * batch
-        slope = (self.num * (product - batch * seconds) + prior * share) / (self.num * (square - batch * batch) + prior)
-        return min(max(slope, 0.0), share)
+        moments = self.num * (product - batch * seconds) + prior * prior_share * share
+        return min(max(moments / (self.num * (square - batch * batch) + prior), 0.0), share)
 
 
 class DraftTimes:
-    """A line through the measured times of batches of drafts of one drafter: its level by the latest, its slope by more."""
+    """A line through the measured times of batches of drafts of one drafter: its level by the latest, its slope by more.
 
-    def __init__(self) -> None:
+    Args:
+        prior_share: of its share of the time, that one request more adds while batches are alike.
+    """
+
+    def __init__(self, prior_share: float = 1.0) -> None:
+        self._prior_share = prior_share
         self._level, self._slope = _Line(MEMORY), _Line(_SLOPE_MEMORY)
 
     @property
@@ -86,11 +94,11 @@ class DraftTimes:
         self._slope.add(batch, seconds)
 
     def at(self, batch: float) -> float:
-        """0 before the first measurement. Never falls as the batch grows; proportional to it while batches are alike."""
+        """0 before the first measurement. Never falls as the batch grows."""
         if not self.num:
             return 0.0
         level = self._level
-        return level.seconds + min(self._slope.slope(), level.seconds / level.batch) * (batch - level.batch)
+        return level.seconds + min(self._slope.slope(self._prior_share), level.seconds / level.batch) * (batch - level.batch)
 
 
 class DraftCosts:
@@ -99,7 +107,7 @@ class DraftCosts:
 
     def __init__(self, prior: Mapping[int, float]) -> None:
         self._prior = prior
-        self._times = {member: DraftTimes() for member in prior}
+        self._times = {member: DraftTimes(_MEMBER_SHARE) for member in prior}
         self._round = DecayedMean()
 
     def of(self, member: int, num_queried: int = 1, num_all: int = 1) -> float:

@@ -33,6 +33,16 @@ def test_batches_that_are_alike_are_proportional() -> None:
     assert times.at(16) == pytest.approx(0.16)
 
 
+def test_batches_that_are_alike_take_a_share_more_for_a_request_more_if_that_is_thought() -> None:
+    times = DraftTimes(0.25)
+    for _ in range(50):
+        times.add(2, 0.008)
+    assert times.at(16) == pytest.approx(0.008 + 14 * 0.25 * 0.004)
+    for _ in range(50):
+        times.add(16, 0.05)
+    assert times.at(9) == pytest.approx(0.029, rel=0.02)
+
+
 def test_a_wait_for_other_drafts_is_no_part_of_the_transit() -> None:
     """Where one half of a batch is drafted for while the other is verified, each waits for the other's drafts."""
     stats = DrafterStats()

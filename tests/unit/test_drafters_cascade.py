@@ -275,7 +275,7 @@ def test_a_request_that_is_unlike_the_others_is_served_by_what_suits_it() -> Non
             num_right = common_prefix_len(draft.token_ids, truth)
             drafter.extend(draft.request_id, truth[: num_right + 1])
             lengths[draft.request_id] += num_right + 1
-    assert good.num_asked > 90
+    assert good.num_asked > 80
     assert bad.num_asked < 40
 
 
