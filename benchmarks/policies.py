@@ -49,6 +49,7 @@ from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.routing import measured_cost
+from cluster.config import parts_in_pool
 from profiler.hardware import num_cores
 from router.overlap.gains import remote_bound
 from simulator.plots import Panel, plot
@@ -123,8 +124,11 @@ def _here(options: BenchOptions) -> Machine:
     path = options.recording or DEFAULT_PATH
     if not path.exists():
         record(options).save(path)
-    config = next(config for config in pool(options.model) if config.name == DRAFTER)
-    return this_machine(measured_cost(options.model, [config]), config, path)
+    everything = pool(options.model)
+    config = next(config for config in everything if config.name == DRAFTER)
+    parts = parts_in_pool(config, everything)
+    members = [member for member in everything if member.name in parts]
+    return this_machine(measured_cost(options.model, [config, *members]), config, members, path)
 
 
 def simulated(job: Job) -> ArmResult:

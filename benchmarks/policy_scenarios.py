@@ -22,6 +22,7 @@ from cluster.config import (
 from router.cost_model import CostModel
 from router.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
+from simulator.cascade import MemberSpec
 from simulator.policy_comparison import endless
 from simulator.recording import AgreementRecording, read_recording
 from simulator.scenario import Lens, ServingScenario, read_scenario
@@ -158,10 +159,20 @@ def gpu_machine(name: str, drafter: str) -> Machine:
     return Machine(name, cost, spec, texts, scenario.link_us * 1e-6, cost.target.kv_tokens() // 16)
 
 
-def this_machine(cost: CostModel, config: DrafterConfig, recording: Path) -> Machine:
+def this_machine(cost: CostModel, config: DrafterConfig, members: Sequence[DrafterConfig], recording: Path) -> Machine:
+    """``members``: of the cascade ``config``, as drafters of their own, which ``cost`` and the recording know."""
     lens = Lens(median=100, spread=0.5, least=16, most=512), Lens(median=128, spread=0.3, least=16, most=384)
     text = Text(*lens, recording=recording)
-    drafter = DrafterSpec(config.name, MAX_SEQUENCES, DRAFT_LEN, companion=config.is_colocated)
+    one_row_s = cost.step_s(1, 0)
+
+    def member(one: DrafterConfig) -> MemberSpec:
+        draft_s = cost.draft_s(one.name, 1, DRAFT_LEN) if one.options.traits.has_model else 0.0
+        assert draft_s is not None
+        return MemberSpec(one.name, draft_s / one_row_s)
+
+    drafter = DrafterSpec(
+        config.name, MAX_SEQUENCES, DRAFT_LEN, companion=config.is_colocated, members=tuple(map(member, members))
+    )
     return Machine("here", cost, drafter, (text,), max_prompt_len=512, max_output_len=256, chunk_len=256, measured=True)
 
 
@@ -200,7 +211,8 @@ def _request(
         return SimulatedRequest(f"r{number}", arrival_s, prompt_len, output_len, answer)
     assert text.recording is not None
     recording = _recording(text.recording)
-    of = recording.answer(int(random.integers(len(recording))), (machine.drafter.name,))
+    names = [member.name for member in machine.drafter.members] or [machine.drafter.name]
+    of = recording.answer(int(random.integers(len(recording))), names)
     answer = AgreementAnswer(of.output_len, of.by_drafter)
     return endless(SimulatedRequest(f"r{number}", arrival_s, prompt_len, output_len, answer), output_len)
 

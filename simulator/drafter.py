@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Protocol
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
 from cluster.types import NO_STOP
 from drafters.draft_stops import DraftStops, cut_lens
 from drafters.loop import DrafterLoop, StepWork
-from drafters.protocol import Capabilities, Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.session import request_id_of
 from drafters.sessions import SessionLimits
 from router.assignment import Chain
@@ -162,6 +163,14 @@ class AgreementDrafter:
         return list(self._timer.take_levels())
 
 
+class TimedDrafter(Drafter, Protocol):
+    """``seconds``: what its last batch of drafts would have taken. ``num_extended``: committed tokens, so far."""
+
+    name: str
+    seconds: float
+    num_extended: int
+
+
 class TimedLoop:
     """The live loop of a simulated drafter, and what its work would take.
 
@@ -172,7 +181,7 @@ class TimedLoop:
 
     def __init__(
         self,
-        drafter: AgreementDrafter,
+        drafter: TimedDrafter,
         timer: DraftTimer,
         limits: SessionLimits,
         ahead_len: int,

@@ -23,7 +23,8 @@ from router.estimates.drift import DriftDetector
 from router.planner import Planner
 from router.router import Router
 from simulator.agreement import SimulatedRequest
-from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedLoop
+from simulator.cascade import MemberSpec, SimulatedCascade
+from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedDrafter, TimedLoop
 from simulator.events import MAIL, STEP, Events
 from simulator.gateway import Finished, SimulatedGateway
 from simulator.links import link
@@ -49,6 +50,7 @@ class DrafterSpec:
     verifies: bool = False
     max_outcomes: int = 0
     parts: tuple[str, ...] = ()  # drafters of the pool that it combines
+    members: tuple[MemberSpec, ...] = ()  # it is a cascade of these; without any its own agreement and times count
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
         num_shadows = (4 if spare_share else 1) * self.capacity
@@ -246,8 +248,10 @@ class Simulation:
         return self._timed(one, one.name, 0.0, lambda: None)
 
     def _timed(self, one: DrafterSpec, name: str, spare_share: float, on_mail: Callable[[], None]) -> TimedLoop:
-        timer = self._spec.draft_timer
-        model = AgreementDrafter(name, timer, self._gateway.scripts)
+        timer, scripts, events = self._spec.draft_timer, self._gateway.scripts, self._events
+        model: TimedDrafter = AgreementDrafter(name, timer, scripts)
+        if one.members:
+            model = SimulatedCascade(name, one.members, timer, scripts, lambda: events.now_s)
         return TimedLoop(model, timer, one.limits(spare_share), one.ahead_len, spare_share, self._jitter, on_mail)
 
     def _target(self, name: str) -> SimulatedTarget:

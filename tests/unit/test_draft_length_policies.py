@@ -174,12 +174,18 @@ class TestOutrider:
             def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:  # type: ignore[override]
                 return None if step_s is None else 0.003 + step_s * draft_len
 
-        drafters = {"d": DrafterView(0.005, 2.0, 0.67, draft_s=0.005, shares_device=shares_device)}
         cost = Profiled((1, 1024), (0.01, 0.01))
-        budgets = policy(OutriderLength()).budgets(
-            [view(f"r{i}") for i in range(num_requests)], BatchState(cost, drafters, row_price, 100.0)
-        )
-        assert set(lens(budgets).values()) == {expected}
+
+        def longest(measured_over_profiled: float) -> int:
+            draft_s = measured_over_profiled * (cost.draft_s("d", num_requests, MAX_LEN) or 0.005)
+            one = DrafterView(draft_s, 2.0, 0.67, draft_s=draft_s, batch=num_requests, shares_device=shares_device)
+            requests = [view(f"r{i}") for i in range(num_requests)]
+            budgets = policy(OutriderLength()).budgets(requests, BatchState(cost, {"d": one}, row_price, 100.0))
+            return max(lens(budgets).values())
+
+        assert longest(1.0) == expected
+        if row_price == 0.0:
+            assert longest(0.01) == MAX_LEN, "a cascade whose most expensive member is seldom queried"
 
     def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
         """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
