@@ -42,7 +42,7 @@ class Effort:
     least: int
 
 
-QUICK = Effort((1, 4, 16, 64), 48, 1, 24)
+QUICK = Effort((1, 4, 16, 64), 48, 3, 24)
 FULL = Effort((1, 2, 4, 8, 16, 32, 64), 96, 3, 16)
 
 

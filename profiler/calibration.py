@@ -163,11 +163,17 @@ class Calibration:
 
 
 def _interpolated(by_sampling: Mapping[float, TemperatureScaling], sampling_temperature: float) -> TemperatureScaling:
-    known = sorted(by_sampling)
-    num = max(one.num_positions for one in by_sampling.values())
-    table = np.array([[by_sampling[t].at(k) for k in range(num)] for t in known])  # (temperatures, positions, 3)
-    here = [tuple(float(np.interp(sampling_temperature, known, table[:, k, i])) for k in range(num)) for i in range(3)]
-    return TemperatureScaling(*here)
+    known = sorted(by_sampling)  # in plain Python: it is asked for at each request, and numpy takes a millisecond here
+    below = max((one for one in known if one <= sampling_temperature), default=known[0])
+    above = min((one for one in known if one >= sampling_temperature), default=known[-1])
+    low, high = by_sampling[below], by_sampling[above]
+    if below == above:
+        return low
+    share = (sampling_temperature - below) / (above - below)
+    positions = range(max(low.num_positions, high.num_positions))
+    pairs = [zip(low.at(position), high.at(position), strict=True) for position in positions]
+    mixed = [[a + share * (b - a) for a, b in pair] for pair in pairs]
+    return TemperatureScaling(*(tuple(values) for values in zip(*mixed, strict=True)))
 
 
 # For confidences that tell the margin alone: their logit is log(1 + m).

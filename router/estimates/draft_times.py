@@ -75,6 +75,7 @@ class DraftTimes:
     def __init__(self, prior_share: float = 1.0) -> None:
         self._prior_share = prior_share
         self._level, self._slope = _Line(MEMORY), _Line(_SLOPE_MEMORY)
+        self._request_s: float | None = None  # of one request more; None: to be computed
 
     @property
     def num(self) -> float:
@@ -92,13 +93,16 @@ class DraftTimes:
             seconds = min(seconds, UNUSUAL * usual_s)
         self._level.add(batch, seconds)
         self._slope.add(batch, seconds)
+        self._request_s = None
 
     def at(self, batch: float) -> float:
         """0 before the first measurement. Never falls as the batch grows."""
         if not self.num:
             return 0.0
         level = self._level
-        return level.seconds + min(self._slope.slope(self._prior_share), level.seconds / level.batch) * (batch - level.batch)
+        if self._request_s is None:
+            self._request_s = min(self._slope.slope(self._prior_share), level.seconds / level.batch)
+        return level.seconds + self._request_s * (batch - level.batch)
 
 
 class DraftCosts:

@@ -164,9 +164,7 @@ def test_a_scaling_survives_its_file(tmp_path: Path) -> None:
     save_calibration(calibration, tmp_path / FILE, ece=0.01, num_records=2000)
     assert load_calibration(tmp_path / FILE) == calibration
     (tmp_path / FILE).write_text('{"format": 1, "temperatures": [2.0, 1.5]}')
-    assert load_calibration(tmp_path / FILE).of(0.8) == TemperatureScaling((2.0, 1.5), (0.0, 0.0), (0.0, 0.0)), (
-        "those without offsets are read on"
-    )
+    assert load_calibration(tmp_path / FILE).of(0.8) == TemperatureScaling((2.0, 1.5)), "those without offsets are read on"
     assert load_calibration(tmp_path / FILE).with_margins_of(0.8) is None
 
 
@@ -182,9 +180,13 @@ def test_no_calibration_is_one_clear_error(tmp_path: Path, content: str | None) 
 
 def test_between_two_sampling_temperatures_the_scaling_is_between() -> None:
     calibration = Calibration({0.0: TemperatureScaling((1.0, 2.0), (0.0, 0.0)), 0.8: TemperatureScaling((2.0,), (-0.4,))})
-    assert calibration.of(0.0) == TemperatureScaling((1.0, 2.0), (0.0, 0.0), (0.0, 0.0))
-    assert calibration.of(0.4) == TemperatureScaling((1.5, 2.0), (-0.2, -0.2), (0.0, 0.0))
-    assert calibration.of(1.5) == TemperatureScaling((2.0, 2.0), (-0.4, -0.4), (0.0, 0.0))
+
+    def at(sampling_temperature: float) -> list[float]:
+        return [value for k in range(3) for value in calibration.of(sampling_temperature).at(k)]
+
+    assert at(0.0) == [1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0]
+    assert at(0.4) == pytest.approx([1.5, -0.2, 0.0, 2.0, -0.2, 0.0, 2.0, -0.2, 0.0])
+    assert at(1.5) == [2.0, -0.4, 0.0, 2.0, -0.4, 0.0, 2.0, -0.4, 0.0]
 
 
 def test_margins_move_confidences_by_position() -> None:
