@@ -165,8 +165,8 @@ class _DraftTimes:
         """The length at which drafts for all requests gain most, all of whom wait for the longest; at least 1. Without a
         profile the longest: what one token more takes is not known.
 
-        Profiled times are scaled to the measured ones: a cascade is profiled as its most expensive member, which it may query
-        seldom.
+        Profiled times are scaled to the measured ones: a cascade is profiled as its most expensive member, which it may
+        query seldom.
         """
         usual_s = self._cost.draft_s(self._name, self.num_requests, max(1, round(self._usual_len)))
         if not usual_s:
