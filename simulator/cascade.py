@@ -66,9 +66,7 @@ class SimulatedCascade:
 class _Member(AgreementDrafter):
     """Tells what its drafts on committed tokens take."""
 
-    def __init__(
-        self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], took: Callable[[float], None]
-    ) -> None:
+    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], took: Callable[[float], None]) -> None:
         super().__init__(name, timer, scripts)
         self._took = took
 
