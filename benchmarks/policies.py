@@ -113,8 +113,8 @@ def run(options: BenchOptions) -> BenchResult:
             _slo_table([(machine.name, load.name) for machine, load, _ in searches], objectives),
         ),
         notes=(
-            "simulated: all figures. here: costs measured on this machine, recorded agreement of its drafter "
-            f"{DRAFTER}. Others: costs of a roofline, agreement of synthetic families.",
+            f"simulated: all figures. here: costs measured on this machine, the live {DRAFTER} over members with recorded "
+            "agreement. Others: costs of a roofline, agreement of synthetic families.",
             f"drawn in {PLOT}, with the bound 1 + K t_d / t_v for drafts of {BOUND_LEN} tokens that are never awaited.",
         ),
     )
