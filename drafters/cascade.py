@@ -62,12 +62,21 @@ class CascadeDrafter:
 
     An expensive member is queried for the requests of a batch for which the expected added tokens, less the cost of their
     rows, together exceed what the whole batch would decode in that time (this maximises long-run tokens per second).
-    ``clock``, in seconds, measures the members' costs; None: as configured. Raises InvalidField if these do not ascend.
+
+    Args:
+        clock: measures the members' costs, in seconds; None: as configured.
+        few_trials: an expensive member of which little is known is queried for few requests (`MarginalGain.choose`). For a
+            cascade whose queries are decided by what all members cost together. It needs ``clock``.
+
+    Raises:
+        InvalidField: the costs of the members do not ascend.
     """
 
     capabilities = Capabilities()
 
-    def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None, *, few_trials: bool = False
+    ) -> None:
         if not members or members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
             raise InvalidField("members", [m.name for m in members], "must be one or more, in order of cost, from 0")
         self._members = tuple(members)
@@ -80,6 +89,7 @@ class CascadeDrafter:
         self._gains = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
         self._costs = DraftCosts({i: members[i].cost for i in self._gains})
         self._clock = clock
+        self._few_trials = few_trials and clock is not None
         self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
         self._sessions: dict[str, _CascadeSession] = {}
@@ -145,7 +155,12 @@ class CascadeDrafter:
         rate = len(demands) * self._tokens_per_round / self._cost_per_round  # of the batch, in tokens per plain round
         own = [self._sessions[demand.request_id].gains[member] for demand in demands]
         known = list(zip(expected_lens, own, strict=True))
-        return self._gains[member].choose(known, lambda num: rate * self._costs.of(member, num, len(demands)))
+        return self._gains[member].choose(
+            known,
+            lambda num: rate * self._costs.of(member, num, len(demands)),
+            self._costs.num_timed[member] if self._few_trials else None,
+            [not demand.ahead for demand in demands],
+        )
 
     def _best_drafts(self, demands: Sequence[Demand], rounds: Sequence[_CascadeRound]) -> list[Draft]:
         expensive = [best if (best := round_.best) and best.member >= self._num_free else None for round_ in rounds]

@@ -178,7 +178,7 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
         CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not member.traits.has_model)
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
-    return CascadeDrafter(members, site.clock)
+    return CascadeDrafter(members, site.clock, few_trials=site.host is not None)
 
 
 FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {

@@ -1,4 +1,4 @@
-"""A simulated cascade: the live one over members that only know their agreement with each answer and what drafts cost."""
+"""A simulated cascade: the live one over simulated members, each with its agreement with each answer and its draft times."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ class SimulatedCascade:
     Members that are wrong at the same place draft the same wrong token there, so that their agreement says less than live.
 
     Args:
+        few_trials: as of `CascadeDrafter`.
         now: virtual time.
     """
 
@@ -37,15 +38,17 @@ class SimulatedCascade:
         timer: DraftTimer,
         scripts: Mapping[str, Script],
         now: Callable[[], float],
+        few_trials: bool,
     ) -> None:
         self.name = name
         self.seconds = 0.0
         self.num_extended = 0
         self._under_way_s = 0.0  # of the batch that is drafted
-        drafters = {one: _Member(one.name, timer, scripts, self._took) for one in members}
+        drafters = {one: _Member(one, timer, scripts, self._took) for one in members}
         self._cascade = CascadeDrafter(
             [CascadeMember(one.name, member, one.cost, splices=one.cost == 0.0) for one, member in drafters.items()],
             lambda: now() + self._under_way_s,
+            few_trials=few_trials,
         )
         self.open, self.release = self._cascade.open, self._cascade.release
         self.check_integrity = self._cascade.check_integrity
@@ -64,14 +67,20 @@ class SimulatedCascade:
 
 
 class _Member(AgreementDrafter):
-    """Tells what its drafts on committed tokens take."""
+    """Reports the time of its drafts; of a lookup those that are no splices."""
 
-    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], took: Callable[[float], None]) -> None:
-        super().__init__(name, timer, scripts)
+    def __init__(
+        self, spec: MemberSpec, timer: DraftTimer, scripts: Mapping[str, Script], took: Callable[[float], None]
+    ) -> None:
+        super().__init__(spec.name, timer, scripts)
+        self._has_model = spec.cost > 0.0
         self._took = took
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         drafts = super().propose(demands)
-        if not any(demand.ahead for demand in demands):
+        if self._has_model or not any(demand.ahead for demand in demands):
             self._took(self.seconds)
         return drafts
+
+    def _ends_by_step(self, demands: Sequence[Demand]) -> bool:
+        return self._has_model

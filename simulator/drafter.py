@@ -113,8 +113,8 @@ class AgreementDrafter:
         return drafts
 
     def _lens(self, demands: Sequence[Demand], drafted: Sequence[tuple[float, ...]]) -> list[int]:
-        """Where drafts end. One that takes no time is found at once, as lookups find theirs."""
-        if self.seconds or any(demand.stop.ends_drafts for demand in demands):
+        """Where drafts end."""
+        if self._ends_by_step(demands):
             return cut_lens(demands, drafted, self._stops)
         lens = []
         for demand, confidences in zip(demands, drafted, strict=True):
@@ -122,6 +122,10 @@ class AgreementDrafter:
             doubtful = (i for i, survival in enumerate(survivals) if i and survival < demand.least_survival)
             lens.append(next(doubtful, len(confidences)))
         return lens
+
+    def _ends_by_step(self, demands: Sequence[Demand]) -> bool:
+        """Whether drafts end step by step; those that take no time are found at once, as lookups find theirs."""
+        return bool(self.seconds) or any(demand.stop.ends_drafts for demand in demands)
 
     def _finished(self, demand: Demand, draft: "_Found") -> Draft:
         one, num_ahead = draft.followed, len(demand.ahead)

@@ -2,7 +2,8 @@
 
 A drafter in hindsight ends each draft where the answer contradicts it, and is certain of what it drafts. It pays for the
 steps that these tokens take and for nothing in vain: no rejected row, no step in which a draft ends, no place in a batch
-for a request that gets no token. A rule that knows less can only draft less of what is right or more of what is wrong. The
+for a request that gets no token. A cascade decides as live which members it queries, so that its ceiling is that of rules of
+length and verification alone. A rule that knows less can only draft less of what is right or more of what is wrong. The
 text, the drafter, the passes, prompts and links are those of every other arm.
 """
 

@@ -249,9 +249,11 @@ class Simulation:
 
     def _timed(self, one: DrafterSpec, name: str, spare_share: float, on_mail: Callable[[], None]) -> TimedLoop:
         timer, scripts, events = self._spec.draft_timer, self._gateway.scripts, self._events
-        model: TimedDrafter = AgreementDrafter(name, timer, scripts)
+        model: TimedDrafter
         if one.members:
-            model = SimulatedCascade(name, one.members, timer, scripts, lambda: events.now_s)
+            model = SimulatedCascade(name, one.members, timer, scripts, lambda: events.now_s, one.companion)
+        else:
+            model = AgreementDrafter(name, timer, scripts)
         return TimedLoop(model, timer, one.limits(spare_share), one.ahead_len, spare_share, self._jitter, on_mail)
 
     def _target(self, name: str) -> SimulatedTarget:

@@ -165,13 +165,14 @@ class _DraftTimes:
         """The length at which drafts for all requests gain most, all of whom wait for the longest; at least 1. Without a
         profile the longest: what one token more takes is not known.
 
-        Profiled times are scaled to the measured ones: a cascade is profiled as its most expensive member, which it may
-        query seldom.
+        Profiled times count by the share of them that was measured: a cascade is profiled as its most expensive member,
+        which it may query seldom.
         """
         usual_s = self._cost.draft_s(self._name, self.num_requests, max(1, round(self._usual_len)))
         if not usual_s:
             return self.max_len
-        tokens_per_s = self._tokens_per_s * (self.view.drafts_s(self.num_requests) or usual_s) / usual_s
+        share = min(1.0, (self.view.drafts_s(self.num_requests) or usual_s) / usual_s)
+        tokens_per_s = share * self._tokens_per_s
         gains = accumulate(max(0.0, acceptance**k - PRICE_SHARE * row_price) for k in range(1, self.max_len + 1))
         nets = [self.num_requests * gain - tokens_per_s * self.batch_s(k) for k, gain in enumerate(gains, 1)]
         return 1 + nets.index(max(nets))

@@ -11,9 +11,6 @@ from router.estimates.decayed import UNUSUAL, DecayedMean, ema
 
 MEMORY = 100.0  # measured times that count
 _SLOPE_MEMORY = 1000.0  # for what one request more takes: once batches are alike, that is seen no more
-# Of a member that has drafted for few requests at once: if it seemed to take proportionally longer for more, it might never
-# be queried for them.
-_MEMBER_SHARE = 0.25
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
@@ -69,7 +66,7 @@ class DraftTimes:
     """A line through the measured times of batches of drafts of one drafter: its level by the latest, its slope by more.
 
     Args:
-        prior_share: of its share of the time, that one request more adds while batches are alike.
+        prior_share: what one request more adds while batches are alike, over the mean time of a request.
     """
 
     def __init__(self, prior_share: float = 1.0) -> None:
@@ -107,11 +104,16 @@ class DraftTimes:
 
 class DraftCosts:
     """Cost of a batch of drafts of each expensive drafter of a cascade, in plain rounds of the target, all of whose requests
-    wait for it: the prior, replaced gradually by measured seconds of such a batch over the mean seconds of a round."""
+    wait for it: the prior, replaced gradually by measured seconds of such a batch over the mean seconds of a round.
+
+    Until batches differ, larger ones are thought to take as long as those that were timed: a drafter on trial, which drafts
+    for few requests, might else never draft for all. Timing larger ones corrects it.
+    """
 
     def __init__(self, prior: Mapping[int, float]) -> None:
         self._prior = prior
-        self._times = {member: DraftTimes(_MEMBER_SHARE) for member in prior}
+        self._times = {member: DraftTimes(0.0) for member in prior}
+        self.num_timed = dict.fromkeys(prior, 0)  # requests of the largest batch of drafts that was timed, by member
         self._round = DecayedMean()
 
     def of(self, member: int, num_queried: int = 1, num_all: int = 1) -> float:
@@ -124,6 +126,7 @@ class DraftCosts:
 
     def note_drafts(self, member: int, batch: int, seconds: float) -> None:
         self._times[member].add(batch, seconds)
+        self.num_timed[member] = max(self.num_timed[member], batch)
 
     def note_round(self, seconds: float) -> None:
         """Adds the seconds of a round with drafts."""

@@ -9,8 +9,8 @@ from router.estimates.exploration import Pause
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
 _PRIOR_GAIN = 1.0  # tokens, of a drafter of which nothing is known there
 _PRIOR_TRIALS = 3.0  # trials that this counts for
-# Until there are so many it is queried for few requests of a batch, in some rounds: all requests wait for its drafts, and a
-# target that compares what all drafters cost and save together (`router/break_even.py`) takes trials for their usual cost.
+# Few trials: until there are so many it is queried for a share of a batch, in some rounds. All requests wait for its drafts,
+# and a gate that sees what all drafters cost together (`router/break_even.py`) would count trials as their usual cost.
 _TRIED_SHARE, _TRIED_EVERY = 1 / 8, 4
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
@@ -38,28 +38,42 @@ class MarginalGain:
     def __init__(self) -> None:
         self._gains = [DecayedMean() for _ in range(len(_EDGES) + 1)]
         self._pauses = [Pause() for _ in self._gains]
-        self._num_unknown_rounds = 0  # with requests at places where little is known
+        self._num_unknown_rounds = 0  # that would query it where little is known
 
-    def choose(self, at_hand: Sequence[tuple[float, RequestGain]], price: Callable[[int], float]) -> list[int]:
+    def choose(
+        self,
+        at_hand: Sequence[tuple[float, RequestGain]],
+        price: Callable[[int], float],
+        num_timed: int | None = None,
+        is_learned: Sequence[bool] | None = None,
+    ) -> list[int]:
         """Requests of a round to query it for, ascending; chosen together, since all wait for it. After enough rounds
-        without it, one request explores at any price. ``at_hand``: expected tokens without it, by request. ``price``: tokens
-        that the batch would decode while it drafts for so many."""
+        without it, one request explores at any price.
+
+        Args:
+            at_hand: expected tokens without it, by request.
+            price: tokens that the batch would decode while it drafts for so many.
+            num_timed: requests of the largest batch whose drafts were timed. Given that, it is queried for twice as many at
+                most, and for few, in every fourth round, where it is not known what it gains. None: for all at once.
+            is_learned: whether ``learn`` follows, by request; None: of all. Others are no trials.
+        """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
-        due = {at for at in set(places) if self._pauses[at].count_round()}
-        tried = [places.index(at) for at in due]
+        learned = is_learned or [True] * len(places)
+        first = {places[i]: i for i in reversed(range(len(places))) if learned[i]}
+        due = {at for at in first if self._pauses[at].count_round()}
+        tried = [first[at] for at in due]
         expected = {at: self._expected(at) for at in set(places)}
         gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
         others = sorted((i for i in range(len(places)) if i not in tried), key=lambda i: -gains[i])
-        unknown = {at for at in expected if self._gains[at].num < _PRIOR_TRIALS}
-        if unknown and len(places) > 1:
-            others = self._few_unknown(others, [at in unknown for at in places])
-        surplus, most, num_best = 0.0, 0.0, 0
-        free = price(len(tried)) if tried else 0.0
-        for num, i in enumerate(others, 1):
-            surplus += gains[i]
-            if surplus - (price(len(tried) + num) - free) > most:
-                most, num_best = surplus - (price(len(tried) + num) - free), num
-        best = others[:num_best]
+        best = _best(others, gains, len(tried), price)
+        if num_timed is not None and len(places) > 1:
+            is_unknown = [self._gains[at].num < _PRIOR_TRIALS for at in places]
+            wanted = [i for i in best if is_unknown[i]]
+            if wanted:
+                trials = self._trials([i for i in wanted if learned[i]], len(places))
+                known = [i for i in others if not is_unknown[i]]
+                best = [*trials, *_best(known, gains, len(tried) + len(trials), price)]
+            best = best[: max(1, 2 * num_timed)]
         paying = {places[i] for i in best}
         for at in paying:
             self._pauses[at].reset()
@@ -67,14 +81,12 @@ class MarginalGain:
             self._gains[at].fade(_STALE_TRIALS)
         return sorted((*tried, *best))
 
-    def _few_unknown(self, chosen: Sequence[int], is_unknown: Sequence[bool]) -> list[int]:
-        """``chosen`` with few of those for whom it is unknown what the drafter gains, and in most rounds none."""
+    def _trials(self, wanted: Sequence[int], batch: int) -> Sequence[int]:
+        """Few of those for whom it is unknown what the drafter gains; in most rounds none."""
+        if not wanted:
+            return ()
         self._num_unknown_rounds += 1
-        most = max(1, int(_TRIED_SHARE * len(is_unknown)))
-        if self._num_unknown_rounds % _TRIED_EVERY != 1:
-            most = 0
-        left_out = set([i for i in chosen if is_unknown[i]][most:])
-        return [i for i in chosen if i not in left_out]
+        return wanted[: max(1, int(_TRIED_SHARE * batch))] if self._num_unknown_rounds % _TRIED_EVERY == 1 else ()
 
     def learn(self, gain: float, expected_len: float, own: RequestGain) -> None:
         """Adds a query in which ``gain`` more tokens were accepted than without it."""
@@ -88,3 +100,15 @@ class MarginalGain:
     def _expected(self, at: int) -> float:
         """Expected gain; optimistic while little is known."""
         return self._gains[at].shrunk(_PRIOR_GAIN, _PRIOR_TRIALS)
+
+
+def _best(candidates: Sequence[int], gains: Sequence[float], num_others: int, price: Callable[[int], float]) -> list[int]:
+    """Of ``candidates``, by descending gain, as many as gain most beside ``num_others`` that it is queried for anyway."""
+    surplus, most, num_best = 0.0, 0.0, 0
+    free = price(num_others) if num_others else 0.0
+    for num, i in enumerate(candidates, 1):
+        surplus += gains[i]
+        net = surplus - (price(num_others + num) - free)
+        if net > most:
+            most, num_best = net, num
+    return list(candidates[:num_best])

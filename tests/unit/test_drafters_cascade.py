@@ -275,8 +275,31 @@ def test_a_request_that_is_unlike_the_others_is_served_by_what_suits_it() -> Non
             num_right = common_prefix_len(draft.token_ids, truth)
             drafter.extend(draft.request_id, truth[: num_right + 1])
             lengths[draft.request_id] += num_right + 1
-    assert good.num_asked > 80
+    assert good.num_asked > 90
     assert bad.num_asked < 40
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_a_model_on_few_trials_is_found_whatever_is_drafted_ahead(num_ahead: int) -> None:
+    """Nothing is learned from drafts ahead. Were they trials, too, each trial could be one of them."""
+    names = [f"r{i}" for i in range(4)]
+    models = {name: Counted(Recorded([4], 0.8)) for name in names}
+    silent = Split({name: Recorded([0], 0.5) for name in names})
+    members = [CascadeMember("silent", silent, 0.0), CascadeMember("model", Split(dict(models)), 0.3)]
+    drafter = CascadeDrafter(members, lambda: 0.0, few_trials=True)
+    for name in names:
+        drafter.open(name, (0, 1, 2), 3, SAMPLING)
+    length = 3
+    for _ in range(60):
+        for _ in range(num_ahead):
+            drafter.propose([Demand(name, 3, ahead=(length,)) for name in names])
+        drafts = drafter.propose([Demand(name, 7) for name in names])
+        truth = tuple(range(length, length + 8))
+        nums_right = [common_prefix_len(draft.token_ids, truth) for draft in drafts]
+        for name in names:
+            drafter.extend(name, truth[:5])
+        length += 5
+    assert nums_right == [4] * 4
 
 
 @dataclass

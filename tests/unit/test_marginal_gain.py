@@ -2,18 +2,26 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from router.estimates.draft_times import DraftCosts
 from router.estimates.marginal_gain import MarginalGain, RequestGain
 
 
 def serve(
-    worth: MarginalGain, num_rounds: int, gain: Callable[[int], float], price: float, batch: int = 1, at_hand: float = 0.5
+    worth: MarginalGain,
+    num_rounds: int,
+    gain: Callable[[int], float],
+    price: float,
+    batch: int = 1,
+    at_hand: float = 0.5,
+    num_timed: int | None = None,
 ) -> list[int]:
     """For how many requests it was asked in each round. ``price``: of each request."""
     asked = []
     for number in range(num_rounds):
         own = [RequestGain() for _ in range(batch)]
-        chosen = worth.choose([(at_hand, one) for one in own], lambda num: price * num)
+        chosen = worth.choose([(at_hand, one) for one in own], lambda num: price * num, num_timed)
         for i in chosen:
             worth.learn(gain(number), at_hand, own[i])
         asked.append(len(chosen))
@@ -21,30 +29,51 @@ def serve(
 
 
 def test_one_that_nothing_is_known_of_is_asked_for_what_may_be_hoped() -> None:
-    assert serve(MarginalGain(), 1, lambda _: 0.0, price=0.9, batch=3) == [1]
+    assert serve(MarginalGain(), 1, lambda _: 0.0, price=0.9, batch=3) == [3]
     assert serve(MarginalGain(), 1, lambda _: 0.0, price=1.1, batch=3) == [0]
 
 
 def test_one_that_nothing_is_known_of_is_tried_for_few_requests_and_in_some_rounds() -> None:
     """Tried for all 16 in each round it took as long as the pass, and the target stopped drafting by lookups, too."""
-    assert serve(MarginalGain(), 10, lambda _: 0.0, price=0.9, batch=16) == [2, *[0] * 9]
-    assert serve(MarginalGain(), 8, lambda _: 1.0, price=0.9, batch=16) == [2, 0, 0, 0, 2, 16, 16, 16]
+    assert serve(MarginalGain(), 10, lambda _: 0.0, price=0.9, batch=16, num_timed=8) == [2, *[0] * 9]
+    assert serve(MarginalGain(), 8, lambda _: 1.0, price=0.9, batch=16, num_timed=8) == [2, 0, 0, 0, 2, 16, 16, 16]
 
 
-def test_one_whose_drafts_pay_for_many_requests_alone_is_found_by_trials_of_few() -> None:
-    """Drafts for one request take 0.22 of a round, worth 3.5 tokens; for all 16 they take 0.52, and gain 12.8."""
+def test_between_trials_it_is_queried_for_those_alone_for_whom_it_pays() -> None:
+    """It gains half a token where much is at hand; where little is, a gain of 1 is expected. A query takes 8 tokens, for any
+    number of requests, so that it would pay for all, and not for the half of whom it is known."""
+    gains = MarginalGain()
+    serve(gains, 100, lambda _: 0.4, price=0.5, at_hand=0.5)
+    own = [(0.5, RequestGain()) for _ in range(8)] + [(0.0, RequestGain()) for _ in range(8)]
+
+    def chosen() -> list[int]:
+        return gains.choose(own, lambda num: 8.0 if num else 0.0, num_timed=8)
+
+    assert chosen() == list(range(10)), "two on trial, and whom that costs nothing more"
+    assert [chosen() for _ in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize("batch", [4, 8, 16])
+@pytest.mark.parametrize(("fixed", "each", "gain"), [(0.2, 0.02, 0.8), (0.6, 0.0, 1.0), (1.0, 0.0, 2.0)])
+def test_one_whose_drafts_pay_for_many_requests_alone_is_found_by_trials_of_few(
+    batch: int, fixed: float, each: float, gain: float
+) -> None:
+    """``fixed`` and ``each``: of its draft time, in rounds, in which each request decodes a token. Its draft for one request
+    costs more tokens than it gains; where it pays for all, all are drafted for soon."""
     gains, costs = MarginalGain(), DraftCosts({1: 0.15})
     asked = []
     for _ in range(60):
-        own = [RequestGain() for _ in range(16)]
-        chosen = gains.choose([(0.5, one) for one in own], lambda num: 16.0 * costs.of(1, num, 16))
+        own = [RequestGain() for _ in range(batch)]
+        price = lambda num: batch * costs.of(1, num, batch)  # noqa: E731
+        chosen = gains.choose([(0.5, one) for one in own], price, costs.num_timed[1])
         for i in chosen:
-            gains.learn(0.8, 0.5, own[i])
+            gains.learn(gain, 0.5, own[i])
         if chosen:
-            costs.note_drafts(1, len(chosen), 0.02 * (0.2 + 0.02 * len(chosen)))
+            costs.note_drafts(1, len(chosen), 0.02 * (fixed + each * len(chosen)))
         costs.note_round(0.02)
+        assert len(chosen) <= max(1, 2 * max(asked, default=0))
         asked.append(len(chosen))
-    assert asked[-1] == 16
+    assert asked[-1] == (batch if gain > fixed + each * batch else 0)
 
 
 def test_one_that_brings_more_than_it_costs_is_asked_every_time() -> None:
@@ -53,7 +82,7 @@ def test_one_that_brings_more_than_it_costs_is_asked_every_time() -> None:
 
 def test_hope_is_given_up_soon_and_trials_become_rare() -> None:
     asked = serve(MarginalGain(), 4000, lambda _: 0.1, price=0.5, batch=8)
-    assert sum(asked[:20]) <= 12, "three trials, and a batch"
+    assert sum(asked[:20]) <= 16, "a batch or two"
     assert 4 <= sum(asked[20:2000]) <= 16
     assert sum(asked[2000:]) <= 5
     assert max(asked[20:]) == 1, "a trial is of one request"

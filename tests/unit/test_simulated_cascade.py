@@ -34,12 +34,19 @@ def agreement(right: int) -> Agreement:
     return Agreement(b"\4" * NUM, bytes([min(right, NUM - p) for p in range(NUM)]), flat=(0.6 if right else 0.3,) * 4)
 
 
-def served(num_right: dict[str, int], model_s: float, concurrency: int, members: tuple[MemberSpec, ...]) -> SimulationResult:
+def served(
+    num_right: dict[str, int],
+    model_s: float,
+    concurrency: int,
+    members: tuple[MemberSpec, ...],
+    ahead_len: int = 0,
+    companion: bool = True,
+) -> SimulationResult:
     """``num_right``: of the drafts of each member."""
     cost = costs(model_s)
     answer = AgreementAnswer(NUM, {name: agreement(right) for name, right in num_right.items()})
     name = "cascade" if len(members) > 1 else members[0].name
-    drafter = DrafterSpec(name, 64, 4, companion=True, members=members)
+    drafter = DrafterSpec(name, 64, 4, ahead_len, companion=companion, members=members)
     spec = ClusterSpec(cost, PackedPass(cost), DraftByCost(cost), LIMITS, (drafter,), StepPlanner)
 
     def requests() -> Iterator[SimulatedRequest]:
@@ -47,7 +54,7 @@ def served(num_right: dict[str, int], model_s: float, concurrency: int, members:
             yield SimulatedRequest(f"r{number}", 0.0, 10, NUM, answer)
 
     chain = build_policy(FixedPolicy(chain=(name,)))
-    return simulate(spec, chain, Load(requests(), concurrency), until_s=40.0)
+    return simulate(spec, chain, Load(requests(), concurrency), until_s=20.0)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -69,3 +76,16 @@ def test_a_model_that_gains_more_than_it_costs_is_queried_and_its_drafts_take_th
     assert both.accepted_len > 4.5
     assert both.goodput == pytest.approx(concurrency * 5 / (1.5 * PASS_S), rel=0.1)
     assert both.drafter_busy["cascade"] == pytest.approx(1 / 3, abs=0.05)
+
+
+@pytest.mark.parametrize("concurrency", [4, 16])
+@pytest.mark.parametrize("ahead_len", [0, 4])
+def test_a_cascade_on_a_device_of_its_own_drafts_as_its_model_alone(concurrency: int, ahead_len: int) -> None:
+    """Its target, which knows the acceptance of the cascade, would leave one whose model is mostly not queried."""
+    num_right = {"lookup": 0, "model": 4}
+    found = [
+        served(num_right, PASS_S / 2, concurrency, members, ahead_len, companion=False) for members in (MEMBERS, MEMBERS[1:])
+    ]
+    both, alone = found
+    assert both.goodput > 0.9 * alone.goodput
+    assert both.drafter_busy["cascade"] > 0.8 * alone.drafter_busy["model"]
