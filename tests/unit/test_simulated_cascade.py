@@ -89,3 +89,9 @@ def test_a_cascade_on_a_device_of_its_own_drafts_as_its_model_alone(concurrency:
     both, alone = found
     assert both.goodput > 0.9 * alone.goodput
     assert both.drafter_busy["cascade"] > 0.8 * alone.drafter_busy["model"]
+
+
+def test_drafts_ahead_of_a_model_take_their_time() -> None:
+    """Drafts on the target's thread, of which most are of tokens that are not committed yet."""
+    busy = served({"model": 4}, 0.6 * PASS_S, 4, MEMBERS[1:], ahead_len=4).drafter_busy["model"]
+    assert busy > 0.5
