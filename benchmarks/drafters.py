@@ -17,7 +17,6 @@ from rich.console import Console
 from benchmarks.accepted_length import accepted
 from benchmarks.draft_cost import draft_cost
 from benchmarks.fixtures import Fixtures
-from benchmarks.interleaved import TURN_S
 from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
@@ -202,7 +201,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "speed-ups: seconds for a token plainly over those with the drafter, always so many requests under way, prompts "
             "cached before; answers drawn at random from all domains alike, whatever their length. First all drafters, then "
             f"those within {NEAR:.0%} of the best on more answers as long as there is time, at the lower temperature first.",
-            f"the plain target serves the same answers beside each drafter, in turns of {TURN_S} s, each to whoever has "
+            "the plain target serves the same answers beside each drafter, in turns of a round, each to whoever has "
             "told fewer tokens: so both meet what else the machine does.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",

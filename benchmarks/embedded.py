@@ -71,6 +71,15 @@ class Completion:
     commits: list[Commit] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)  # of each commit, by the cluster's clock
 
+    def add(self, commit: Commit, now_s: float) -> None:
+        self.token_ids.extend(commit.token_ids)
+        self.commits.append(commit)
+        self.arrived_s.append(now_s)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.commits) and self.commits[-1].finish is not None
+
     @property
     def num_proposed(self) -> int:
         return sum(commit.num_proposed for commit in self.commits)
@@ -229,6 +238,18 @@ class EmbeddedCluster:
                 drafter.thread = self._run_drafter(name, drafter.loop, drafter.mailbox, drafter.link)
         self._target = self._start_target()
 
+    def work(self) -> None:
+        """After ``pause``: a round on this thread, for which the clock runs. Raises what the engine does."""
+        self.clock.start()
+        try:
+            self.loop.work()
+        finally:
+            self.clock.stop()
+
+    def connect_gateway(self, mailbox: Mailbox) -> Link:
+        """A link for requests, whose commits come to ``mailbox``."""
+        return connect(self.address, mailbox, self._hello(Role.GATEWAY, "requests"))
+
     def abort(self) -> None:
         """After ``pause``: requests under way end with an error."""
         self.loop.fail_all("the embedded target has stopped", FinishReason.ERROR)
@@ -299,9 +320,7 @@ class EmbeddedCluster:
             for request, completion in pending:
                 async with aclosing(self.client.generate(request)) as commits:
                     async for commit in commits:
-                        completion.token_ids.extend(commit.token_ids)
-                        completion.commits.append(commit)
-                        completion.arrived_s.append(self.clock())
+                        completion.add(commit, self.clock())
                         if not awaited:
                             return
                 awaited.discard(id(completion))

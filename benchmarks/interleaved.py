@@ -1,21 +1,21 @@
 """Runs that share a machine in turns, and the seconds that each used."""
 
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.embedded import Completing, Completion, EmbeddedCluster, PoolEntry
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fixtures import Fixtures
 from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig
 from cluster.errors import GenerationFailed
+from cluster.messages import CommitRound, SubmitRound
+from cluster.transport.base import Mailbox, Received
 from cluster.types import FinishReason, Request, RoutingTable
 from drafters.protocol import Drafter
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-TURN_S = 0.5  # several passes of a large batch, and shorter than bursts of noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +39,27 @@ class Interleaved(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Raises the error that ended it."""
+        """May raise the error that ended it."""
 
     @property
     def num_tokens_done(self) -> int:
         """Tokens so far of the measured answers."""
 
-    def take_turn(self, turn_s: float) -> None:
-        """Runs for ``turn_s``, or until its end.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+    def take_turn(self) -> None:
+        """Raises what it failed of."""
 
     def abort(self) -> None:
         """Ends the run and its requests."""
 
 
 def run_interleaved(runs: Sequence[Interleaved]) -> None:
-    """Runs all to their ends, one at a time for TURN_S. The next is always the one with the fewest tokens, so that all
-    reach the same part of their answers at about the same time, and see the same noise.
-
-    Raises:
-        OutriderError, RuntimeError: one has failed; then all are aborted.
+    """Runs all to their ends, one at a time. The next is always the one with the fewest tokens, so that all reach the same
+    part of their answers at about the same time, and see the same noise. When one fails all are aborted, and its error is
+    raised.
     """
     try:
         while under_way := [one for one in runs if not one.has_ended]:
-            min(under_way, key=lambda one: one.num_tokens_done).take_turn(TURN_S)
+            min(under_way, key=lambda one: one.num_tokens_done).take_turn()
     except BaseException:
         for one in runs:
             one.abort()
@@ -73,10 +67,12 @@ def run_interleaved(runs: Sequence[Interleaved]) -> None:
 
 
 class Served:
-    """A target with one drafter or none, in a cluster that is paused between turns.
+    """A target with one drafter or none, in a cluster that is paused: its rounds are made in turns, on the thread of whoever
+    takes them.
 
-    The drafter runs on the target's thread, so both have the machine to themselves in their turn. Only drafters that
-    read hidden states get a target that keeps them. Without a drafter it is the baseline.
+    The drafter runs on that thread, too, so both have the machine to themselves in their turn. Only drafters that read
+    hidden states get a target that keeps them. Without a drafter it is the baseline. Requests come by a link instead of an
+    API client, whose thread would also work in the turns of others.
     """
 
     def __init__(self, fixtures: Fixtures, config: DrafterConfig | None, batch: int) -> None:
@@ -93,38 +89,53 @@ class Served:
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self.cluster = EmbeddedCluster(self.engine, fixtures.info, fixtures.cost, pool, StepPlanner(), table, clock)
         self.cluster.pause()
+        self.mailbox = Mailbox()
+        self.gateway = self.cluster.connect_gateway(self.mailbox)
 
     def begin(self, requests: Sequence[Request], num_measured: int) -> "InterleavedServer":
-        """Starts ``requests`` in order; the run ends with the first ``num_measured``."""
-        return InterleavedServer(self, requests, num_measured, self.cluster.begin(requests, self.batch, num_measured))
+        """To serve ``requests`` in order; the run ends with the first ``num_measured``."""
+        return InterleavedServer(self, requests, num_measured)
 
     def close(self) -> None:
         self.cluster.close()
 
 
-@dataclass(frozen=True, slots=True)
 class InterleavedServer:
     """An ``Interleaved`` run of a ``Served``, which has one at a time."""
 
-    served: Served
-    requests: Sequence[Request]
-    num_measured: int
-    completing: Completing
+    def __init__(self, served: Served, requests: Sequence[Request], num_measured: int) -> None:
+        self.served = served
+        self.requests = requests
+        self.num_measured = num_measured
+        self.completions: list[Completion] = []  # of the requests that were begun, in order
+        self._live: dict[str, Completion] = {}
 
     @property
     def has_ended(self) -> bool:
-        if self.completing.ended.done():
-            self.completing.ended.result()
-        return self.completing.ended.done()
+        measured = self.completions[: self.num_measured]
+        return len(measured) == self.num_measured and all(completion.has_ended for completion in measured)
 
     @property
     def num_tokens_done(self) -> int:
-        return sum(len(completion.token_ids) for completion in self.completing.completions[: self.num_measured])
+        return sum(len(completion.token_ids) for completion in self.completions[: self.num_measured])
 
-    def take_turn(self, turn_s: float) -> None:
-        self.served.cluster.resume()
-        wait([self.completing.ended], turn_s)
-        self.served.cluster.pause()
+    def take_turn(self) -> None:
+        """One round, with all places taken while requests are left."""
+        free = self.served.batch - len(self._live)
+        begun = self.requests[len(self.completions) : len(self.completions) + free]
+        for request in begun:
+            self._live[request.id] = Completion()
+            self.completions.append(self._live[request.id])
+        if begun:
+            self.served.gateway.send(SubmitRound(tuple(begun)))
+        self.served.cluster.work()
+        now_s = self.served.cluster.clock()
+        for event in self.served.mailbox.drain():
+            if isinstance(event, Received) and isinstance(event.message, CommitRound):
+                for commit in event.message.commits:
+                    self._live[commit.request_id].add(commit, now_s)
+                    if commit.finish is not None:
+                        del self._live[commit.request_id]
 
     def abort(self) -> None:
         self.served.cluster.hang_up()
@@ -135,9 +146,10 @@ class InterleavedServer:
         Raises:
             GenerationFailed: a measured request failed, or the drafter failed and was removed.
         """
-        completions = self.completing.completions
+        completions = self.completions
         self.served.cluster.abort()
-        for request, completion in zip(self.requests[: self.num_measured], completions, strict=False):
+        self.served.mailbox.drain()
+        for request, completion in zip(self.requests, completions[: self.num_measured], strict=False):
             last = completion.commits[-1]
             if last.finish not in (FinishReason.STOP, FinishReason.LENGTH):
                 raise GenerationFailed(f"request {request.id}: {last.error or last.finish}")
@@ -152,7 +164,7 @@ def throughput_of(completions: Sequence[Completion], num_alive: int, num_measure
     """Tokens of all requests, and the time in which they were committed: from when the first ``num_alive`` all have their
     first token until the first ``num_measured`` have ended. None if that is empty.
 
-    Commits of one pass arrive one after another, so a few of the last pass may be missing, of thousands.
+    Commits of one pass may arrive one after another; then a few of the last pass may be missing, of thousands.
     """
     measured = completions[:num_measured]
     start_s = max((completion.arrived_s[0] for completion in measured[:num_alive]), default=0.0)

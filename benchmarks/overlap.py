@@ -56,6 +56,7 @@ from router.cost_model import CostModel
 from router.overlap.gains import remote_bound
 from router.planner import PlannerSettings, StepPlanner
 
+TURN_S = 0.5  # several passes of a batch, and shorter than bursts of noise
 AGREEMENT = 0.75  # of a draft token, given that those before it are right
 # Of its next choices where it is wrong, as measured of a copy of the model (docs/measurements/overlap.md).
 RUNNER_UP = (0.43, 0.14)
@@ -221,9 +222,9 @@ class Arm:
     def num_tokens_done(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completing.completions)
 
-    def take_turn(self, turn_s: float) -> None:
+    def take_turn(self) -> None:
         self.cluster.resume()
-        wait([self.completing.ended], turn_s)
+        wait([self.completing.ended], TURN_S)
         self.cluster.pause()
 
     def abort(self) -> None:

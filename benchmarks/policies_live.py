@@ -98,7 +98,7 @@ def serve(
         fixtures.cache_prompts(arm.engine, requests)
     ordered = [replace(request, arrival_s=1e-6 * i) for i, request in enumerate(requests)]
     runs = [arm.begin(ordered, num_measured) for arm in arms]
-    run_interleaved(runs)
+    in_own_thread(lambda: run_interleaved(runs))
     return runs
 
 
@@ -107,7 +107,7 @@ def compared(plain: InterleavedServer, default: InterleavedServer, num_measured:
     rates = [lane.end() for lane in (plain, default)]
     if rates[0] is None or rates[1] is None:
         raise RuntimeError("the answers are too short to be measured: give longer prompts, or fewer requests")
-    answers = [lane.completing.completions[:num_measured] for lane in (plain, default)]
+    answers = [lane.completions[:num_measured] for lane in (plain, default)]
     commits = [commit for completion in answers[1] for commit in completion.commits]
     num_identical = sum(a.token_ids == b.token_ids for a, b in zip(*answers, strict=True))
     accepted_len = sum(len(commit.token_ids) for commit in commits) / len(commits)

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Served, Throughput, run_interleaved
@@ -15,6 +16,7 @@ from benchmarks.prompts import spread
 from cluster.config import DrafterConfig
 from cluster.types import Request
 from drafters.replay import Recording
+from engine.threads import in_own_thread
 
 NUM_SERVED_BEFORE = 4  # warm-up answers of a cluster, or two per place
 NUM_PER_PLACE = 3  # so that answers begin and end at different times
@@ -93,7 +95,7 @@ class PairedRuns:
         served = Served(self._stable, config, batch)
         opened.callback(served.close)
         lane = served.begin(_requests(before), len(before))
-        run_interleaved([lane])
+        in_own_thread(lambda: run_interleaved([lane]))
         lane.end()
         return served
 
@@ -117,7 +119,7 @@ class PairedRuns:
         found = {}
         for name, one in self._racing.items():
             runs = [served.begin(requests, num_measured) for served in (self._plain, one)]
-            run_interleaved(runs)
+            in_own_thread(partial(run_interleaved, runs))
             plain, drafted = (lane.end() for lane in runs)
             pair = None if plain is None or drafted is None else Pair(plain, drafted)
             self._pairs[name].append(pair)

@@ -155,18 +155,22 @@ class TargetLoop:
         self._pass_costs.interrupt()
         try:
             while not stop.is_set():
-                report = self.step(self._clock())
-                drafted_s = self.inline.step()
-                if drafted_s:
-                    self.note_inline(drafted_s)
-                elif not report.executed:
-                    if not self._sequences:
-                        self._engine.check_integrity()
-                    wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())
-                    self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
+                self.work()
         except BaseException as error:
             self.fail_all(f"the target failed: {type(error).__name__}: {error}")
             raise
+
+    def work(self) -> None:
+        """A round, then the drafts of drafters on this thread; waits for mail where there was nothing to do."""
+        report = self.step(self._clock())
+        drafted_s = self.inline.step()
+        if drafted_s:
+            self.note_inline(drafted_s)
+        elif not report.executed:
+            if not self._sequences:
+                self._engine.check_integrity()
+            wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())
+            self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
 
     def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
         """Ends every live request; by default another target may continue it. While no other thread runs the loop."""

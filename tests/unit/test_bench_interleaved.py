@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.embedded import Completion
-from benchmarks.interleaved import TURN_S, Throughput, run_interleaved, throughput_of
+from benchmarks.interleaved import Throughput, run_interleaved, throughput_of
 from cluster.types import Commit
 
 
@@ -36,9 +36,8 @@ class _Telling:
     def has_ended(self) -> bool:
         return self.num_tokens_done >= self._in_all
 
-    def take_turn(self, turn_s: float) -> None:
+    def take_turn(self) -> None:
         self.num_tokens_done += self._a_turn
-        assert turn_s == TURN_S
         if self._fails_at is not None and self.num_tokens_done >= self._fails_at:
             raise RuntimeError("failed")
 
@@ -50,8 +49,8 @@ def test_who_has_told_fewest_tokens_is_next() -> None:
     apart: list[int] = []
 
     class _Watched(_Telling):
-        def take_turn(self, turn_s: float) -> None:
-            super().take_turn(turn_s)
+        def take_turn(self) -> None:
+            super().take_turn()
             apart.append(abs(slow.num_tokens_done - fast.num_tokens_done))
 
     slow, fast = _Watched(10, 1000), _Watched(25, 1000)

@@ -1,14 +1,13 @@
 """Whose speed is compared, and how."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks import interleaved
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import InterleavedServer, Throughput
 from benchmarks.prompts import choose_prompts
@@ -140,11 +139,9 @@ def test_an_engine_that_fails_in_its_turn_ends_the_race(fixtures: Fixtures, monk
 
     monkeypatch.setattr(fixtures, "cache_prompts", lambda *_: None)
     monkeypatch.setattr(fixtures.plain, "execute", fail)
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(FloatingPointError, match="the device is gone"):
         race.step()
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        race.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("completing")]
+    race.close()
 
 
 def test_the_plain_target_is_slow_and_the_drafter_fast(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,33 +198,32 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(fixtures: Fixtures
     race.close()
 
 
-def test_nothing_is_left_where_answers_took_many_turns(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of about a pass; the same answers as in one."""
+def test_answers_are_the_same_and_nothing_is_left(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     known = recorded(fixtures, 24)
     told: dict[str, list[int]] = {}
     end = InterleavedServer.end
 
     def ended(lane: InterleavedServer) -> Throughput | None:
-        for r, completion in zip(lane.requests[: lane.num_measured], lane.completing.completions, strict=False):
+        for r, completion in zip(lane.requests, lane.completions[: lane.num_measured], strict=False):
             told.setdefault(r.id, []).extend(completion.token_ids)
         return end(lane)
 
-    num_paused = 0  # while answers were under way
+    turns: list[bool] = []  # of the drafted target
     take_turn = InterleavedServer.take_turn
 
-    def taken(lane: InterleavedServer, turn_s: float) -> None:
-        nonlocal num_paused
-        take_turn(lane, turn_s)
-        num_paused += lane.num_tokens_done > 0 and not lane.has_ended
+    def taken(lane: InterleavedServer) -> None:
+        take_turn(lane)
+        turns.append(lane.served.drafter is not None)
 
-    monkeypatch.setattr(interleaved, "TURN_S", 0.002)
     monkeypatch.setattr(InterleavedServer, "end", ended)
     monkeypatch.setattr(InterleavedServer, "take_turn", taken)
     race = PairedRuns(fixtures, [NGRAM], known, 2, NumLaps(2, 2))
+    turns.clear()
     while not race.is_over:
         assert set(race.step()) == {"ngram"}
     race.close()
-    assert num_paused > 0
+    switches = sum(a != b for a, b in pairwise(turns))
+    assert switches > len(turns) / 4, "turns are of one round"
     expected = {as_request(r).id: list(r.output_token_ids) for r in known}
     for request_id, token_ids in told.items():
         assert token_ids in (expected[request_id], 2 * expected[request_id])  # served before, or by both
