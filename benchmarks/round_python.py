@@ -139,6 +139,9 @@ class _Rounds:
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         return 0
 
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        return 0
+
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         outcomes = []
         for span in spans:

@@ -78,6 +78,7 @@ class BlockLedger:
         self._block_of: dict[bytes, int] = {}  # digest -> the block registered under it
         self._digest_of: dict[int, bytes] = {}  # its inverse
         self._serials = count()
+        self._waiting_digests: dict[str, list[bytes]] = {}  # of requests that `num_cached` was asked of
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -88,21 +89,25 @@ class BlockLedger:
         Raises LedgerMisuse: the request is open."""
         if request_id in self._sequences:
             raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
-        root = blake2b(salt.encode(), digest_size=16, key=_ROOT).digest() if salt else _ROOT
-        sequence = _Sequence(0, np.zeros(8, np.int32), 0, root)
-        if self._prefix_cache:
-            for start in range(0, len(token_ids) - self.block_len, self.block_len):
-                digest = _chain(sequence.digest, token_ids[start : start + self.block_len])
-                block = self._block_of.get(digest)
-                if block is None:
-                    break
-                self._evictable.pop(block, None)
-                self._num_holders[block] += 1
-                sequence.push(block)
-                sequence.digest = digest
+        sequence = _Sequence(0, np.zeros(8, np.int32), 0, _root(salt))
+        for digest in self._cached_digests(request_id, token_ids, salt):
+            block = self._block_of[digest]
+            self._evictable.pop(block, None)
+            self._num_holders[block] += 1
+            sequence.push(block)
+            sequence.digest = digest
+        self.forget(request_id)
         sequence.computed_len = sequence.num_blocks * self.block_len
         self._sequences[request_id] = sequence
         return sequence.computed_len
+
+    def num_cached(self, request_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """What ``open`` would return at present. Digests are kept until ``open`` or ``forget``: ask with the same tokens."""
+        return self.block_len * len(self._cached_digests(request_id, token_ids, salt))
+
+    def forget(self, request_id: str) -> None:
+        """It waits no longer to be opened."""
+        self._waiting_digests.pop(request_id, None)
 
     def speculate(self, request_id: str, token_ids: Sequence[int]) -> Checkpoint:
         """Reserve blocks for ``token_ids`` at computed_len. Raises OutOfBlocks: more blocks are needed than are free;
@@ -224,6 +229,20 @@ class BlockLedger:
         assert not any(block in self._digest_of for block in self._empty), "an empty block is cached"
         assert {digest: block for block, digest in self._digest_of.items()} == self._block_of, "the index is not one to one"
 
+    def _cached_digests(self, request_id: str, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Of its first full blocks that are cached, without the last token."""
+        if not self._prefix_cache:
+            return []
+        known = self._waiting_digests.setdefault(request_id, [])
+        num = 0
+        for start in range(0, len(token_ids) - self.block_len, self.block_len):
+            if num == len(known):
+                known.append(_chain(known[-1] if known else _root(salt), token_ids[start : start + self.block_len]))
+            if known[num] not in self._block_of:
+                break
+            num += 1
+        return known[:num]
+
     def _get(self, request_id: str) -> _Sequence:
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -285,6 +304,10 @@ class BlockLedger:
                 self._evictable[block] = None
             else:
                 self._empty.append(block)
+
+
+def _root(salt: str) -> bytes:
+    return blake2b(salt.encode(), digest_size=16, key=_ROOT).digest() if salt else _ROOT
 
 
 def _chain(parent: bytes, token_ids: Sequence[int]) -> bytes:

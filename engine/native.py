@@ -100,14 +100,15 @@ class NativeTarget:
         if request.sampling.grammar is not None and self._grammars is not None:
             grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
-        wants_prompt = request.sampling.prompt_logprobs is not None
         with self._ledger_lock:
-            cacheable = () if wants_prompt else token_ids  # cached rows have no logits
-            computed_len = self._ledger.open(request.id, cacheable, request.cache_salt)
-        if wants_prompt:
+            computed_len = self._ledger.open(request.id, _cacheable(request, token_ids), request.cache_salt)
+        if request.sampling.prompt_logprobs is not None:
             self._scored[request.id] = request
         self._states[request.id] = state
         return computed_len
+
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        return self._ledger.num_cached(request.id, _cacheable(request, token_ids), request.cache_salt)
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         if not spans:
@@ -138,6 +139,7 @@ class NativeTarget:
         self._exits = exits
 
     def release(self, request_id: str) -> None:
+        self._ledger.forget(request_id)
         if self._states.pop(request_id, None) is not None:
             with self._ledger_lock:
                 self._ledger.release(request_id)
@@ -245,6 +247,11 @@ class NativeTarget:
             verdict(span.request_id, _drafts(span), next(chosen)) if span.samples else SpanOutcome(span.request_id, (), 0)
             for span in spans
         ]
+
+
+def _cacheable(request: Request, token_ids: Sequence[int]) -> Sequence[int]:
+    """Cached rows have no logits."""
+    return token_ids if request.sampling.prompt_logprobs is None else ()
 
 
 def _drafts(span: SpanInput) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.draft_length import BatchState, DraftLengths, PassFeedback
 from router.overlap.chunks import Chunks
-from router.plan import DraftBudget, StepPlan
+from router.plan import Capacity, DraftBudget, StepPlan
 from router.planner import Planner, StepPlanner
 from router.slo import NO_LIMITS, round_limits
 
@@ -272,7 +272,10 @@ class TargetLoop:
         self.telemetry.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
-        refused = refused or self._slo.refusal(request, self._sequences, capacity, now_s)
+        if refused is None:
+            refused = self._slo.refusal(request, self._sequences, capacity, now_s, self._engine.num_cached)
+            if refused is not None:
+                self._engine.release(request.id)
         if refused is not None:
             self._gateways.refuse(link, refused)
             return
@@ -308,9 +311,11 @@ class TargetLoop:
     # ---- the pass
 
     def _plan(self, now_s: float) -> StepPlan:
+        capacity = self._engine.capacity()
+        self._note_cached(capacity)
         views = self._sequences.views()
         drafters, costs = self._drafters.views(), self._pass_costs
-        plan = self._planner.plan(views, drafters, self._engine.capacity(), self._cost, now_s)
+        plan = self._planner.plan(views, drafters, capacity, self._cost, now_s)
         ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(ready), sum([view.committed_len for view in ready]))
         has_slo = any(view.slo is not None for view in ready)
@@ -321,6 +326,13 @@ class TargetLoop:
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)
         return replace(plan, budgets=budgets)
+
+    def _note_cached(self, capacity: Capacity) -> None:
+        """Of waiting requests for which there is a place."""
+        waiting = self._sequences.waiting()
+        if waiting:
+            for sequence in waiting[: max(0, capacity.max_num_sequences - self._sequences.num_running)]:
+                sequence.cached_len = self._engine.num_cached(sequence.request, sequence.token_ids)
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""

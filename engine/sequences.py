@@ -25,6 +25,7 @@ class LiveSequence:
     features: tuple[float, ...] = ()  # of the prompt, for the router
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, where it ends the request
     computed_len: int = 0
+    cached_len: int = 0  # while it waits: its first tokens that the prefix cache holds
     running: bool = False
     arrived_s: float = 0.0  # at this target
     first_token_s: float | None = None  # when it was committed
@@ -60,7 +61,7 @@ class LiveSequence:
 
     def admit(self, num_cached_tokens: int, now_s: float) -> None:
         """A pass begins with it. Only the first admission is timed: later ones follow a preemption."""
-        self.computed_len = num_cached_tokens
+        self.computed_len, self.cached_len = num_cached_tokens, 0
         self.running = True
         if self.admitted_s is None:
             self.admitted_s = now_s
@@ -94,6 +95,7 @@ class LiveSequence:
             draft.committed_s,
             self.arrived_s,
             self._slo_progress(committed_len) if self.has_slo else None,
+            self.cached_len,
         )
 
     def _slo_progress(self, committed_len: int) -> SloProgress:
@@ -131,6 +133,10 @@ class Sequences:
     @property
     def num_running(self) -> int:
         return len([None for s in self._live.values() if s.running])
+
+    def waiting(self) -> list[LiveSequence]:
+        """For their first pass, or after a preemption."""
+        return [s for s in self._live.values() if not s.running and not s.awaits_grammar]
 
     def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()  # else no router chooses

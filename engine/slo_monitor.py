@@ -1,5 +1,7 @@
 """Service-level objectives at a target: requests refused because theirs would be missed, and attainment."""
 
+from collections.abc import Callable, Sequence
+
 from cluster.slo import Attainment, SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from engine.sequences import LiveSequence, Sequences
@@ -18,14 +20,25 @@ class SloMonitor:
         self._departures = Departures()
         self._num_decode_rows = self._num_ended = 0
 
-    def refusal(self, request: Request, sequences: Sequences, capacity: Capacity, now_s: float) -> Commit | None:
-        """The only commit of a request that is refused, with the predicted times; None: it is taken."""
+    def refusal(
+        self,
+        request: Request,
+        sequences: Sequences,
+        capacity: Capacity,
+        now_s: float,
+        num_cached: Callable[[Request, Sequence[int]], int],
+    ) -> Commit | None:
+        """The only commit of a request that is refused, with the predicted times; None: it is taken. ``num_cached``: of the
+        engine."""
         slo = request.slo
         if slo.ttft_s is None or not self._sheds or request.was_admitted:
             return None
         prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         progress = SloProgress(now_s + slo.ttft_s, slo.tpot_s)
-        view = SequenceView(request.id, prompt_len, 0, 0, False, None, None, max_tokens, arrived_s=now_s, slo=progress)
+        cached_len = num_cached(request, request.prompt_token_ids)
+        view = SequenceView(
+            request.id, prompt_len, 0, 0, False, None, None, max_tokens, arrived_s=now_s, slo=progress, cached_len=cached_len
+        )
         load = Load(self._num_decode_rows, self._departures.interval_s)
         predicted = predicted_ttft(view, sequences.views(), load, capacity, self._cost, now_s)
         if not exceeds_objective(view, predicted, self._cost):

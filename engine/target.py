@@ -59,6 +59,10 @@ class TargetEngine(Protocol):
         """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
         many of them the prefix cache holds: at most len - 1, and none if prompt log-probabilities are requested."""
 
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many tokens ``open`` would find in the prefix cache at present. Asked in each round for requests that wait for
+        their first pass, so that a pass takes as many of them as it has rows for what is not cached."""
+
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
         Raises OutOfBlocks: the spans need more blocks than are free; nothing was computed."""

@@ -40,15 +40,16 @@ def predicted_ttft(
 ) -> PredictedTtft:
     """When the first token of ``request`` comes, by the cost model.
 
-    Prompts that are due before it are computed before it; each pass also decodes. A request that finds no free place or
-    too few free blocks waits for as many requests to end as must be admitted up to it. Prefix caches are not known here.
+    Prompts that are due before it are computed before it, but for what is cached; each pass also decodes. A request that
+    finds no free place or too few free blocks waits for as many requests to end as must be admitted up to it. Cached blocks
+    count as blocks of its own.
 
     Args:
         sequences: the live requests, without this one.
     """
     running = [s for s in sequences if s.running]
     decoding = [s for s in running if s.committed_len - s.computed_len == 1]
-    order = by_deadline([*(s for s in sequences if s.committed_len - s.computed_len > 1 or not s.running), request], now_s)
+    order = by_deadline([*(s for s in sequences if s.num_left > 1 or not s.running), request], now_s)
     before = order[: order.index(request)]
     num_context = sum(s.computed_len for s in running)
     decode_s = cost.step_s(max(len(decoding), load.num_decode_rows), num_context) if decoding else 0.0
@@ -63,15 +64,14 @@ def predicted_ttft(
         num_passes = max(ceil(num_tokens / num_free_rows), ceil(added_s / max_s))
         return added_s + num_passes * decode_s
 
-    own_len = request.committed_len
-    queue_s = passes_s(sum(s.committed_len - s.computed_len for s in before)) if before else 0.0
+    queue_s = passes_s(sum(s.num_left for s in before)) if before else 0.0
     waiting = [*(s for s in before if not s.running), request]
     num_free_places = capacity.max_num_sequences - len(running)
     num_needed = sum(-(-s.committed_len // capacity.block_len) for s in waiting)
     num_awaited = max(len(waiting) - num_free_places, int(num_needed > capacity.num_free_blocks and bool(running)))
     if num_awaited > 0 and load.departure_s is not None:
         queue_s = max(queue_s, num_awaited * load.departure_s)
-    return PredictedTtft(queue_s, passes_s(own_len))
+    return PredictedTtft(queue_s, passes_s(request.num_left))
 
 
 def exceeds_objective(request: SequenceView, predicted: PredictedTtft, cost: CostModel) -> bool:
@@ -81,7 +81,7 @@ def exceeds_objective(request: SequenceView, predicted: PredictedTtft, cost: Cos
     if slo is None or slo.first_due_s is None:
         return False
     ttft_s = slo.first_due_s - request.arrived_s
-    alone_s = cost.prefill_s(request.committed_len, 0)
+    alone_s = cost.prefill_s(request.num_left, request.cached_len)
     return alone_s <= ttft_s < predicted.queue_s + predicted.prefill_s
 
 

@@ -40,6 +40,12 @@ class SequenceView:
     committed_s: float = 0.0  # when its drafter was last sent a commit
     arrived_s: float = 0.0  # at the target
     slo: SloProgress | None = None  # None: best effort
+    cached_len: int = 0  # of a waiting one: its first tokens that the prefix cache holds at present
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it must compute until its next one is chosen."""
+        return self.committed_len - self.computed_len - self.cached_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +124,8 @@ class Capacity:
 
 @record
 class Span:
-    """The rows of one sequence in a pass: ``num_compute`` committed tokens from computed_len on, then, if these reach the
-    last committed token, ``num_verify`` draft tokens."""
+    """The rows of one sequence in a pass: ``num_compute`` committed tokens from computed_len on (of one that starts to run:
+    behind those that are cached), then, if these reach the last committed token, ``num_verify`` draft tokens."""
 
     request_id: str
     num_compute: int

@@ -66,10 +66,10 @@ class StepPlanner:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if s.committed_len - s.computed_len == 1]
         # Usually every sequence decodes: then there is nothing to sort.
-        prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
+        prefilling = [s for s in running if s.num_left > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
-        num_remaining = sum(map(_remaining, (*prefilling, *admissible)))
+        num_remaining = sum([s.num_left for s in (*prefilling, *admissible)])
         has_slo = any(map(_SLO, sequences))
         # A pass that prompts fill is long: who misses it for a late draft may miss the objective. Then every pass waits.
         prompt_rows = NO_PROMPTS if has_slo else self._prompt_rows(num_remaining, capacity)
@@ -87,7 +87,7 @@ class StepPlanner:
         if has_slo:
             prompts = by_deadline(prompts, now_s)
             limits = self.limits(decoding, prompts, cost, now_s)
-        num_context = prompts[0].computed_len if prompts else 0  # that the next chunk attends to
+        num_context = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
         num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
         if survivors or held:  # streams are live
             num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
@@ -172,6 +172,10 @@ class _Blocks:
     def needed(self, sequence: SequenceView, num_tokens: int) -> int:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
+    def needed_for_rest(self, sequence: SequenceView) -> int:
+        """For all its committed tokens. Cached blocks of a waiting one may be among the free ones: they count as taken."""
+        return self.needed(sequence, sequence.committed_len - sequence.computed_len)
+
     def needed_for_all(self, sequences: Iterable[SequenceView], nums_more: Iterable[int]) -> int:
         """For one token of each sequence and ``nums_more`` more."""
         block_len = self._block_len
@@ -190,10 +194,6 @@ class _Blocks:
 
     def take(self, sequence: SequenceView, num_tokens: int) -> None:
         self.num_free -= self.needed(sequence, num_tokens)
-
-
-def _remaining(sequence: SequenceView) -> int:
-    return sequence.committed_len - sequence.computed_len
 
 
 def _make_room(
@@ -239,16 +239,16 @@ def _prefill_spans(
     spans: list[Span] = []
     admitted: list[str] = []
     begun = [s for s in prompts if s.running]
-    num_reserved = sum([blocks.needed(s, _remaining(s)) for s in begun])  # of what begun prompts have not taken yet
+    num_reserved = sum(map(blocks.needed_for_rest, begun))  # of what begun prompts have not taken yet
     num_begun, admits = len(begun), True
     for sequence in prompts:
-        needed = blocks.needed(sequence, _remaining(sequence))
+        needed = blocks.needed_for_rest(sequence)
         if sequence.running:
             num_begun -= 1
             num_reserved -= needed
-            num_tokens = blocks.fits(sequence, min(_remaining(sequence), num_free_tokens))
+            num_tokens = blocks.fits(sequence, min(sequence.num_left, num_free_tokens))
         elif admits and num_free_places > len(admitted) and num_free_tokens > 0 and needed <= blocks.num_free - num_reserved:
-            num_tokens = min(_remaining(sequence), num_free_tokens)
+            num_tokens = min(sequence.num_left, num_free_tokens)
             admitted.append(sequence.request_id)
         elif num_begun:
             admits = False  # in order: a short prompt does not starve a long one
@@ -256,8 +256,8 @@ def _prefill_spans(
         else:
             break
         if num_tokens > 0:
-            needed -= blocks.needed(sequence, num_tokens)
-            blocks.take(sequence, num_tokens)
+            needed -= blocks.needed(sequence, sequence.cached_len + num_tokens)
+            blocks.take(sequence, sequence.cached_len + num_tokens)
             num_free_tokens -= num_tokens
             spans.append(Span(sequence.request_id, num_tokens))
         num_reserved += needed

@@ -133,10 +133,10 @@ def _deadlines(
     seconds of these tokens."""
     num_tokens, base_s, attention_s = 0, cost.prefill_s(1, 0), 0.0
     for sequence in prompts[:MAX_DEADLINES]:
-        num_own = sequence.committed_len - sequence.computed_len
+        num_own, num_before = sequence.num_left, sequence.computed_len + sequence.cached_len
         num_tokens += num_own
-        if sequence.computed_len:  # its rows attend to what is computed of it
-            long_s = cost.prefill_s(num_own, sequence.computed_len) - cost.prefill_s(1, sequence.computed_len)
+        if num_before:  # its rows attend to what is computed of it
+            long_s = cost.prefill_s(num_own, num_before) - cost.prefill_s(1, num_before)
             attention_s += long_s - (cost.prefill_s(num_own, 0) - base_s)
         if sequence.slo is None or sequence.slo.first_due_s is None:
             continue

@@ -48,6 +48,9 @@ class SimulatedEngine:
         self._computed[request.id] = 0
         return 0
 
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        return 0
+
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         decoding: list[Rows] = []
         prefilling: list[Rows] = []

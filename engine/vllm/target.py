@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
 
 from cluster.types import Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
@@ -52,6 +53,15 @@ class VllmLimits:
     num_threads: int = 1  # of one of several ranks on CPUs
     binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
     prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request as vLLM takes it, before it does. ``num_tokens``: of its prompt."""
+
+    request: VllmRequest
+    wave: int
+    num_tokens: int
 
 
 class VllmTarget:
@@ -119,11 +129,30 @@ class VllmTarget:
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
         self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
+        self._waiting: dict[str, _Waiting] = {}  # requests of which it was asked what is cached
         self._computed_before: dict[str, int] = {}  # tokens of the requests in the pass under way, without those it computes
         self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        waiting = self._prepared(request, token_ids)
+        del self._waiting[request.id]
+        with self._lock:
+            self._core.add_request(waiting.request, waiting.wave)
+        return self._num_cached(waiting.request)
+
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        waiting = self._prepared(request, token_ids)
+        with self._lock:
+            return self._num_cached(waiting.request)
+
+    def _num_cached(self, prepared: VllmRequest) -> int:
+        return int(self._scheduler.kv_cache_manager.get_computed_blocks(prepared)[1])
+
+    def _prepared(self, request: Request, token_ids: Sequence[int]) -> _Waiting:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""
+        known = self._waiting.get(request.id)
+        if known is not None and known.num_tokens == len(token_ids):
+            return known
         asked = RequestSampling(request.sampling, len(request.prompt_token_ids), self._eos_token_ids)
         sampling = VllmSamplingParams(
             max_tokens=self._limits.max_model_len - len(token_ids),
@@ -146,9 +175,8 @@ class VllmTarget:
                 data_parallel_rank=None,
             )
         )
-        with self._lock:
-            self._core.add_request(prepared, wave)
-        return int(self._scheduler.kv_cache_manager.get_computed_blocks(prepared)[1])
+        found = self._waiting[request.id] = _Waiting(prepared, wave, len(token_ids))
+        return found
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         if not spans:
@@ -195,6 +223,7 @@ class VllmTarget:
         return outcomes
 
     def release(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
         if request_id in self._scheduler.requests and not self._has_failed:
             with self._lock:
                 self._core.abort_requests([request_id])

@@ -61,7 +61,9 @@ def play(
             is_new = name not in computed
             if is_new:
                 request = Request(name, tuple(prompts[name]), sampling[name], 0.0, cache_salt=salt)
+                expected = engine.num_cached(request, tokens[name])
                 computed[name] = engine.open(request, tokens[name])
+                assert computed[name] == expected, f"{name}: {computed[name]} tokens are cached, not {expected}"
                 played.num_cached.setdefault(name, computed[name])
             elif holds(name, played.num_passes):
                 continue

@@ -85,6 +85,9 @@ class ToyTarget:
         self._sampling[request.id] = request.sampling
         return self.ledger.open(request.id, token_ids)
 
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        return self.ledger.num_cached(request.id, token_ids)
+
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         assert sum(len(span.token_ids) for span in spans) <= self.max_pass_tokens
         assert len({span.request_id for span in spans}) == len(spans) <= self.max_num_sequences
@@ -114,6 +117,7 @@ class ToyTarget:
         return outcomes
 
     def release(self, request_id: str) -> None:
+        self.ledger.forget(request_id)
         if self._sampling.pop(request_id, None) is not None:
             self.ledger.release(request_id)
 

@@ -173,6 +173,9 @@ class Counted:
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         return 0
 
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        return 0
+
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         self.passes.append(sum(len(span.token_ids) for span in spans))
         return [SpanOutcome(span.request_id, (0,), 0) for span in spans]

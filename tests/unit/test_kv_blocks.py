@@ -38,7 +38,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def open(self, token_ids: list[int]) -> str:
         request_id = f"r{self.num_opened}"
         self.num_opened += 1
+        before = self.snapshot()
+        expected = self.ledger.num_cached(request_id, token_ids)
+        assert self.snapshot() == before
         num_cached = self.ledger.open(request_id, token_ids)
+        assert num_cached == expected
         assert num_cached % self.block_len == 0
         assert num_cached < len(token_ids)
         assert num_cached <= self.longest_ever_full(token_ids)
@@ -269,6 +273,21 @@ def test_eviction_takes_the_least_recently_used_and_ends_before_beginnings() -> 
     ledger.release("c")
     assert ledger.open("a", [1, 1, 1, 1, 1, 1, 1]) == 4
     assert ledger.open("b", [2, 2, 2, 2, 2]) == 4
+
+
+def test_what_is_cached_is_known_of_a_request_that_waits() -> None:
+    ledger, prompt = BlockLedger(6, 2), [1, 1, 1, 1, 1, 1, 1]
+    assert ledger.num_cached("waiting", prompt) == 0
+    compute(ledger, "a", prompt)
+    assert ledger.num_cached("waiting", prompt) == 6
+    assert ledger.num_cached("salted", prompt, "salt") == 0
+    ledger.release("a")
+    compute(ledger, "b", [2, 2, 2, 2, 2, 2, 2])  # takes the last of a's blocks
+    assert ledger.num_cached("waiting", prompt) == 4
+    assert ledger.num_cached("other", [2, 2, 2, 2, 1]) == 4
+    ledger.forget("other")
+    assert ledger.num_cached("other", [1, 1, 2, 2, 1]) == 2
+    assert ledger.open("waiting", prompt) == 4
 
 
 def test_reuse_counts_as_use() -> None:

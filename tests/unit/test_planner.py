@@ -135,6 +135,19 @@ def test_requests_are_admitted_in_order_while_whole_prompts_fit() -> None:
     assert step.admitted == ("a",)  # b needs 6 of the 5 blocks left, and c may not overtake it
 
 
+def test_a_pass_takes_as_many_waiting_requests_as_it_has_rows_for_what_is_not_cached() -> None:
+    prompts = [view(f"p{i}", committed_len=40, computed_len=0, running=False) for i in range(5)]
+    cached = [replace(one, cached_len=36) for one in prompts]
+    decoding = [view("d0", drafter=None)]
+    assert spans_of(plan([*decoding, *prompts], max_chunk_len=16)) == {"d0": (1, 0), "p0": (16, 0)}
+    step = plan([*decoding, *cached], max_chunk_len=16)
+    assert spans_of(step) == {"d0": (1, 0)} | {f"p{i}": (4, 0) for i in range(4)}
+    assert step.admitted == ("p0", "p1", "p2", "p3")
+    assert step.num_prompt_tokens_left == 4
+    # Ten blocks each, though nine of them are cached: they may be the free ones.
+    assert plan(cached, capacity=replace(CAPACITY, num_free_blocks=29)).admitted == ("p0", "p1")
+
+
 def test_the_youngest_gives_way_when_blocks_run_out() -> None:
     full = replace(CAPACITY, num_free_blocks=0)
     old = view("old", committed_len=21, computed_len=20)

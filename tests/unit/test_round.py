@@ -14,6 +14,7 @@ from engine.round import TargetLoop
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost
 from router.draft_length import PRICE_STEPS, DraftLengths
+from router.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 PASS_S = 0.04
@@ -89,6 +90,38 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         assert cost.step_s(1, 0) == pytest.approx(PASS_S)
     else:
         assert cost.step_s(1, 0) > 1.2 * PASS_S
+
+
+def test_prompts_that_are_cached_begin_together() -> None:
+    """Beside streams, whose passes have room for few prompt tokens."""
+    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
+    planner = StepPlanner(PlannerSettings(max_chunk_len=16))
+    loop = TargetLoop(ToyTarget(num_blocks=64), MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock, planner)
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+
+    def request(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
+        return Request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0.0)
+
+    def rounds(num: int) -> list[set[str]]:
+        """The requests of each pass."""
+        found = []
+        for _ in range(num):
+            begun = loop.begin(clock.now_s)
+            assert not isinstance(begun, StepReport)
+            outcomes = loop.execute(begun)
+            clock.now_s += PASS_S
+            loop.finish(begun, outcomes, clock.now_s)
+            found.append({span.request_id for span in begun.spans})
+        return found
+
+    shared = tuple(i % 5 for i in range(17))
+    gateway.send(SubmitRound((request("stream", (1, 2, 3), 40), request("first", shared, 1))))
+    rounds(4)
+    gateway.send(SubmitRound(tuple(request(f"r{i}", (*shared, 6, i % 5), 8) for i in range(4))))
+    assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3"}]
+    gateway.send(SubmitRound(tuple(request(f"new{i}", (i + 1, *shared), 1) for i in range(2))))
+    assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3", "new0"}], "of others as many as their tokens leave room for"
 
 
 def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clients_after() -> None:

@@ -40,6 +40,12 @@ def test_an_idle_target_takes_the_time_of_the_prompt() -> None:
     assert ttft_s(prompt(), []) == pytest.approx(0.1)
 
 
+def test_what_is_cached_is_not_computed() -> None:
+    assert ttft_s(prompt(cached_len=80), []) == pytest.approx(0.02)
+    earlier = prompt(200, 0.4, request_id="earlier", cached_len=160)
+    assert ttft_s(prompt(), [earlier]) == pytest.approx(0.14)
+
+
 def test_prompts_that_are_due_before_and_the_decode_load_come_on_top() -> None:
     earlier = prompt(200, 0.4, request_id="earlier")
     later, free = prompt(200, 0.6, request_id="later"), prompt(200, None, request_id="free")
