@@ -1,6 +1,6 @@
 """Runs that share a machine in turns, and the seconds that each used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,9 +92,12 @@ class Served:
         self.mailbox = Mailbox()
         self.gateway = self.cluster.connect_gateway(self.mailbox)
 
-    def begin(self, requests: Sequence[Request], num_measured: int) -> "InterleavedServer":
-        """To serve ``requests`` in order; the run ends with the first ``num_measured``."""
-        return InterleavedServer(self, requests, num_measured)
+    def begin(
+        self, requests: Sequence[Request], num_measured: int, prepare: Callable[[Sequence[Request]], None] = lambda _: None
+    ) -> "InterleavedServer":
+        """To serve ``requests`` in order; the run ends with the first ``num_measured``. ``prepare``: called with requests
+        that begin next, before their turn."""
+        return InterleavedServer(self, requests, num_measured, prepare)
 
     def close(self) -> None:
         self.cluster.close()
@@ -103,7 +106,14 @@ class Served:
 class InterleavedServer:
     """An ``Interleaved`` run of a ``Served``, which has one at a time."""
 
-    def __init__(self, served: Served, requests: Sequence[Request], num_measured: int) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        num_measured: int,
+        prepare: Callable[[Sequence[Request]], None],
+    ) -> None:
+        self._prepare = prepare
         self.served = served
         self.requests = requests
         self.num_measured = num_measured
@@ -127,6 +137,7 @@ class InterleavedServer:
             self._live[request.id] = Completion()
             self.completions.append(self._live[request.id])
         if begun:
+            self._prepare(begun)
             self.served.gateway.send(SubmitRound(tuple(begun)))
         self.served.cluster.work()
         now_s = self.served.cluster.clock()

@@ -14,6 +14,7 @@ as after a server's first minute.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.console import Console
 
@@ -28,7 +29,7 @@ from engine.threads import in_own_thread
 
 DRAFTER = "cascade"
 MAX_BATCH = 64
-LEAST_BEFORE = 8  # requests that each has served before
+NUM_BEFORE_PER_PLACE, LEAST_BEFORE = 2, 8  # requests that each has served before
 NUM_OTHERS_PER_PLACE = 1.5  # that keep places taken until the last measured answer ends
 
 
@@ -67,7 +68,7 @@ def run(options: BenchOptions) -> BenchResult:
     found = {}
     for batch in effort.batches:
         num_measured = max(effort.least, effort.per_place * batch)
-        num_before, num_others = max(LEAST_BEFORE, batch), round(NUM_OTHERS_PER_PLACE * batch)
+        num_before, num_others = max(LEAST_BEFORE, NUM_BEFORE_PER_PLACE * batch), round(NUM_OTHERS_PER_PLACE * batch)
         prompts = choose_prompts(options.prompts or options.data_prompts, num_before + num_measured + num_others)
         requests = [of_whole_blocks(request) for request in fixtures.requests(prompts, 0.0)]
         num_measured = min(num_measured, len(requests) - num_before - num_others)
@@ -94,10 +95,9 @@ def serve(
     fixtures: Fixtures, arms: Sequence[Served], requests: Sequence[Request], num_measured: int
 ) -> list[InterleavedServer]:
     """Serves the requests by all arms in turn, to the end of the first ``num_measured``."""
-    for arm in arms:
-        fixtures.cache_prompts(arm.engine, requests)
     ordered = [replace(request, arrival_s=1e-6 * i) for i, request in enumerate(requests)]
-    runs = [arm.begin(ordered, num_measured) for arm in arms]
+    # Just before they begin: a cache holds the prompts of a batch, not of all requests.
+    runs = [arm.begin(ordered, num_measured, partial(fixtures.cache_prompts, arm.engine)) for arm in arms]
     in_own_thread(lambda: run_interleaved(runs))
     return runs
 

@@ -1,6 +1,5 @@
 """What a pass computed and took, and what is learned from that: the cost model, the decode rate, the row price."""
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Self
 
@@ -12,8 +11,6 @@ from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.draft_length.prices import DecodeRate, row_price
 from router.estimates.decayed import DecayedMean
-
-logger = logging.getLogger(__name__)
 
 PRICE_PASSES = 8.0  # that the price of a row is a mean of
 
@@ -92,9 +89,7 @@ class PassCosts:
         """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan."""
         # A pass with prompts does not correct the model, for their rows are not all sampled.
         if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
-            drift = self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)
-            if drift is not None:
-                logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
+            self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)
         if not counts.num_sampled:
             self.interrupt()
             return

@@ -4,22 +4,20 @@ import random
 
 import pytest
 
-from profiler.online_cost import OnlineCost, PageHinkley
+from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost, relative_draft_cost
 
 BASE = TableCost((1, 8, 64, 512), (0.02, 0.025, 0.06, 0.4), 1e-6)
 ROWS = (1, 2, 5, 8, 12, 40, 64, 200, 512)
 
 
-def passes(cost: OnlineCost, ratio: float, num: int, rows: tuple[int, ...] = (8,), noise: float = 0.1, seed: int = 0) -> int:
-    """Returns how many drifts were found."""
+def passes(
+    cost: OnlineCost, ratio: float, num: int, rows: tuple[int, ...] = (8,), noise: float = 0.1, seed: int = 0
+) -> None:
     rng = random.Random(seed)
-    found = 0
     for i in range(num):
         num_rows = rows[i % len(rows)]
-        step_s = BASE.step_s(num_rows, 1000) * ratio * rng.uniform(1 - noise, 1 + noise)
-        found += cost.observe(num_rows, 1000, step_s) is not None
-    return found
+        cost.observe(num_rows, 1000, BASE.step_s(num_rows, 1000) * ratio * rng.uniform(1 - noise, 1 + noise))
 
 
 def test_without_passes_it_is_what_was_measured() -> None:
@@ -59,61 +57,63 @@ def test_regions_have_ratios_of_their_own_and_the_steps_never_fall() -> None:
 
 
 def test_a_region_that_is_avoided_does_not_seem_dear_for_ever() -> None:
-    """Something else ran when it was visited last; since then only others were, and they are as they always were."""
+    """Something else ran whenever it was visited; since then only others were, and they are as they always were."""
     cost = OnlineCost(BASE, knots=BASE.rows)
-    passes(cost, 1.0, 300, rows=(8, 64))
-    passes(cost, 2.0, 100, rows=(8,))
-    assert cost.ratio(8) > 1.9
+    for seed in range(50):
+        passes(cost, 2.0, 3, rows=(8,), seed=seed)
+        passes(cost, 1.0, 3, rows=(64,), seed=seed)
+    assert cost.ratio(8) > 1.8
     passes(cost, 1.0, 100, rows=(64,))
-    assert cost.ratio(8) > 1.5
+    assert cost.ratio(8) > 1.4
     passes(cost, 1.0, 900, rows=(64,))
     assert cost.ratio(8) < 1.05
-    assert passes(cost, 1.0, 10, rows=(8,)) == 0
+    passes(cost, 1.0, 10, rows=(8,))
     assert cost.ratio(8) < 1.05
 
 
-def test_the_first_passes_do_not_carry_it_away() -> None:
-    cost = OnlineCost(BASE)
-    cost.observe(8, 0, 100.0)  # kernels were compiled meanwhile
-    assert cost.ratio(8) < 1.25
+@pytest.mark.parametrize("seed", range(8))
+def test_what_slows_the_machine_is_not_taken_for_a_trait_of_the_passes_that_it_met(seed: int) -> None:
+    """Whether drafts pay is decided by the ratio of both. One range was measured wrongly, and is visited less."""
+    cost, rng = OnlineCost(BASE), random.Random(seed)
+    for i in range(30):
+        speed = rng.choice((0.7, 1.0, 1.5))
+        passes(cost, speed, 8, rows=(8,), seed=100 * seed + i)
+        passes(cost, 1.3 * speed, 4, rows=(128,), seed=100 * seed + i)
+    passes(cost, 0.7, 20, rows=(8,), seed=seed)
+    ratio = BASE.step_s(128, 1000) / BASE.step_s(8, 1000)
+    assert cost.step_s(128, 1000) / cost.step_s(8, 1000) == pytest.approx(1.3 * ratio, rel=0.15)
 
 
 @pytest.mark.parametrize("ratio", [1.5, 0.6])
-def test_a_sudden_drift_is_found_soon_and_followed(ratio: float) -> None:
+def test_a_sudden_change_is_followed_soon_and_by_all_ranges(ratio: float) -> None:
     cost = OnlineCost(BASE)
-    assert passes(cost, 1.0, 500) == 0
-    found_after = next(i for i in range(1, 60) if passes(cost, ratio, 1, seed=i))
-    assert found_after <= 15
+    passes(cost, 1.0, 500, rows=(8, 64))
+    passes(cost, ratio, 20)
     assert cost.ratio(8) == pytest.approx(ratio, rel=0.15)
-    assert passes(cost, ratio, 100) == 0
+    assert cost.ratio(64) == pytest.approx(ratio, rel=0.25)
+    passes(cost, ratio, 100)
     assert cost.ratio(8) == pytest.approx(ratio, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_noise_and_a_disturbed_pass_now_and_then_are_no_drift(seed: int) -> None:
+def test_noise_and_a_disturbed_pass_now_and_then_change_little(seed: int) -> None:
     cost = OnlineCost(BASE)
     rng = random.Random(seed)
-    for _ in range(2000):
+    for i in range(2000):
         disturbed = 3.0 if rng.random() < 0.02 else 1.0
-        assert cost.observe(16, 2000, BASE.step_s(16, 2000) * disturbed * rng.lognormvariate(0.0, 0.1)) is None
-    assert cost.ratio(16) == pytest.approx(1.0, abs=0.1)
+        cost.observe(16, 2000, BASE.step_s(16, 2000) * disturbed * rng.lognormvariate(0.0, 0.1))
+        if i > 100:
+            assert cost.ratio(16) == pytest.approx(1.0, abs=0.25)
 
 
-def test_a_slow_drift_needs_no_alarm() -> None:
+def test_a_slow_drift_is_followed() -> None:
     cost = OnlineCost(BASE)
     for i in range(3000):
-        assert passes(cost, 1.0 + 0.5 * i / 3000, 1, seed=i) == 0
+        passes(cost, 1.0 + 0.5 * i / 3000, 1, seed=i)
     assert cost.ratio(8) == pytest.approx(1.5, rel=0.05)
 
 
 def test_a_pass_without_a_duration_teaches_nothing() -> None:
     cost = OnlineCost(BASE)
-    assert cost.observe(8, 0, 0.0) is None
+    cost.observe(8, 0, 0.0)
     assert cost.ratio(8) == 1.0
-
-
-def test_the_test_for_drift_says_by_how_much() -> None:
-    test = PageHinkley()
-    assert [test.add(0.0) for _ in range(100)] == [None] * 100
-    moved = next(found for _ in range(20) if (found := test.add(-0.4)) is not None)
-    assert moved == pytest.approx(-0.4)
