@@ -10,7 +10,7 @@ from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig
 from cluster.errors import GenerationFailed
 from cluster.messages import CommitRound, SubmitRound
-from cluster.transport.base import Mailbox, Received
+from cluster.transport.base import LinkDown, Mailbox, Received
 from cluster.types import FinishReason, Request, RoutingTable
 from drafters.protocol import Drafter
 from router.planner import StepPlanner
@@ -46,7 +46,7 @@ class Interleaved(Protocol):
         """Tokens so far of the measured answers."""
 
     def take_turn(self) -> None:
-        """Raises what it failed of."""
+        """Raises the run's error."""
 
     def abort(self) -> None:
         """Ends the run and its requests."""
@@ -67,8 +67,7 @@ def run_interleaved(runs: Sequence[Interleaved]) -> None:
 
 
 class Served:
-    """A target with one drafter or none, in a cluster that is paused: its rounds are made in turns, on the thread of whoever
-    takes them.
+    """A target with one drafter or none, in a cluster that is paused: its rounds are made in turns, on the caller's thread.
 
     The drafter runs on that thread, too, so both have the machine to themselves in their turn. Only drafters that read
     hidden states get a target that keeps them. Without a drafter it is the baseline. Requests come by a link instead of an
@@ -113,6 +112,8 @@ class InterleavedServer:
         num_measured: int,
         prepare: Callable[[Sequence[Request]], None],
     ) -> None:
+        if not 0 <= num_measured <= len(requests):
+            raise ValueError(f"{num_measured} requests are to be measured, and there are {len(requests)}: give more prompts")
         self._prepare = prepare
         self.served = served
         self.requests = requests
@@ -142,6 +143,8 @@ class InterleavedServer:
         self.served.cluster.work()
         now_s = self.served.cluster.clock()
         for event in self.served.mailbox.drain():
+            if isinstance(event, LinkDown):
+                raise RuntimeError(f"the target hung up: {event.reason}")
             if isinstance(event, Received) and isinstance(event.message, CommitRound):
                 for commit in event.message.commits:
                     self._live[commit.request_id].add(commit, now_s)

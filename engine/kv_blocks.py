@@ -106,7 +106,7 @@ class BlockLedger:
         return self.block_len * len(self._cached_digests(request_id, token_ids, salt))
 
     def forget(self, request_id: str) -> None:
-        """It waits no longer to be opened."""
+        """Drops the digests that are kept of a waiting request."""
         self._waiting_digests.pop(request_id, None)
 
     def speculate(self, request_id: str, token_ids: Sequence[int]) -> Checkpoint:
@@ -207,6 +207,8 @@ class BlockLedger:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks and sequences disagree."""
+        opened = self._waiting_digests.keys() & self._sequences.keys()
+        assert not opened, f"digests are kept of open requests {opened}"
         holders = [0] * self.num_blocks
         for request_id, sequence in self._sequences.items():
             checkpoint = sequence.checkpoint
@@ -230,7 +232,7 @@ class BlockLedger:
         assert {digest: block for block, digest in self._digest_of.items()} == self._block_of, "the index is not one to one"
 
     def _cached_digests(self, request_id: str, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """Of its first full blocks that are cached, without the last token."""
+        """Digests of its longest cached prefix of full blocks, of which the last token is never part."""
         if not self._prefix_cache:
             return []
         known = self._waiting_digests.setdefault(request_id, [])

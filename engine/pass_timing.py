@@ -8,7 +8,6 @@ several passes counts, and a size takes at most as long as any larger one.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from math import inf
 
@@ -18,10 +17,12 @@ from profiler.stopwatch import OwnTime, Stopwatch
 from router.cost_model import ROWS, TableCost
 
 _CONTEXT_LEN = 512
-_NUM_CONTEXTS = 2
+_FEW_CONTEXTS, _MOST_CONTEXTS = 2, 16
 _NUM_REPEATS = 5
 _POINT_S = 0.25  # a size is not repeated beyond it, after its second pass
-BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS, and again for the context
+BUDGET_S = 5.0  # limit for all points after the first _MIN_POINTS
+_CONTEXT_S = 2.5  # limit for computing the contexts of a pass
+_PAIRS_S, _MOST_PAIRS = 1.0, 30  # of passes with and without them, after the first
 _REPEATS_S = 2.5  # beyond BUDGET_S, after which nothing is repeated
 _MIN_POINTS = 3
 CHECK_S = 1.0  # limit of a check, beyond its first two sizes
@@ -52,14 +53,24 @@ def measure_cost(
             if not is_enough and clock() - start_s < BUDGET_S + _REPEATS_S:
                 found.append(probe.step(rows, 0))
     cost = _least(times_s)
-    num_contexts = min(_NUM_CONTEXTS, capacity.num_blocks * capacity.block_len // capacity.max_model_len)
+    most = min(
+        _MOST_CONTEXTS, capacity.max_num_sequences, capacity.num_blocks * capacity.block_len // capacity.max_model_len
+    )
     row_s = cost.step_s(_CONTEXT_LEN, 0) / _CONTEXT_LEN
-    context_len = min(_CONTEXT_LEN, capacity.max_model_len - 2, int(BUDGET_S / (num_contexts * row_s)))
+    context_len = min(_CONTEXT_LEN, capacity.max_model_len - 2, int(_CONTEXT_S / (_FEW_CONTEXTS * row_s)))
     if context_len < _CONTEXT_LEN // 4:
         return cost
-    with_context_s = _least_s(partial(probe.verify, num_contexts, 1, context_len))
-    per_context_s = max(0.0, with_context_s - cost.step_s(num_contexts, 0)) / (num_contexts * context_len)
-    return replace(cost, per_context_s=per_context_s)
+    # A context takes little of a pass over a few: the more there are, the less disturbances count.
+    num_contexts = max(1, min(most, int(_CONTEXT_S / (context_len * row_s))))
+    for context in (0, context_len):  # warms up the shapes, and caches the contexts
+        probe.verify(num_contexts, 1, context)
+    without_s, with_s, end_s = inf, inf, clock() + _PAIRS_S
+    for number in range(_MOST_PAIRS):
+        if number and clock() >= end_s:
+            break
+        without_s = min(without_s, probe.verify(num_contexts, 1, 0))
+        with_s = min(with_s, probe.verify(num_contexts, 1, context_len))
+    return replace(cost, per_context_s=max(0.0, with_s - without_s) / (num_contexts * context_len))
 
 
 def is_too_steep(
@@ -103,12 +114,3 @@ def _least(times_s: Mapping[int, Sequence[float]]) -> TableCost:
     """By rows in ascending order. Disturbances only add time, so that a size takes at most as long as any larger one."""
     seconds = [min(found) for found in times_s.values()]
     return TableCost(tuple(times_s), tuple(accumulate(reversed(seconds), min))[::-1])
-
-
-def _least_s(measure: Callable[[], float]) -> float:
-    """The minimum over repeats, after one pass that warms up this shape."""
-    times_s: list[float] = []
-    measure()
-    while not times_s or (len(times_s) < _NUM_REPEATS and sum(times_s) < _POINT_S):
-        times_s.append(measure())
-    return min(times_s)

@@ -272,8 +272,10 @@ class TargetLoop:
         self.telemetry.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
+        cached_len = 0
         if refused is None:
-            refused = self._slo.refusal(request, self._sequences, capacity, now_s, self._engine.num_cached)
+            cached_len = self._engine.num_cached(request, (*request.prompt_token_ids, *request.output_token_ids))
+            refused = self._slo.refusal(request, cached_len, self._sequences, capacity, now_s)
             if refused is not None:
                 self._engine.release(request.id)
         if refused is not None:
@@ -281,6 +283,7 @@ class TargetLoop:
             return
         self._gateways.add(link, request.id)
         sequence = self._sequences.add(request, now_s)
+        sequence.cached_len = cached_len
         self._drafters.assign(sequence)
         if request.sampling.grammar is not None and self._grammars is not None:
             sequence.awaits_grammar = True
@@ -328,11 +331,16 @@ class TargetLoop:
         return replace(plan, budgets=budgets)
 
     def _note_cached(self, capacity: Capacity) -> None:
-        """Of waiting requests for which there is a place."""
+        """Of the first waiting requests, as many as a pass has places and rows for. Of others what was known last stays."""
         waiting = self._sequences.waiting()
-        if waiting:
-            for sequence in waiting[: max(0, capacity.max_num_sequences - self._sequences.num_running)]:
-                sequence.cached_len = self._engine.num_cached(sequence.request, sequence.token_ids)
+        if not waiting:
+            return
+        num_rows = capacity.max_pass_tokens
+        for sequence in waiting[: max(0, capacity.max_num_sequences - self._sequences.num_running)]:
+            sequence.cached_len = self._engine.num_cached(sequence.request, sequence.token_ids)
+            num_rows -= len(sequence.token_ids) - sequence.cached_len
+            if num_rows <= 0:
+                break
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""

@@ -25,7 +25,7 @@ class LiveSequence:
     features: tuple[float, ...] = ()  # of the prompt, for the router
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, where it ends the request
     computed_len: int = 0
-    cached_len: int = 0  # while it waits: its first tokens that the prefix cache holds
+    cached_len: int = 0  # while it waits: its first tokens that the prefix cache held when it was asked last
     running: bool = False
     arrived_s: float = 0.0  # at this target
     first_token_s: float | None = None  # when it was committed

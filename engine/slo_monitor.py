@@ -1,7 +1,5 @@
 """Service-level objectives at a target: requests refused because theirs would be missed, and attainment."""
 
-from collections.abc import Callable, Sequence
-
 from cluster.slo import Attainment, SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from engine.sequences import LiveSequence, Sequences
@@ -21,21 +19,15 @@ class SloMonitor:
         self._num_decode_rows = self._num_ended = 0
 
     def refusal(
-        self,
-        request: Request,
-        sequences: Sequences,
-        capacity: Capacity,
-        now_s: float,
-        num_cached: Callable[[Request, Sequence[int]], int],
+        self, request: Request, cached_len: int, sequences: Sequences, capacity: Capacity, now_s: float
     ) -> Commit | None:
-        """The only commit of a request that is refused, with the predicted times; None: it is taken. ``num_cached``: of the
-        engine."""
+        """The only commit of a request that is refused, with the predicted times; None: it is taken. ``cached_len``: of its
+        tokens those that the prefix cache holds."""
         slo = request.slo
         if slo.ttft_s is None or not self._sheds or request.was_admitted:
             return None
         prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         progress = SloProgress(now_s + slo.ttft_s, slo.tpot_s)
-        cached_len = num_cached(request, request.prompt_token_ids)
         view = SequenceView(
             request.id, prompt_len, 0, 0, False, None, None, max_tokens, arrived_s=now_s, slo=progress, cached_len=cached_len
         )

@@ -50,7 +50,15 @@ class SpanOutcome:
     scored_from: int = 1
 
 
-class TargetEngine(Protocol):
+class PrefixCache(Protocol):
+    """What of a request is computed already. Engines without a prefix cache answer 0."""
+
+    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many tokens ``open`` would find at present. Asked when a request arrives, and in each round for those that it
+        could admit, until ``open`` or ``release``."""
+
+
+class TargetEngine(PrefixCache, Protocol):
     """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
     parameters, seed) alone (DESIGN idea 1): not on drafts, the batch or preemptions. An engine may schedule for itself,
     compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
@@ -58,10 +66,6 @@ class TargetEngine(Protocol):
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
         many of them the prefix cache holds: at most len - 1, and none if prompt log-probabilities are requested."""
-
-    def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
-        """How many tokens ``open`` would find in the prefix cache at present. Asked in each round for requests that wait for
-        their first pass, so that a pass takes as many of them as it has rows for what is not cached."""
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.

@@ -17,6 +17,8 @@ from router.cost_model import CostModel, TableCost
 COMMON_WEIGHT = 0.1  # of the newest pass in the common ratio: about the last ten count
 WEIGHT = 0.02  # and in that of its range: about the last fifty
 LARGEST_RESIDUAL = 0.5  # clips the log ratio of one pass over what was expected: it may have been disturbed
+MOST_DISTURBED = 4  # passes in a row
+FEW_PASSES = 8  # of a range, up to which the common ratio learns less from it
 STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
 PRIOR_PASSES = 2  # weight of the estimate before the first pass of a range
 ALIKE = 1 / 64  # relative difference below which contexts share a table
@@ -34,6 +36,7 @@ class OnlineCost:
         self._base = base
         self._knots = tuple(knots)
         self._common = 0.0  # log of the common ratio
+        self._last_large, self._num_large = 0.0, 0  # residual of the last pass if it was large, and of how many in a row
         self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)  # of the ranges, beside it
         self._freshness = [0.0] * len(knots)
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
@@ -75,12 +78,21 @@ class OnlineCost:
             return
         at = self._region(num_rows)
         self._visit(at)
-        residual = log(step_s / expected_s) - self._common - self._log_ratio[at]
-        step = max(-LARGEST_RESIDUAL, min(LARGEST_RESIDUAL, residual))
+        step = self._clipped(log(step_s / expected_s) - self._common - self._log_ratio[at])
         self._num[at] += 1
-        self._common += COMMON_WEIGHT * step
+        # What a range that few passes were seen of differs by is its own.
+        self._common += COMMON_WEIGHT * min(1.0, self._num[at] / FEW_PASSES) * step
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
         self._slice = self._mean_ratio = None
+
+    def _clipped(self, residual: float) -> float:
+        """A pass may have been disturbed; several in a row were not."""
+        is_large = abs(residual) > LARGEST_RESIDUAL
+        self._num_large = self._num_large + 1 if is_large and residual * self._last_large >= 0.0 else int(is_large)
+        self._last_large = residual if is_large else 0.0
+        if not is_large or self._num_large > MOST_DISTURBED:
+            return residual
+        return LARGEST_RESIDUAL if residual > 0.0 else -LARGEST_RESIDUAL
 
     def _visit(self, at: int) -> None:
         """A range without recent passes restarts from its present estimate."""

@@ -81,7 +81,7 @@ def exceeds_objective(request: SequenceView, predicted: PredictedTtft, cost: Cos
     if slo is None or slo.first_due_s is None:
         return False
     ttft_s = slo.first_due_s - request.arrived_s
-    alone_s = cost.prefill_s(request.num_left, request.cached_len)
+    alone_s = cost.prefill_s(request.num_left, 0)
     return alone_s <= ttft_s < predicted.queue_s + predicted.prefill_s
 
 

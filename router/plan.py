@@ -40,7 +40,7 @@ class SequenceView:
     committed_s: float = 0.0  # when its drafter was last sent a commit
     arrived_s: float = 0.0  # at the target
     slo: SloProgress | None = None  # None: best effort
-    cached_len: int = 0  # of a waiting one: its first tokens that the prefix cache holds at present
+    cached_len: int = 0  # of a waiting one: its first tokens that the prefix cache held when it was asked last
 
     @property
     def num_left(self) -> int:

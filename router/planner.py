@@ -68,9 +68,11 @@ class StepPlanner:
         # Usually every sequence decodes: then there is nothing to sort.
         prefilling = [s for s in running if s.num_left > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
+        has_slo = any(map(_SLO, sequences))
+        if has_slo:
+            waiting = by_deadline(waiting, now_s)
         admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
         num_remaining = sum([s.num_left for s in (*prefilling, *admissible)])
-        has_slo = any(map(_SLO, sequences))
         # A pass that prompts fill is long: who misses it for a late draft may miss the objective. Then every pass waits.
         prompt_rows = NO_PROMPTS if has_slo else self._prompt_rows(num_remaining, capacity)
         start = self._overlap.start(decoding, drafters, cost, now_s, prompt_rows)

@@ -57,7 +57,7 @@ class VllmLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request as vLLM takes it, before it does. ``num_tokens``: of its prompt."""
+    """vLLM's form of a request that is not added yet. ``num_tokens``: of its prompt."""
 
     request: VllmRequest
     wave: int

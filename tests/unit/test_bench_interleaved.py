@@ -1,9 +1,11 @@
 """Who has the machine when, and what is measured of it."""
 
+from typing import cast
+
 import pytest
 
 from benchmarks.embedded import Completion
-from benchmarks.interleaved import Throughput, run_interleaved, throughput_of
+from benchmarks.interleaved import InterleavedServer, Served, Throughput, run_interleaved, throughput_of
 from cluster.types import Commit
 
 
@@ -68,3 +70,11 @@ def test_when_one_fails_all_give_up() -> None:
     assert sound.has_given_up
     assert failing.has_given_up
     assert sound.num_tokens_done <= 510
+
+
+def test_a_run_needs_as_many_requests_as_it_measures() -> None:
+    """It would wait for their answers for ever."""
+    served = cast(Served, None)
+    for num_measured in (-1, 1):
+        with pytest.raises(ValueError, match=rf"{num_measured} requests are to be measured, and there are 0"):
+            InterleavedServer(served, [], num_measured, lambda _: None)

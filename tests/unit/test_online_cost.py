@@ -71,6 +71,22 @@ def test_a_region_that_is_avoided_does_not_seem_dear_for_ever() -> None:
     assert cost.ratio(8) < 1.05
 
 
+def test_the_first_passes_do_not_carry_it_away() -> None:
+    cost = OnlineCost(BASE)
+    cost.observe(8, 0, 100.0)  # kernels were compiled meanwhile
+    assert cost.ratio(8) < 1.25
+    assert cost.ratio(64) < 1.25
+
+
+@pytest.mark.parametrize("num", [20, 40, 80])
+def test_a_range_of_its_own_speed_is_told_from_the_machine_where_it_is_visited_alone(num: int) -> None:
+    """Drafts stay on: no pass without them shows that those are as they were."""
+    cost = OnlineCost(BASE)
+    passes(cost, 1.0, 500, rows=(64,))
+    passes(cost, 1.5, num, rows=(181,))
+    assert 1.3 < cost.ratio(181) / cost.ratio(64) <= 1.5
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_slows_the_machine_is_not_taken_for_a_trait_of_the_passes_that_it_met(seed: int) -> None:
     """Whether drafts pay is decided by the ratio of both. One range was measured wrongly, and is visited less."""
@@ -84,7 +100,7 @@ def test_what_slows_the_machine_is_not_taken_for_a_trait_of_the_passes_that_it_m
     assert cost.step_s(128, 1000) / cost.step_s(8, 1000) == pytest.approx(1.3 * ratio, rel=0.15)
 
 
-@pytest.mark.parametrize("ratio", [1.5, 0.6])
+@pytest.mark.parametrize("ratio", [1.5, 0.6, 3.0])
 def test_a_sudden_change_is_followed_soon_and_by_all_ranges(ratio: float) -> None:
     cost = OnlineCost(BASE)
     passes(cost, 1.0, 500, rows=(8, 64))

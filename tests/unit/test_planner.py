@@ -148,6 +148,16 @@ def test_a_pass_takes_as_many_waiting_requests_as_it_has_rows_for_what_is_not_ca
     assert plan(cached, capacity=replace(CAPACITY, num_free_blocks=29)).admitted == ("p0", "p1")
 
 
+def test_the_places_of_a_pass_are_for_the_prompts_that_are_due_first() -> None:
+    def prompt(name: str, due_s: float, cached_len: int) -> SequenceView:
+        slo = SloProgress(due_s, None)
+        return view(name, committed_len=40, computed_len=0, cached_len=cached_len, running=False, slo=slo)
+
+    prompts = [prompt("late", 60.0, 36), prompt("early", 50.0, 0)]
+    step = plan(prompts, capacity=replace(CAPACITY, max_num_sequences=1))
+    assert spans_of(step) == {"early": (40, 0)}, "not as many tokens as the late one has left"
+
+
 def test_the_youngest_gives_way_when_blocks_run_out() -> None:
     full = replace(CAPACITY, num_free_blocks=0)
     old = view("old", committed_len=21, computed_len=20)
