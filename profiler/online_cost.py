@@ -39,6 +39,8 @@ class OnlineCost:
         self._last_large, self._num_large = 0.0, 0  # residual of the last pass if it was large, and of how many in a row
         self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)  # of the ranges, beside it
         self._freshness = [0.0] * len(knots)
+        # Points of a table of the base, and corrections by rows, at the points of corrected tables.
+        self._factors: tuple[tuple[int, ...], list[tuple[int, float]]] | None = None
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
         self._mean_ratio: float | None = None
 
@@ -83,7 +85,7 @@ class OnlineCost:
         # What a range that few passes were seen of differs by is its own.
         self._common += COMMON_WEIGHT * min(1.0, self._num[at] / FEW_PASSES) * step
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
-        self._slice = self._mean_ratio = None
+        self._slice = self._factors = self._mean_ratio = None
 
     def _clipped(self, residual: float) -> float:
         """A pass may have been disturbed; several in a row were not."""
@@ -118,9 +120,15 @@ class OnlineCost:
 
     def _corrected(self, num_context: int) -> TableCost:
         """The steps of the base stay: corrections, not times, are interpolated between the knots."""
-        mean, base = self._mean(), self._base.table(num_context)
+        base, known = self._base.table(num_context), self._factors  # one read, as in ``table``
+        if known is None or known[0] != base.rows:
+            known = self._factors = base.rows, self._factors_at(base.rows)
+        seconds = [base.at(num_rows) * factor for num_rows, factor in known[1]]
+        return TableCost(tuple([num_rows for num_rows, _ in known[1]]), tuple(accumulate(seconds, max)))
+
+    def _factors_at(self, base_rows: Sequence[int]) -> list[tuple[int, float]]:
+        mean = self._mean()
         ratios = [self._known(at, mean) for at in range(len(self._knots))]
-        rows = sorted({*self._knots, *base.rows})
+        rows = sorted({*self._knots, *base_rows})
         factors = np.exp(self._common + np.interp(rows, self._knots, ratios)).tolist()
-        seconds = [base.at(num_rows) * factor for num_rows, factor in zip(rows, factors, strict=True)]
-        return TableCost(tuple(rows), tuple(accumulate(seconds, max)))
+        return list(zip(rows, factors, strict=True))
