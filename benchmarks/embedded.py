@@ -9,15 +9,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
+from benchmarks.completion import Completing, Completion
 from benchmarks.core_sets import CoreSet
 from benchmarks.stoppable_clock import StoppableClock
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
@@ -25,7 +26,7 @@ from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLen
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
-from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
+from cluster.types import FinishReason, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
@@ -61,40 +62,6 @@ class PoolEntry:
     companion: bool = False
     proposers: tuple[str, ...] = ()
     max_outcomes: int = 0
-
-
-@dataclass(slots=True)
-class Completion:
-    """What became of a request: its output, and its commits as they came."""
-
-    token_ids: list[int] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    arrived_s: list[float] = field(default_factory=list)  # of each commit, by the cluster's clock
-
-    def add(self, commit: Commit, now_s: float) -> None:
-        self.token_ids.extend(commit.token_ids)
-        self.commits.append(commit)
-        self.arrived_s.append(now_s)
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.commits) and self.commits[-1].finish is not None
-
-    @property
-    def num_proposed(self) -> int:
-        return sum(commit.num_proposed for commit in self.commits)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(commit.num_accepted for commit in self.commits)
-
-
-@dataclass(frozen=True, slots=True)
-class Completing:
-    """Requests under way: what has come of each so far, and that all have ended, or why they could not."""
-
-    completions: Sequence[Completion]
-    ended: Future[None]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
+from benchmarks.completion import Completion
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from cluster.config import DrafterConfig, DraftLengthConfig
 from cluster.sampling_params import SamplingParams

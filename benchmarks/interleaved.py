@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
+from benchmarks.completion import Completion
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fixtures import Fixtures
 from benchmarks.stoppable_clock import StoppableClock
 from cluster.config import DrafterConfig

@@ -24,8 +24,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from benchmarks.completion import Completing
 from benchmarks.core_sets import CoreSet, core_sets, usable_cores
-from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.interleaved import run_interleaved, throughput_of
 from benchmarks.overlap_simulated import simulated
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table

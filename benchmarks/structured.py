@@ -14,7 +14,8 @@ from pathlib import Path
 import jsonschema
 from rich.console import Console
 
-from benchmarks.embedded import Completion, EmbeddedCluster
+from benchmarks.completion import Completion
+from benchmarks.embedded import EmbeddedCluster
 from benchmarks.json_schemas import Schema, make_schemas
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config

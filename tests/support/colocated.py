@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.embedded import Completion, EmbeddedCluster
+from benchmarks.completion import Completion
+from benchmarks.embedded import EmbeddedCluster
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve

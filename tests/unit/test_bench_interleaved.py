@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks.embedded import Completion
+from benchmarks.completion import Completion
 from benchmarks.interleaved import InterleavedServer, Served, Throughput, run_interleaved, throughput_of
 from cluster.types import Commit
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from actors.gateway import LinkClient
-from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
+from benchmarks.completion import Completing
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, FixedLength, NgramOptions
 from cluster.errors import LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
+from benchmarks.completion import Completion
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import TruncatedDrafter
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import Overloaded
