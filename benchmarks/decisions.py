@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.round_python import python_times
+from benchmarks.round_python import plain_python_ms, python_times
 from cluster.config import (
     AdaSpecLength,
     CollapseConfig,
@@ -107,8 +107,13 @@ def run(options: BenchOptions) -> BenchResult:
     figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
     num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
     python = {num: python_times(num, num_rounds, step_cost()) for num in NUMS_DRAFTED}
+    plain = {
+        num: [plain_python_ms(num, num_rounds, step_cost(), has_drafter=has) for has in (False, True)] for num in python
+    }
     for num, times_of in python.items():
         figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}
+    for num, (plain_ms, shut_ms) in plain.items():
+        figures |= {f"plain_python_ms.{num}": plain_ms, f"not_queried_python_ms.{num}": shut_ms}
     return BenchResult(
         "decisions",
         figures,
@@ -134,6 +139,11 @@ def run(options: BenchOptions) -> BenchResult:
                 f"a live round of {num} drafted requests: {one.round_ms:.2f} ms of Python on the target's thread, "
                 f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed"
                 for num, one in python.items()
+            ),
+            *(
+                f"a live round of {num} plainly decoded requests: {plain_ms:.2f} ms of Python, {shut_ms:.2f} beside a "
+                "drafter in the target's process that is not queried"
+                for num, (plain_ms, shut_ms) in plain.items()
             ),
             "slot_p99_ms is that of hedge, the default",
             "round_p50_ms is that of outrider, the default of both policies; plan_p50_ms is the plan alone",

@@ -1,14 +1,16 @@
 """What Python costs on a target's thread: rounds of the live loop over an engine and drafters that answer at once.
 
 The links are in memory and the clock is virtual, so what is timed is reading proposals, planning, judging and publishing,
-by the default policies.
+by the default policies. Beside them rounds of requests that are decoded plainly: without drafters, and with a drafter in the
+target's process that is not queried, since its drafts took too long.
 """
 
 import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from cluster.config import OutriderLength
@@ -29,7 +31,8 @@ DRAFT_LEN = 7
 RATE = 0.75  # conditional acceptance of a draft token
 PROMPT_LEN = 100
 ROUNDS_PER_SLOT = 8
-_WARM_UP = 150
+_WARM_UP = 150  # rounds
+_SLOW, _TOO_SLOW_S = "slow", 1.0  # a drafter, and the time of its drafts for a round
 _ADDRESS = "memory://round-python"
 _MODEL = ModelInfo("fake", 50_000, 2**20, (0,), "fake")
 _SEED = 17
@@ -44,25 +47,52 @@ class PythonTimes(NamedTuple):
 
 def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonTimes:
     """Of rounds of ``num_requests`` drafted requests."""
-    rounds = _Rounds(num_requests, cost)
+    rounds = _Rounds(num_requests, cost, [f"d{i}" for i in range(NUM_DRAFTERS)])
     times_s, publish_s = [], []
-    gc.collect()
-    gc.disable()
-    try:
+    with _no_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
             start_s = time.thread_time()
             report = rounds.loop.step(rounds.now_s)
             if number >= _WARM_UP:
                 times_s.append(time.thread_time() - start_s)
-                publish_s.append(max(inbox.sent_s for _, inbox, _ in rounds.drafters) - rounds.pass_end_s)
+                publish_s.append(rounds.last_sent_s - rounds.pass_end_s)
             assert report.executed
             if number % ROUNDS_PER_SLOT == 0:
                 rounds.loop.telemetry.take_observations()
-    finally:
-        gc.enable()
     assert rounds.num_accepted > num_requests * num_rounds, "the drafts were not used"
     return PythonTimes(1e3 * statistics.median(times_s), 1e3 * statistics.median(publish_s))
+
+
+def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_drafter: bool) -> float:
+    """Median of rounds of ``num_requests`` plainly decoded requests. ``has_drafter``: in this process, not queried."""
+    names = [_SLOW] if has_drafter else []
+    rounds = _Rounds(num_requests, cost, names, colocated=True)
+    times_s, last_sent_s = [], 0.0
+    with _no_collection():
+        for number in range(_WARM_UP + num_rounds):
+            rounds.answer()
+            start_s = time.thread_time()
+            rounds.loop.step(rounds.now_s)
+            if number >= _WARM_UP:
+                times_s.append(time.thread_time() - start_s)
+            elif rounds.last_sent_s > last_sent_s:  # it was queried
+                last_sent_s = rounds.last_sent_s
+                rounds.loop.note_inline({_SLOW: _TOO_SLOW_S})
+            if number % ROUNDS_PER_SLOT == 0:
+                rounds.loop.telemetry.take_observations()
+    assert rounds.last_sent_s == last_sent_s, "the drafter was queried while rounds were timed"
+    return 1e3 * statistics.median(times_s)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Inbox(Mailbox):
@@ -78,18 +108,25 @@ class _Inbox(Mailbox):
 class _Rounds:
     """A target loop, its drafters and its gateway; also its engine and clock."""
 
-    def __init__(self, num_requests: int, cost: CostModel) -> None:
+    def __init__(self, num_requests: int, cost: CostModel, names: Sequence[str], colocated: bool = False) -> None:
         self.now_s = 0.0
         self.num_accepted = 0
         self._rng = random.Random(_SEED)
         self._truth = tuple(self._rng.randrange(1, 49_000) for _ in range(200_000))
         self._cost = cost
         self._num_requests = num_requests
-        network, mailbox, names = LocalNetwork(), Mailbox(), [f"d{i}" for i in range(NUM_DRAFTERS)]
-        table = RoutingTable(1, defaults=tuple((name,) for name in names))
+        network, mailbox = LocalNetwork(), Mailbox()
+        table = RoutingTable(1, defaults=tuple((name,) for name in names)) if names else None
         lengths = build_draft_lengths(OutriderLength(), dict.fromkeys(names, DRAFT_LEN))
         self.loop = TargetLoop(
-            self, _MODEL, mailbox, OnlineCost(cost), lambda: self.now_s, table=table, draft_lengths=lengths
+            self,
+            _MODEL,
+            mailbox,
+            OnlineCost(cost),
+            lambda: self.now_s,
+            table=table,
+            draft_lengths=lengths,
+            colocated=names if colocated else (),
         )
         network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", _MODEL.vocab_size, "fake"))
         self.drafters: list[tuple[str, _Inbox, Link]] = []
@@ -109,6 +146,11 @@ class _Rounds:
                 )
             )
         )
+
+    @property
+    def last_sent_s(self) -> float:
+        """Processor time of the thread when a drafter was last sent something."""
+        return max([inbox.sent_s for _, inbox, _ in self.drafters], default=0.0)
 
     def answer(self) -> None:
         """Every drafter proposes for every commit; the gateway drains its mailbox."""

@@ -1,35 +1,23 @@
 """The drafters of a target: which are linked, which follow each request, what they are sent and what they propose."""
 
 import logging
-from collections.abc import Collection, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from dataclasses import replace
 
 from cluster.errors import LinkClosed
-from cluster.fast_dataclass import record
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
 from cluster.types import Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
+from engine.draft_state import DraftState
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
-from engine.telemetry import Telemetry
+from engine.telemetry import RequestRound, Telemetry
 from router.assignment import Chain, drafter_of
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
-
-
-@record
-class _Round:
-    """A commit to learn from. ``drafter``: that it is an observation of; None: of none that is linked."""
-
-    commit: Commit
-    judgement: Judgement | None
-    drafter: str | None
-    elapsed_s: float  # since the request's last commit
-    draft_len: int  # that was allowed
-    missed: bool  # a proposal was expected, and none was at hand
 
 
 class DrafterSessions:
@@ -52,7 +40,8 @@ class DrafterSessions:
         self._proposers = proposers or {}
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
-        self._unlearned: list[_Round] = []
+        self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
+        self._unobserved: list[RequestRound] = []  # of published commits
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
@@ -225,45 +214,56 @@ class DrafterSessions:
                 if outbox is not None:
                     outbox.set_budget(request_id, budget)
 
-    def publish(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
-        """Queues a commit for the drafters that follow the request, unless one last token is left."""
-        draft = sequence.draft
-        outbox = self._outboxes.get(draft.drafter) if draft.drafter is not None else None
-        if sequence.teaches and commit.error is None:  # a failed pass says nothing
-            judgement = draft.judgement
-            drafter = None if outbox is None else draft.drafter
-            if drafter is not None and draft.is_plain and judgement is None:
-                self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
-            elif drafter is not None or judgement is not None:
-                elapsed_s = 0.0 if drafter is None else self._telemetry.note_commit(commit.request_id, now_s)
-                missed = judgement is None and draft.expects_draft
-                self._unlearned.append(_Round(commit, judgement, drafter, elapsed_s, draft.budget.num_tokens, missed))
-        is_last = commit.finish is not None or sequence.max_new_tokens <= 1
-        if not is_last and self.table.scorers:
-            for one in self._outboxes.values():
-                if one is not outbox and commit.request_id in one.scoring:
-                    one.extend(commit.request_id, commit.base_len, commit.token_ids)
-        if outbox is None or is_last:
-            draft.expect_nothing()
+    def publish(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
+        """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
+        outboxes, scorers = (
+            self._outboxes,
+            [box for box in self._outboxes.values() if box.scoring] if self.table.scorers else (),
+        )
+        queried = {name for name in outboxes if self._colocated.is_queried(name)}
+        for sequence, commit in commits:
+            draft, request_id = sequence.draft, commit.request_id
+            drafter = draft.drafter
+            outbox = None if drafter is None else outboxes.get(drafter)
+            if sequence.teaches and commit.error is None:  # a failed pass says nothing
+                self._note_round(draft, commit, None if outbox is None else drafter, now_s)
+            if commit.finish is not None or sequence.max_new_tokens <= 1:
+                draft.expect_nothing()
+                continue
+            for one in scorers:
+                if one is not outbox and request_id in one.scoring:
+                    one.extend(request_id)
+            if outbox is None:
+                draft.expect_nothing()
+                continue
+            outbox.extend(request_id)
+            if draft.is_plain:
+                draft.expect_nothing()
+            else:
+                draft.expect(now_s, drafter in queried)
+
+    def _note_round(self, draft: DraftState, commit: Commit, drafter: str | None, now_s: float) -> None:
+        """``drafter``: that follows the request, if it is linked."""
+        judgement = draft.judgement
+        if judgement is not None:
+            self._unlearned[commit.request_id] = judgement, commit.num_proposed
+        if drafter is None:
             return
-        outbox.extend(commit.request_id, commit.base_len, commit.token_ids)
-        if draft.is_plain:
-            draft.expect_nothing()
-        else:
-            draft.expect(now_s, self._colocated.is_queried(outbox.link.peer.name))
+        if judgement is None and draft.is_plain:
+            self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
+            return
+        elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
+        draft_len = draft.budget.num_tokens
+        self._unobserved.append(RequestRound(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
 
     def learn(self) -> dict[str, Judgement]:
         """Learns from the commits that were published since the last call. Returns the judgements of their proposals."""
-        unlearned, self._unlearned = self._unlearned, []
-        judgements = {}
-        for one in unlearned:
-            judgement = one.judgement
-            if judgement is not None:
-                judgements[one.commit.request_id] = judgement
-                self._telemetry.drafter(judgement.drafter).judged(judgement, one.commit.num_proposed)
-            if one.drafter is not None:
-                self._telemetry.observe(one.commit, one.drafter, one.elapsed_s, judgement, one.draft_len, one.missed)
-        return judgements
+        unlearned, self._unlearned = self._unlearned, {}
+        for judgement, num_proposed in unlearned.values():
+            self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
+        unobserved, self._unobserved = self._unobserved, []
+        self._telemetry.observe(unobserved)
+        return {request_id: judgement for request_id, (judgement, _) in unlearned.items()}
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

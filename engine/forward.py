@@ -2,7 +2,7 @@
 distinguished."""
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,15 @@ from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, LayerParts, Linear, Ops
 from engine.tensor_parallel.ranks import ModelRanks
 
-__all__ = ["CausalModel", "PackedSpan"]
+__all__ = ["CausalModel", "PackedSpan", "PassStates"]
+
+
+class PassStates(NamedTuple):
+    """Hidden states of the rows of a pass, in the order of its spans, in the dtype."""
+
+    final: torch.Tensor  # after the final norm, [rows, hidden]
+    features: torch.Tensor  # after the layers that were asked for, [rows, layers * hidden]
+    slots: torch.Tensor  # of the rows in the KV cache, int64 [rows]
 
 
 class RowWatch(Protocol):
@@ -123,54 +131,53 @@ class CausalModel:
 
         Returns the final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
         """
-        return self.forward_with_hidden_states(spans, cache, ())[0]
+        return self.forward_with_hidden_states(spans, cache, ()).final
 
     @torch.inference_mode()
-    def forward_with_hidden_states(
-        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype. -1 is the
-        embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm."""
+    def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> PassStates:
+        """As ``forward``, with the hidden states after ``layers``, which ascend: -1 is the embedding, i is transformers'
+        ``hidden_states[i + 1]``, so the last layer's is taken after the final norm."""
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
     @torch.inference_mode()
     def forward_watched(
         self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...], watch: RowWatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> PassStates:
         """As ``forward_with_hidden_states``, of the rows that ``watch`` lets stay to the end. The keys and values of the
         others are written to the layers that they reached."""
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers, watch)
 
-    def _pass(
-        self, layout: Layout, cache: KvCache, layers: tuple[int, ...], watch: RowWatch | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...], watch: RowWatch | None = None) -> PassStates:
         residual = self._embed(layout.token_ids).float()  # fp32; a layer's output is residual + delta
         delta: torch.Tensor | None = None
-        kept = {-1: residual.clone()} if -1 in layers else {}  # the layers add to the residual in place
+        num_rows, size = residual.shape
+        kept = residual.new_empty(num_rows, len(layers), size, dtype=self.dtype)
+        num_kept = 0
+        if -1 in layers:
+            kept[:, 0] = residual
+            num_kept = 1
         for index, layer in enumerate(self._layers):
             PASSES.advanced()
             kv = cache.keys[index], cache.values[index]
             delta = layer.run(layout, residual, delta, kv, attends=layout)
-            if index in layers:
-                kept[index] = residual + delta
+            if index in layers and index + 1 < len(self._layers):
+                torch.add(residual, delta, out=kept[:, num_kept])
+                num_kept += 1
             if watch is None or index + 1 == len(self._layers) or index + 1 not in watch.depths:
                 continue
             staying = watch.look(index + 1, residual, delta)
             if staying is not None:
-                layout = layout.keep(staying)
+                layout, kept = layout.keep(staying), kept[staying.rows]
                 residual, delta = residual[staying.rows], delta[staying.rows]
-                kept = {i: states[staying.rows] for i, states in kept.items()}
         PASSES.advanced()
-        hidden = self._ops.add_norm(residual, delta, self._final_norm)
+        hidden, slots = self._ops.add_norm(residual, delta, self._final_norm), layout.slots
         if watch is not None and len(self._layers) in watch.depths:
             staying = watch.look(len(self._layers), hidden, None)
             if staying is not None:
-                hidden = hidden[staying.rows]
-                kept = {i: states[staying.rows] for i, states in kept.items()}
-        if not layers:
-            return hidden, hidden.new_empty(len(hidden), 0)
-        kept[len(self._layers) - 1] = hidden
-        return hidden, torch.cat([kept[layer].to(self.dtype) for layer in layers], dim=-1)
+                hidden, slots, kept = hidden[staying.rows], slots[staying.rows], kept[staying.rows]
+        if num_kept < len(layers):
+            kept[:, num_kept] = hidden
+        return PassStates(hidden, kept.flatten(1), slots)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.kv_cache import cache_zeros
 from engine.models.config import DecoderConfig
@@ -35,19 +34,8 @@ class HiddenStateCache:
         # [num_slots, len(layers) * hidden]
         self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
 
-    def write(self, spans: Sequence[PackedSpan], features: torch.Tensor) -> None:
-        """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass over ``spans``."""
-        if self._rows is not None:
-            block_len = self._block_len
-            slots = [
-                int(span.block_table[position // block_len]) * block_len + position % block_len
-                for span in spans
-                for position in range(span.base_len, span.base_len + len(span.token_ids))
-            ]  # faster than arrays for spans of a few rows
-            self.write_slots(to_device(np.array(slots), self._rows.device), features)
-
-    def write_slots(self, slots: torch.Tensor, features: torch.Tensor) -> None:
-        """As ``write``, for the slots [rows] of the KV cache."""
+    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass. ``slots`` [rows]: of the KV cache."""
         if self._rows is not None:
             self._rows.index_copy_(0, slots, features)
 

@@ -200,13 +200,13 @@ class NativeTarget:
         watch = None if self._exits is None else self._exits.watch(spans, self._states)
         packed = self._packed(spans)
         if watch is None:
-            hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
+            states = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         else:
-            hidden, features = self._model.forward_watched(packed, self._cache, self._features.layers, watch)
+            states = self._model.forward_watched(packed, self._cache, self._features.layers, watch)
             if watch.has_left:
                 spans = watch.trimmed()
-                packed = self._packed(spans)
-        self._features.write(packed, features)
+        hidden = states.final
+        self._features.write(states.slots, states.features)
         scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
         outcomes = self._sample(spans, hidden)
         if watch is not None:

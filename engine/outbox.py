@@ -20,25 +20,25 @@ MAX_COMMITS = 256
 
 @dataclass(slots=True)
 class DrafterOutbox:
-    """What one drafter is to be sent. A full link keeps it, merged, for the next round."""
+    """What one drafter is to be sent. What a full link refused goes with the next message, and so does what is not flushed
+    while the drafter is not queried: a session notes how much of its sequence the drafter knows, and costs no more."""
 
     link: Link
-    followed: set[str] = field(default_factory=set)  # requests with a session at the drafter
+    followed: dict[str, "_Session"] = field(default_factory=dict)  # requests with a session at the drafter
     scoring: set[str] = field(default_factory=set)  # of those, the ones that another drafter drafts for
-    _opens: dict[str, Open] = field(default_factory=dict)
-    _extends: dict[str, Extend] = field(default_factory=dict)
+    _unopened: dict[str, None] = field(default_factory=dict)  # of those, the ones to be opened, or opened anew
+    _extended: dict[str, None] = field(default_factory=dict)  # of those, the ones with commits since the last message
     _budgets: dict[str, DraftBudget] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
 
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
         self.scoring.discard(sequence.request.id)
-        proposers = tuple([drafter_of(name) for name in sequence.draft.chain[:-1]])
-        self._open(sequence, sequence.draft.budget, proposers)
+        self._open(sequence, sequence.draft.budget)
 
     def open_for_scoring(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter only keeps in step, in its spare time."""
-        self._open(sequence, NO_DRAFTS, ())
+        self._open(sequence, NO_DRAFTS)
         self.scoring.add(sequence.request.id)
 
     def start_drafting(self, request_id: str, budget: DraftBudget) -> None:
@@ -55,39 +55,34 @@ class DrafterOutbox:
         if request_id in self.followed:
             self._budgets[request_id] = budget
 
-    def extend(self, request_id: str, base_len: int, token_ids: tuple[int, ...]) -> None:
-        opening = self._opens.get(request_id) if self._opens else None
-        if opening is not None:
-            self._opens[request_id] = replace(opening, token_ids=opening.token_ids + token_ids)
-            return
-        pending = self._extends.get(request_id)
-        if pending is not None:
-            base_len, token_ids = pending.base_len, pending.token_ids + token_ids
-        self._extends[request_id] = Extend(request_id, base_len, token_ids)
+    def extend(self, request_id: str) -> None:
+        """Tokens were committed to a followed request."""
+        if request_id not in self._unopened:
+            self._extended[request_id] = None
 
     def release(self, request_id: str) -> None:
         """Also ends sessions that only the drafter still knows of."""
         self.scoring.discard(request_id)
-        self.followed.discard(request_id)  # last: other threads count those followed less those scored
-        self._opens.pop(request_id, None)
-        self._extends.pop(request_id, None)
-        self._budgets.pop(request_id, None)
+        self.followed.pop(request_id, None)  # last: other threads count those followed less those scored
+        for pending in (self._unopened, self._extended, self._budgets):
+            pending.pop(request_id, None)
         self._releases.add(request_id)
 
     def num_unsent(self) -> int:
         """Committed tokens that are pending."""
-        num_opened = sum([len(one.token_ids) for one in self._opens.values()])
-        return num_opened + sum([len(one.token_ids) for one in self._extends.values()])
+        pending = [self.followed[request_id] for request_id in (*self._unopened, *self._extended)]
+        return sum([len(one.sequence.token_ids) - one.num_sent for one in pending])
 
     def flush(self, table_version: int) -> None:
         """Sends what is pending. Raises LinkClosed as ``_send``."""
-        while self._opens or self._extends or self._budgets or self._releases:
-            opens = self._next_opens()
-            later = self._opens.keys() - opens.keys()
+        while self._unopened or self._extended or self._budgets or self._releases:
+            opened = self._next_to_open()
+            later = self._unopened.keys() - opened
+            extended = [(key, self.followed[key]) for key in self._extended]
             message = DraftRound(
                 table_version,
-                tuple(opens.values()),
-                tuple(self._extends.values()),
+                tuple([self._opening(self.followed[key].sequence) for key in opened]),
+                tuple([Extend(key, one.num_sent, tuple(one.sequence.token_ids[one.num_sent :])) for key, one in extended]),
                 tuple(
                     [
                         Budget(key, one.num_tokens, one.row_price, one.stop, one.ahead_len)
@@ -99,10 +94,12 @@ class DrafterOutbox:
             )
             if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
                 return
-            for request_id in opens:
-                del self._opens[request_id]
+            for session in [self.followed[key] for key in opened] + [one for _, one in extended]:
+                session.num_sent = len(session.sequence.token_ids)
+            for request_id in opened:
+                del self._unopened[request_id]
             self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
-            self._extends.clear()
+            self._extended.clear()
             self._releases.clear()
 
     def flush_releases(self, table_version: int) -> None:
@@ -111,35 +108,48 @@ class DrafterOutbox:
         if message.releases and _send(self.link, message, len(message.releases), MAX_PENDING_RELEASES):
             self._releases.clear()
 
-    def _open(self, sequence: LiveSequence, budget: DraftBudget, proposers: tuple[str, ...]) -> None:
+    def _open(self, sequence: LiveSequence, budget: DraftBudget) -> None:
+        request_id = sequence.request.id
+        self.followed[request_id] = _Session(sequence)
+        self._releases.discard(request_id)
+        self._extended.pop(request_id, None)
+        self._unopened[request_id] = None
+        self._budgets[request_id] = budget
+
+    def _opening(self, sequence: LiveSequence) -> Open:
         request = sequence.request
-        self.followed.add(request.id)
-        self._releases.discard(request.id)
-        self._extends.pop(request.id, None)
         sampling = request.sampling
         if sampling.grammar is not None:  # no drafter masks: its proposals are cut to what the grammar allows
             sampling = replace(sampling, grammar=None)
-        self._opens[request.id] = Open(
+        ahead = () if request.id in self.scoring else sequence.draft.chain[:-1]
+        return Open(
             request.id,
             tuple(sequence.token_ids),
             sequence.prompt_len,
             sampling,
-            proposers,
+            tuple([drafter_of(name) for name in ahead]),
             request.cache_salt,
             request.trace,
         )
-        self._budgets[request.id] = budget
 
-    def _next_opens(self) -> dict[str, Open]:
+    def _next_to_open(self) -> list[str]:
         """As many as one message holds, at least one."""
-        opens: dict[str, Open] = {}
+        opened: list[str] = []
         num_tokens = 0
-        for request_id, opening in self._opens.items():
-            num_tokens += len(opening.token_ids)
-            if opens and num_tokens > MAX_OPENED_TOKENS:
+        for request_id in self._unopened:
+            num_tokens += len(self.followed[request_id].sequence.token_ids)
+            if opened and num_tokens > MAX_OPENED_TOKENS:
                 break
-            opens[request_id] = opening
-        return opens
+            opened.append(request_id)
+        return opened
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A request that a drafter follows. ``num_sent``: committed tokens that it was sent."""
+
+    sequence: LiveSequence
+    num_sent: int = 0
 
 
 @dataclass(slots=True)

@@ -350,7 +350,7 @@ class TargetLoop:
         self.telemetry.num_preempted += 1
 
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
-        commits = []
+        published: list[tuple[LiveSequence, Commit]] = []
         for span, outcome in zip(spans, outcomes, strict=True):
             if outcome.prompt_logprobs:
                 self._gateways.publish(self._sequences.prompt_commits(outcome))
@@ -361,16 +361,18 @@ class TargetLoop:
             if commit.base_len == sequence.prompt_len and commit.token_ids:
                 sequence.first_token_s = now_s
                 commit = replace(commit, prefill=sequence.prefill(now_s))
-            commits.append(commit)
+            published.append((sequence, commit))
+        self._drafters.publish(published, now_s)
+        for sequence, commit in published:
             if self.spans is not None:
                 self.spans.note(sequence, commit, now_s)
-            self._drafters.publish(sequence, commit, now_s)
             if commit.finish is None:
                 sequence.draft.force(commit.request_id)
             else:
                 if sequence.has_slo and commit.finish is not FinishReason.ERROR:
                     self._slo.note_answer(sequence, now_s)
                 self._end(commit.request_id)
+        commits = [commit for _, commit in published]
         self._gateways.publish(commits)
         return commits
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster import messages
+from cluster.fast_dataclass import record
 from cluster.histograms import Histogram
 from cluster.messages import LevelReport
 from cluster.slo import Attainment
@@ -20,6 +21,19 @@ MAX_LEVELS = 1024  # reports, each a sum over a period
 # Upper bounds of histograms.
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 OCTAVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+
+
+@record
+class RequestRound:
+    """A commit of a request that ``drafter`` follows, and may propose ``draft_len`` tokens for. ``judgement``: of the
+    proposal that was at hand, if one was. ``expected``: one should have been. ``elapsed_s``: since its last commit."""
+
+    commit: Commit
+    drafter: str
+    judgement: Judgement | None = None
+    draft_len: int = 0
+    expected: bool = False
+    elapsed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -150,30 +164,26 @@ class Telemetry:
         self._committed_s[request_id] = now_s
         return (self.step_s or 0.0) if before_s is None else now_s - before_s
 
-    def observe(
-        self,
-        commit: Commit,
-        drafter: str,
-        elapsed_s: float,
-        judgement: Judgement | None = None,
-        draft_len: int = 0,
-        missed: bool = False,
-    ) -> None:
-        """Counts a round of a request that ``drafter`` follows and may propose ``draft_len`` tokens for. ``judgement``: of
-        its proposal, if one was at hand. ``missed``: none was, though one was expected."""
-        key = (commit.request_id, drafter)
+    def observe(self, rounds: Iterable[RequestRound]) -> None:
+        """Counts rounds of requests that a drafter follows."""
         with self._taking:
-            tally = self._observations.get(key)
-            if tally is None:
-                if len(self._observations) >= MAX_OBSERVATIONS:  # no router collects them: drop the oldest
-                    self._observations.pop(next(iter(self._observations)))
-                tally = self._observations[key] = _Tally()
-            tally.num_rounds += 1
-            tally.num_proposed += commit.num_proposed
-            tally.num_accepted += commit.num_accepted
-            tally.num_committed += len(commit.token_ids)
-            tally.elapsed_s += elapsed_s
-            tally.num_missed += missed
-            if judgement is not None:
-                failed = judgement.failed(len(commit.token_ids), draft_len, ended=commit.finish is not None)
-                count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)
+            observations = self._observations
+            for one in rounds:
+                commit, judgement = one.commit, one.judgement
+                key = (commit.request_id, one.drafter)
+                tally = observations.get(key)
+                if tally is None:
+                    if len(observations) >= MAX_OBSERVATIONS:  # no router collects them: drop the oldest
+                        observations.pop(next(iter(observations)))
+                    tally = observations[key] = _Tally()
+                num_committed = len(commit.token_ids)
+                tally.num_rounds += 1
+                tally.num_proposed += commit.num_proposed
+                tally.num_accepted += commit.num_accepted
+                tally.num_committed += num_committed
+                tally.elapsed_s += one.elapsed_s
+                if judgement is not None:
+                    failed = judgement.failed(num_committed, one.draft_len, ended=commit.finish is not None)
+                    count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)
+                elif one.expected:
+                    tally.num_missed += 1

@@ -40,7 +40,7 @@ class HiddenStateReader:
         kv_cache = self._kv_cache_of(sum(num_blocks))
         tables = torch.arange(sum(num_blocks), dtype=torch.int32).split(num_blocks)
         spans = [PackedSpan(0, a.token_ids, table.numpy()) for a, table in zip(answers, tables, strict=True)]
-        _, features = self._target.model.forward_with_hidden_states(spans, kv_cache, self._layers)
+        features = self._target.model.forward_with_hidden_states(spans, kv_cache, self._layers).features
         found = {}
         for answer, part in zip(answers, features.split(lens), strict=True):
             # Clones are no inference tensors, so autograd may save them for the backward pass.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.batch_layout import PackedSpan, pack
-from engine.forward import CausalModel
+from engine.forward import CausalModel, PassStates
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
@@ -22,16 +22,13 @@ PADDED_ROWS = (1, 2, 4, 8, 16, 32)
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     buffer: torch.Tensor  # the layout that the graph reads: overwritten before a replay
     table_width: int
     graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor  # what it writes, [padded rows, hidden]
-    features: torch.Tensor  # and [padded rows, layers * hidden]
+    states: PassStates  # of the padded rows, which it writes
     cache: KvCache  # kept alive, so that no other cache gets its address
 
 
@@ -50,7 +47,7 @@ class GraphedModel(CausalModel):
         self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
-    def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> Outputs:
+    def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> PassStates:
         num_rows = sum(len(span.token_ids) for span in spans)
         if not 1 <= num_rows <= PADDED_ROWS[-1]:
             return super().forward_with_hidden_states(spans, cache, layers)
@@ -67,7 +64,7 @@ class GraphedModel(CausalModel):
         )
         captured.buffer.copy_(host.buffer, non_blocking=True)
         captured.graph.replay()
-        return captured.hidden[:num_rows], captured.features[:num_rows]
+        return PassStates(*(states[:num_rows] for states in captured.states))
 
     @torch.inference_mode()
     def warm_up(self, cache: KvCache) -> None:
@@ -85,12 +82,12 @@ class GraphedModel(CausalModel):
         host = pack((), cache.block_len, self._inverse_frequencies, self.device, num_padding=num_rows, table_width=width)
         buffer = host.buffer.to(self.device, copy=True)
         layout = host.layout(buffer)
-        graph, (hidden, features) = record(lambda: self._pass(layout, cache, layers), self.device, self._pool)
+        graph, states = record(lambda: self._pass(layout, cache, layers), self.device, self._pool)
         self._pool = graph.pool()
-        return _Captured(buffer, width, graph, hidden, features, cache)
+        return _Captured(buffer, width, graph, states, cache)
 
 
-def record(compute: Callable[[], Outputs], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+def record(compute: Callable[[], PassStates], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, PassStates]:
     """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes. Other threads may use the
     device meanwhile: the capture restricts only its own thread."""
     stream = torch.cuda.Stream(device)

@@ -207,7 +207,7 @@ class VllmTarget:
         with self._lock:
             if result is not None and result.slots is not None and result.features is not None:
                 device = torch.device(self._limits.device)
-                self._features.write_slots(result.slots.to(device), result.features.to(device))
+                self._features.write(result.slots.to(device), result.features.to(device))
             scheduler.update_from_output(scheduled, output)
             self._computed_before.clear()
         found = {} if result is None else result.outcomes

@@ -75,7 +75,7 @@ class Target:
         self._allow(sequence)
         commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
         assert commit is not None
-        self.drafters.publish(sequence, commit, self.now_s)
+        self.drafters.publish([(sequence, commit)], self.now_s)
         self.drafters.learn()
         if commit.finish is not None:
             self.sequences.remove(request_id)
@@ -85,7 +85,7 @@ class Target:
         span = self.sequences.span_input(Span(sequence.request.id, 1, 0))
         commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
         assert commit is not None
-        self.drafters.publish(sequence, commit, self.now_s)
+        self.drafters.publish([(sequence, commit)], self.now_s)
         self.drafters.learn()
 
     def seen(self) -> Observation:

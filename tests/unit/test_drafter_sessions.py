@@ -72,14 +72,14 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
     for _ in range(100):
         base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))  # decoded plainly, while the drafter drafts
-        drafters.publish(sequence, Commit("r", base_len, (5, 6)), 1.0)
+        drafters.publish([(sequence, Commit("r", base_len, (5, 6)))], 1.0)
         drafts = tuple(token if i < num_right else 8 for i, token in enumerate((5, 6, 5, 6)))
         drafters.receive(link, ProposalRound(0, (Proposal("r", base_len, drafts, (0.9,) * 4, "d"),)), 2.0)
         assert (sequence.draft.proposal is not None) == (num_right == 4)
         base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))
         sequence.draft.judge((5, 6))
-        drafters.publish(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0), 3.0)
+        drafters.publish([(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))], 3.0)
         drafters.learn()
     assert telemetry.drafter("d").accepted_per_round == pytest.approx(expected, abs=0.05)
 
@@ -133,7 +133,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     }  # fmt: skip
     assert dict(drafters.num_followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
     sequence.token_ids.extend((5, 6))
-    drafters.publish(sequence, Commit("r", 3, (5, 6)), 1.0)
+    drafters.publish([(sequence, Commit("r", 3, (5, 6)))], 1.0)
     drafters.flush()
     assert [len(sent_to(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
     drafters.receive(links["b"], ProposalRound(0, scores=(DraftScore("r", 3, 2, 3), DraftScore("r", 5, 0, 1))), 1.0)
@@ -188,7 +188,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
     drafters.assign(sequence)
     drafters.set_budgets({"r": DraftBudget(4)})
-    drafters.publish(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
+    drafters.publish([(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1))], 1.0)
     drafters.flush()
     drafters.learn()
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
@@ -262,7 +262,8 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     # None of the requests of the pass has it.
     companions.choose(1, 3, (), prompts_wait=False, num_missed=drafters.num_unsent)
     unsent = add("unsent")
-    drafters.publish(second, Commit("second", 3, (5,)), 1.0)
+    second.token_ids.append(5)
+    drafters.publish([(second, Commit("second", 3, (5,)))], 1.0)
     assert drafters.num_unsent("d") == 4
     end(first)
     end(unsent)
@@ -274,6 +275,6 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     assert replace(message, releases=()) == DraftRound(0)
     companions.choose(1, 3, ("d",), prompts_wait=False, num_missed=drafters.num_unsent)
     drafters.flush()
-    assert [one.request_id for one in link.sent[-1].extends] == ["second"]
+    assert [(one.request_id, one.base_len, one.token_ids) for one in link.sent[-1].extends] == [("second", 3, (5,))]
     assert not link.sent[-1].opens
     assert not link.sent[-1].releases

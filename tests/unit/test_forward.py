@@ -117,12 +117,13 @@ def test_hidden_states_of_chosen_layers_can_leave_a_pass(tmp_path: Path) -> None
     cache = model.new_cache(2, BLOCK_LEN)
     token_ids = list(range(20))
     spans = [PackedSpan(0, token_ids, np.array([0, 1], np.int32))]
-    hidden, kept = model.forward_with_hidden_states(spans, cache, (-1, 1))
+    hidden, kept, slots = model.forward_with_hidden_states(spans, cache, (-1, 1))
     with torch.no_grad():
         expected = theirs(torch.tensor([token_ids]), output_hidden_states=True)
     theirs_kept = torch.cat([expected.hidden_states[0][0], expected.hidden_states[2][0]], dim=-1)
     torch.testing.assert_close(kept, theirs_kept, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.logits(hidden), expected.logits[0], rtol=1e-4, atol=2e-4)
+    assert slots.tolist() == list(range(20))
 
 
 def test_a_pass_needs_tokens(tmp_path: Path) -> None:

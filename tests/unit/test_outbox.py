@@ -71,22 +71,36 @@ def test_drafters_are_not_sent_the_grammar() -> None:
     assert message.opens[0].sampling == SamplingParams(max_tokens=9, seed=4)
 
 
+def commit(one: LiveSequence, port: DrafterOutbox, *token_ids: int) -> None:
+    one.token_ids.extend(token_ids)
+    port.extend(one.request.id)
+
+
 def test_what_a_full_link_refused_goes_with_the_next_round() -> None:
-    link = FakeLink(refuse(LinkFull("slow")))
+    link, a, b = FakeLink(), sequence("a"), sequence("b", 7)
     port = DrafterOutbox(link)
-    port.open(sequence("a"))
+    port.open(b)
     port.flush(1)
-    port.extend("a", 4, (5,))
-    port.extend("b", 7, (1,))
+    link.behave = refuse(LinkFull("slow"))
+    port.open(a)
     port.flush(1)
-    port.extend("b", 8, (2, 3))
+    commit(a, port, 5)
+    commit(b, port, 1)
+    port.flush(1)
+    commit(b, port, 2, 3)
+    assert port.num_unsent() == 5 + 3
     link.behave = lambda _: None
     port.flush(2)
-    (message,) = link.sent
+    message = link.sent[-1]
     assert isinstance(message, DraftRound)
-    assert message.opens[0].token_ids == (1, 1, 1, 1, 5)
+    assert [one.token_ids for one in message.opens] == [(1, 1, 1, 1, 5)]
     (extend,) = message.extends
     assert (extend.base_len, extend.token_ids) == (7, (1, 2, 3))
+    commit(a, port, 6)
+    port.flush(3)
+    assert isinstance(link.sent[-1], DraftRound)
+    assert [(one.base_len, one.token_ids) for one in link.sent[-1].extends] == [(5, (6,))]
+    assert port.num_unsent() == 0
 
 
 def test_a_new_bound_reaches_those_that_are_followed() -> None:

@@ -20,7 +20,7 @@ from cluster.config import (
     SuffixOptions,
 )
 from cluster.types import Commit, FinishReason, RoutingTable
-from engine.telemetry import Telemetry
+from engine.telemetry import RequestRound, Telemetry
 from router.assignment import (
     Chain,
     MemberCosts,
@@ -235,7 +235,8 @@ def test_measured_costs_are_a_straight_line_through_what_was_measured() -> None:
 def committed(
     telemetry: Telemetry, num_tokens: int, judgement: Judgement | None, finish: FinishReason | None = None
 ) -> None:
-    telemetry.observe(Commit("r", 10, (5,) * num_tokens, drafter="d", finish=finish), "d", 1.0, judgement, draft_len=4)
+    commit = Commit("r", 10, (5,) * num_tokens, drafter="d", finish=finish)
+    telemetry.observe([RequestRound(commit, "d", judgement, draft_len=4, elapsed_s=1.0)])
 
 
 @pytest.mark.parametrize(

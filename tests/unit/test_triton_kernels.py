@@ -16,7 +16,7 @@ from drafters.dspark import backbone
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine.batch_layout import lay_out
-from engine.forward import PackedSpan
+from engine.forward import PackedSpan, PassStates
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops, TorchOps
@@ -38,7 +38,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from engine.cuda import graphs
-from engine.cuda.graphs import GraphedModel, Outputs
+from engine.cuda.graphs import GraphedModel
 from engine.cuda.ops import CudaOps
 
 pytestmark = pytest.mark.slow
@@ -132,7 +132,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: torch.dtype) -
 class Recorded:
     """A graph that computes again what was recorded, into the same tensors."""
 
-    def __init__(self, compute: Callable[[], Outputs], outputs: Outputs) -> None:
+    def __init__(self, compute: Callable[[], PassStates], outputs: PassStates) -> None:
         self._compute, self._outputs = compute, outputs
 
     def pool(self) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs without a device: a list with the rows of each that was recorded."""
     rows = []
 
-    def record(compute: Callable[[], Outputs], device: torch.device, pool: object) -> tuple[Recorded, Outputs]:
+    def record(compute: Callable[[], PassStates], device: torch.device, pool: object) -> tuple[Recorded, PassStates]:
         outputs = compute()
         rows.append(len(outputs[0]))
         return Recorded(compute, outputs), outputs
