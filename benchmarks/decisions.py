@@ -112,6 +112,7 @@ def run(options: BenchOptions) -> BenchResult:
     }
     for num, times_of in python.items():
         figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}
+        figures[f"idle_python_ms.{num}"] = times_of.idle_ms
     for num, (plain_ms, shut_ms) in plain.items():
         figures |= {f"plain_python_ms.{num}": plain_ms, f"not_queried_python_ms.{num}": shut_ms}
     return BenchResult(
@@ -137,7 +138,8 @@ def run(options: BenchOptions) -> BenchResult:
         notes=(
             *(
                 f"a live round of {num} drafted requests: {one.round_ms:.2f} ms of Python on the target's thread, "
-                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed"
+                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed; "
+                f"{one.idle_ms:.2f} between two passes of a device that computes asynchronously"
                 for num, one in python.items()
             ),
             *(

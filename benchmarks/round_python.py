@@ -32,6 +32,7 @@ RATE = 0.75  # conditional acceptance of a draft token
 PROMPT_LEN = 100
 ROUNDS_PER_SLOT = 8
 _WARM_UP = 150  # rounds
+_NAMES = [f"d{i}" for i in range(NUM_DRAFTERS)]
 _SLOW, _TOO_SLOW_S = "slow", 1.0  # a drafter, and the time of its drafts for a round
 _ADDRESS = "memory://round-python"
 _MODEL = ModelInfo("fake", 50_000, 2**20, (0,), "fake")
@@ -43,11 +44,20 @@ class PythonTimes(NamedTuple):
 
     round_ms: float  # of a whole round
     publish_ms: float  # of that, from the end of the pass until the last drafter is sent what was committed
+    idle_ms: float  # between two passes, where the device computes asynchronously: what it waits for
 
 
 def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonTimes:
     """Of rounds of ``num_requests`` drafted requests."""
-    rounds = _Rounds(num_requests, cost, [f"d{i}" for i in range(NUM_DRAFTERS)])
+    times_s, publish_s = _drafted_s(_Rounds(num_requests, cost, _NAMES), num_rounds)
+    rounds = _Rounds(num_requests, cost, _NAMES, is_asynchronous=True)
+    _drafted_s(rounds, num_rounds)
+    idle_s = rounds.idle_s[-num_rounds:]
+    return PythonTimes(*(1e3 * statistics.median(found) for found in (times_s, publish_s, idle_s)))
+
+
+def _drafted_s(rounds: "_Rounds", num_rounds: int) -> tuple[list[float], list[float]]:
+    """Of whole rounds, and of parts as in ``PythonTimes``."""
     times_s, publish_s = [], []
     with _no_collection():
         for number in range(_WARM_UP + num_rounds):
@@ -60,8 +70,8 @@ def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonT
             assert report.executed
             if number % ROUNDS_PER_SLOT == 0:
                 rounds.loop.telemetry.take_observations()
-    assert rounds.num_accepted > num_requests * num_rounds, "the drafts were not used"
-    return PythonTimes(1e3 * statistics.median(times_s), 1e3 * statistics.median(publish_s))
+    assert rounds.num_accepted > rounds.num_requests * num_rounds, "the drafts were not used"
+    return times_s, publish_s
 
 
 def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_drafter: bool) -> float:
@@ -108,13 +118,25 @@ class _Inbox(Mailbox):
 class _Rounds:
     """A target loop, its drafters and its gateway; also its engine and clock."""
 
-    def __init__(self, num_requests: int, cost: CostModel, names: Sequence[str], colocated: bool = False) -> None:
+    def __init__(
+        self,
+        num_requests: int,
+        cost: CostModel,
+        names: Sequence[str],
+        *,
+        colocated: bool = False,
+        is_asynchronous: bool = False,
+    ) -> None:
+        self.is_asynchronous = is_asynchronous
+        self.meanwhile: Callable[[], None] | None = None
+        self.idle_s: list[float] = []  # processor time of the thread between passes
+        self._gateway_s = 0.0  # and of gateway and drafters since the last pass
         self.now_s = 0.0
         self.num_accepted = 0
         self._rng = random.Random(_SEED)
         self._truth = tuple(self._rng.randrange(1, 49_000) for _ in range(200_000))
         self._cost = cost
-        self._num_requests = num_requests
+        self.num_requests = num_requests
         network, mailbox = LocalNetwork(), Mailbox()
         table = RoutingTable(1, defaults=tuple((name,) for name in names)) if names else None
         lengths = build_draft_lengths(OutriderLength(), dict.fromkeys(names, DRAFT_LEN))
@@ -154,6 +176,7 @@ class _Rounds:
 
     def answer(self) -> None:
         """Every drafter proposes for every commit; the gateway drains its mailbox."""
+        start_s = time.thread_time()
         self._inbox.drain()
         for name, inbox, link in self.drafters:
             proposals = []
@@ -164,6 +187,7 @@ class _Rounds:
                     proposals += [self._proposal(request_id, length, name) for request_id, length in lens]
             if proposals:
                 link.send(ProposalRound(1, tuple(proposals)))
+        self._gateway_s = time.thread_time() - start_s
 
     def _proposal(self, request_id: str, base_len: int, drafter: str) -> Proposal:
         start = self._place(request_id) + base_len
@@ -185,6 +209,9 @@ class _Rounds:
         return 0
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        self.idle_s.append(time.thread_time() - self.pass_end_s - self._gateway_s)
+        if self.meanwhile is not None:
+            self.meanwhile()
         outcomes = []
         for span in spans:
             if not span.samples:
@@ -206,6 +233,6 @@ class _Rounds:
     def release(self, request_id: str) -> None: ...
 
     def capacity(self) -> Capacity:
-        return Capacity(16, 2**20, 2**19, 2 * self._num_requests, 2**14, _MODEL.max_model_len)
+        return Capacity(16, 2**20, 2**19, 2 * self.num_requests, 2**14, _MODEL.max_model_len)
 
     def check_integrity(self) -> None: ...

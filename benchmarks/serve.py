@@ -1,11 +1,13 @@
 """Overhead of HTTP, Ray Serve and separate processes over the same cluster in one process, and their memory."""
 
 import asyncio
+import random
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +38,7 @@ NUM_STREAMS = 8
 MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut
 MAX_PROMPT_LEN = 512
 SAMPLE_PERIOD_S = 0.5
+NUM_BURST, PREFIX_LEN, OWN_LEN, NUM_BURST_TOKENS = 40, 800, 12, 16  # requests, prompt tokens, output tokens
 IN_PROCESS = "in process"
 
 
@@ -44,16 +47,19 @@ class BenchFailed(OutriderError):
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``peak_pss_gb``, and their components.
+    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``cached_ttft_over_short``, ``peak_pss_gb``, and their
+    components.
 
-    Both clusters answer the same requests in turn (A B A B), one idle while the other works.
+    Both clusters answer the same requests in turn (A B A B), one idle while the other works. So do bursts of requests to the
+    server, whose prompts begin with a cached prefix or are only what the others have behind it: the floor of their TTFT.
     """
     num_rounds, num_requests, num_tokens, num_single = (2, 8, 96, 10) if options.quick else (4, 16, 128, 20)
     console = Console(stderr=True)
     config = local_config(options.model)
     set_threads(config.target.resources.threads)
     folder = ensure_model(options.model)
-    prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single)))
+    tokenized = asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single))
+    prompts, prefix = iter(tokenized), tuple(islice(cycle(chain.from_iterable(tokenized)), PREFIX_LEN))
 
     def load(name: str) -> list[LoadRequest]:
         """Fresh prompts, since drafters remember answers."""
@@ -70,11 +76,13 @@ def run(options: BenchOptions) -> BenchResult:
             pairs.append(asyncio.run(bench.throughput(load(f"round-{number}"))))
         console.print("serve: time to first token of an idle server", highlight=False)
         ttfts = asyncio.run(bench.ttft([LoadRequest(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
+        console.print("serve: bursts of requests that share a cached prefix", highlight=False)
+        bursts = [asyncio.run(bench.burst(prefix, number)) for number in range(num_rounds)]
         console.print("serve: memory under load", highlight=False)
         held = asyncio.run(bench.memory(load("memory")))
         console.print("serve: CPU under load", highlight=False)
         cpu_ms = asyncio.run(bench.cpu_ms_per_token(load("cpu")))
-    return _result(pairs, ttfts, held, cpu_ms)
+    return _result(pairs, ttfts, bursts, held, cpu_ms)
 
 
 def local_config(model: str, target: TargetConfig | None = None) -> Config:
@@ -146,6 +154,18 @@ class _ServeBench:
             pairs.append((http.ttft_s, own.ttft_s))
         return pairs
 
+    async def burst(self, prefix: tuple[int, ...], number: int) -> tuple[float, float]:
+        """Median TTFT of NUM_BURST requests at once, in seconds: behind the prefix, which is cached, and without it."""
+        rng = random.Random(number)
+        checked([await self._http.ask(LoadRequest(f"prefix-{number}", prefix, 1))])
+
+        async def median_s(name: str, before: tuple[int, ...]) -> float:
+            own = [tuple(rng.choices(prefix, k=OWN_LEN)) for _ in range(NUM_BURST)]
+            asks = [LoadRequest(f"{name}-{number}-{i}", (*before, *one), NUM_BURST_TOKENS) for i, one in enumerate(own)]
+            return statistics.median([a.ttft_s for a in checked(await run_streams(self._http.ask, asks, NUM_BURST))])
+
+        return await median_s("cached", prefix), await median_s("short", ())
+
     async def memory(self, asks: Sequence[LoadRequest]) -> dict[str, int]:
         """Memory of each process of the server when their sum was largest."""
         samples: list[dict[str, int]] = []
@@ -197,6 +217,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 def _result(
     pairs: Sequence[tuple[list[TimedAnswer], list[TimedAnswer]]],
     ttfts: Sequence[tuple[float, float]],
+    bursts: Sequence[tuple[float, float]],
     held: Mapping[str, int],
     cpu_ms: Mapping[str, float],
 ) -> BenchResult:
@@ -204,6 +225,8 @@ def _result(
     figures = {
         "throughput_over_in_process": statistics.median(ratios),
         "ttft_overhead_ms": 1e3 * statistics.median(http - own for http, own in ttfts),
+        "cached_ttft_ms": 1e3 * statistics.median(cached_s for cached_s, _ in bursts),
+        "cached_ttft_over_short": statistics.median(cached_s / short_s for cached_s, short_s in bursts),
         "peak_pss_gb": sum(held.values()) / 2**30,
         "http.cpu_ms_per_token": sum(ms for name, ms in cpu_ms.items() if name != IN_PROCESS),
         "in_process.cpu_ms_per_token": cpu_ms[IN_PROCESS],
@@ -241,5 +264,9 @@ def _result(
                 tuple((name, size / 2**20, cpu_ms.get(name, 0.0)) for name, size in largest_first),
             ),
         ),
-        notes=(f"ratios of the rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}",),
+        notes=(
+            f"ratios of the rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}",
+            f"median TTFT of {NUM_BURST} requests at once, of {PREFIX_LEN} cached and {OWN_LEN} own tokens, and of own "
+            f"tokens alone: {', '.join(f'{1e3 * one:.0f} and {1e3 * other:.0f} ms' for one, other in bursts)}",
+        ),
     )

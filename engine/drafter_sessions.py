@@ -256,14 +256,17 @@ class DrafterSessions:
         draft_len = draft.budget.num_tokens
         self._unobserved.append(RequestRound(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
 
-    def learn(self) -> dict[str, Judgement]:
-        """Learns from the commits that were published since the last call. Returns the judgements of their proposals."""
+    def judgements(self) -> dict[str, Judgement]:
+        """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
+        return {request_id: judgement for request_id, (judgement, _) in self._unlearned.items()}
+
+    def learn(self) -> None:
+        """Learns from the commits that were published since the last call."""
         unlearned, self._unlearned = self._unlearned, {}
         for judgement, num_proposed in unlearned.values():
             self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
         unobserved, self._unobserved = self._unobserved, []
         self._telemetry.observe(unobserved)
-        return {request_id: judgement for request_id, (judgement, _) in unlearned.items()}
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

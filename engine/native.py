@@ -1,7 +1,7 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,6 +93,7 @@ class NativeTarget:
         self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
         self._exits: Exits | None = None
+        self.meanwhile: Callable[[], None] | None = None
         self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -165,6 +166,10 @@ class NativeTarget:
     def operators(self) -> str:
         return type(self._model.ops).__name__
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._model.device.type == "cuda"
+
     def close(self) -> None:
         """It started nothing."""
 
@@ -207,6 +212,8 @@ class NativeTarget:
                 spans = watch.trimmed()
         hidden = states.final
         self._features.write(states.slots, states.features)
+        if self.meanwhile is not None:
+            self.meanwhile()
         scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
         outcomes = self._sample(spans, hidden)
         if watch is not None:

@@ -1,6 +1,7 @@
 """What a pass computed and took, and what is learned from that: the cost model, the decode rate, the row price."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
 from cluster.fast_dataclass import record
@@ -58,6 +59,15 @@ class PassCounts:
         return cost.step_s(self.num_rows, self.num_context) - cost.step_s(num_decode_rows, self.num_context)
 
 
+@record
+class PlannedBatch:
+    """The requests of a plan that decode."""
+
+    num_decoding: int
+    plain_s: float  # of a plain pass of them, or of the last plan that had some
+    tokens_per_s: float | None  # that they decode; None: there have been none yet
+
+
 class PassCosts:
     """Corrects the cost model by the passes, if it is one that learns, and prices the rows of the next pass."""
 
@@ -65,18 +75,20 @@ class PassCosts:
         self._cost = cost
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
-        self._num_decoding, self._plain_s = 0, 0.0  # requests of the present batch that decode, and a plain pass of them
-        self.tokens_per_s: float | None = None  # that the present batch decodes; None: it has been none yet
+        self.planned = PlannedBatch(0, 0.0, None)
         self._row_price = DecayedMean()
         self.drafting = DraftingMonitor(cost)
 
     def plan(self, num_decoding: int, num_context: int) -> None:
         """So many requests decode from now on: as fast, over plain decoding, as the last rounds did."""
-        self._num_decoding = num_decoding
-        if num_decoding:
-            self._plain_s = self._cost.step_s(num_decoding, num_context)
-            over_plain = self._decode_rate.over_plain
-            self.tokens_per_s = num_decoding / self._plain_s * (1.0 if over_plain is None else over_plain)
+        if not num_decoding:
+            self.planned = replace(self.planned, num_decoding=0)
+            return
+        plain_s = self._cost.step_s(num_decoding, num_context)
+        over_plain = self._decode_rate.over_plain
+        self.planned = PlannedBatch(
+            num_decoding, plain_s, num_decoding / plain_s * (1.0 if over_plain is None else over_plain)
+        )
 
     def interrupt(self) -> None:
         """Nothing was wanted: the time until the next pass says nothing of decoding."""
@@ -84,9 +96,16 @@ class PassCosts:
         self.drafting.interrupt()
 
     def note(
-        self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit], best_left_out: float
+        self,
+        began_s: float,
+        pass_s: float,
+        counts: PassCounts,
+        commits: Sequence[Commit],
+        planned: PlannedBatch,
+        best_left_out: float,
     ) -> None:
-        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan."""
+        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``planned``, ``best_left_out``: of
+        its plan; the next one may be made already."""
         # A pass with prompts does not correct the model, for their rows are not all sampled.
         if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
             self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)
@@ -94,14 +113,14 @@ class PassCosts:
             self.interrupt()
             return
         num_tokens, prompts_s = counts.num_decoded(commits), counts.prompts_s(self._cost)
-        self._decode_rate.note(began_s, num_tokens, prompts_s, self._num_decoding, self._plain_s)
+        self._decode_rate.note(began_s, num_tokens, prompts_s, planned.num_decoding, planned.plain_s)
         num_rows, num_context = counts.num_sampled_rows, counts.num_sampled_context
         if counts.prompts:
             self.drafting.interrupt(began_s)
         else:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
-        if self.tokens_per_s is not None:
-            price = row_price(self.tokens_per_s, num_rows, num_context, self._cost, best_left_out)
+        if planned.tokens_per_s is not None:
+            price = row_price(planned.tokens_per_s, num_rows, num_context, self._cost, best_left_out)
             self._row_price.add(price, PRICE_PASSES)
 
     @property

@@ -16,6 +16,7 @@ from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
+from engine.lessons import Lesson, Lessons
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
 from engine.request_checks import refusal
@@ -105,6 +106,7 @@ class TargetLoop:
         self._newest_table = table or RoutingTable(version=0)
         self._colocated = ColocatedDrafters(colocated, cost)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
+        self._lessons = Lessons(engine, self._drafters, self._colocated, self._pass_costs, self.telemetry)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
         self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
@@ -152,6 +154,7 @@ class TargetLoop:
 
     def run_resumably(self, stop: threading.Event) -> None:
         """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
+        self._lessons.learn()
         self._pass_costs.interrupt()
         try:
             while not stop.is_set():
@@ -201,6 +204,7 @@ class TargetLoop:
             awaited = {self._sequences[request_id].draft.drafter for request_id in plan.held}
             self._colocated.note_plan(awaited, not plan.is_empty, now_s)
         if plan.is_empty:
+            self._lessons.learn()
             if not plan.held:  # else the wait for proposals is part of the round
                 self._pass_costs.interrupt()
             self._flush()
@@ -233,7 +237,9 @@ class TargetLoop:
         return ()
 
     def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
-        """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass."""
+        """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass. A device
+        that computes asynchronously begins the next pass first."""
+        self._lessons.learn()  # from the pass before, unless that was done while this one was computed
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
         # Prompts fill the next pass as they filled this one.
@@ -246,16 +252,15 @@ class TargetLoop:
             self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=num_missed)
         commits = self._commit(begun.spans, outcomes, end_s)
         self._drafters.flush()  # they draft while this thread learns
-        judgements = self._drafters.learn()
-        if self._colocated and counts.num_sampled:
-            self._colocated.note_pass(commits, *sampled, counts.num_prompt_rows if prompts_wait else 0)
-        self._pass_costs.note(begun.began_s, self._pass_s, counts, commits, begun.plan.best_left_out)
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
+            judgements = self._drafters.judgements()
             self._draft_lengths.learn(PassFeedback(commits, judgements, self._pass_s, end_s - since_s))
         self._last_end_s = end_s if self._sequences else None
-        self.telemetry.record(counts.num_rows, commits, end_s - begun.began_s, end_s)
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
+        of_plan = self._pass_costs.planned, begun.plan.best_left_out
+        lesson = Lesson(counts, commits, *of_plan, prompts_wait, begun.began_s, self._pass_s, end_s)
+        self._lessons.add(lesson, is_last=not self._sequences)
         self._flush()
         if not self._sequences:
             self._engine.check_integrity()
@@ -323,7 +328,7 @@ class TargetLoop:
         costs.plan(len(ready), sum([view.committed_len for view in ready]))
         has_slo = any(view.slo is not None for view in ready)
         limits = round_limits(ready, (), self._cost, now_s) if has_slo else NO_LIMITS
-        rates = costs.row_price, costs.tokens_per_s
+        rates = costs.row_price, costs.planned.tokens_per_s
         batch = BatchState(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:

@@ -1,7 +1,7 @@
 """The interface between the round and the engine that computes the target's tokens."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cluster.fast_dataclass import record
 from cluster.types import Request, TokenLogprobs
@@ -80,6 +80,17 @@ class TargetEngine(PrefixCache, Protocol):
         """For an idle engine. Raises AssertionError when blocks and sequences disagree; RankLost: it can compute no more."""
 
 
+@runtime_checkable
+class AsynchronousEngine(Protocol):
+    """A ``TargetEngine`` whose device may compute while the round's thread does something else."""
+
+    meanwhile: Callable[[], None] | None  # called in each ``execute`` when the pass is launched, before it is waited for
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether its device does."""
+
+
 class FeatureSource(Protocol):
     """What drafters in the target's process read of it, from threads of their own, also while a pass runs."""
 
@@ -100,7 +111,7 @@ class FeatureSource(Protocol):
         """
 
 
-class LoadedTarget(TargetEngine, FeatureSource, Protocol):
+class LoadedTarget(TargetEngine, AsynchronousEngine, FeatureSource, Protocol):
     """The target of a configuration file, by whichever engine."""
 
     @property

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,6 +128,7 @@ class VllmTarget:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
+        self.meanwhile: Callable[[], None] | None = None
         self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
         self._waiting: dict[str, _Waiting] = {}  # requests of which it was asked what is cached
         self._computed_before: dict[str, int] = {}  # tokens of the requests in the pass under way, without those it computes
@@ -198,6 +199,8 @@ class VllmTarget:
             scheduled: SchedulerOutput = scheduler.schedule()
         future = executor.execute_model(scheduled, non_block=True)
         grammar = scheduler.get_grammar_bitmask(scheduled)
+        if self.meanwhile is not None:
+            self.meanwhile()
         output: ModelRunnerOutput | None = future.result()
         if output is None:
             output = executor.sample_tokens(grammar)
@@ -247,6 +250,10 @@ class VllmTarget:
             assert not scheduler.running, "vLLM runs requests that it does not know"
             free = self._pool.get_num_free_blocks()
             assert free == self._num_idle_blocks, f"{self._num_idle_blocks - free} blocks are held by nobody"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._limits.device != "cpu"
 
     @property
     def operators(self) -> str:

@@ -14,7 +14,7 @@ from scipy import stats
 
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
-from engine.target import TargetEngine
+from engine.target import AsynchronousEngine, TargetEngine
 from tests.support.local_target import load_two_ranks
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
@@ -217,6 +217,19 @@ def test_drafts_pay_as_before_after_a_time_without(engine: TargetEngine) -> None
     )
     assert by_index(played) == by_index(plain)
     assert played.num_accepted == played.num_drafted
+
+
+def test_work_beside_passes_is_done_once_in_each(engine: TargetEngine) -> None:
+    assert isinstance(engine, AsynchronousEngine)
+    assert not engine.is_asynchronous, "on a CPU"
+    asked, calls = prompts("beside"), list[None]()
+    engine.meanwhile = lambda: calls.append(None)
+    try:
+        played = play(engine, asked, sampled(list(asked), 0.8))
+    finally:
+        engine.meanwhile = None
+    assert len(calls) == played.num_passes
+    assert by_index(played) == by_index(play(engine, prompts("alone"), sampled(list(prompts("alone")), 0.8)))
 
 
 def test_the_prefix_cache_holds_what_was_committed_after_rejections(engine: TargetEngine) -> None:

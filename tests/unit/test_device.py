@@ -117,6 +117,15 @@ def test_a_pass_is_over_when_execute_returns(waits: Waits, samples: bool) -> Non
     assert waits.finished
 
 
+def test_work_beside_a_pass_begins_when_it_is_launched(waits: Waits) -> None:
+    target, finished = NativeTarget(waits, NativeLimits(16, 16, 4, 64, 128)), list[bool]()
+    request = Request("a", tuple(range(8)), SamplingParams(max_tokens=4), arrival_s=0.0)
+    target.open(request, request.prompt_token_ids)
+    target.meanwhile = lambda: finished.append(waits.finished)
+    target.execute([SpanInput("a", 0, request.prompt_token_ids)])
+    assert finished == [False]
+
+
 def test_a_pass_that_only_catches_up_is_over_when_it_returns(waits: Waits) -> None:
     small = SmallModel(waits, num_blocks=8, vocab_size=257, eos_token_ids=(256,), max_pass_rows=8)
     small.open("a", range(30), 30, SamplingParams(max_tokens=4))

@@ -1,6 +1,6 @@
 """The round in two halves, as a simulation on a virtual clock runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,6 +11,8 @@ from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, Request, RoutingTable
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
+from engine.target import SpanInput, SpanOutcome
+from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost
 from router.draft_length import PRICE_STEPS, DraftLengths
@@ -122,6 +124,60 @@ def test_prompts_that_are_cached_begin_together() -> None:
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3"}]
     gateway.send(SubmitRound(tuple(request(f"new{i}", (i + 1, *shared), 1) for i in range(2))))
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3", "new0"}], "of others as many as their tokens leave room for"
+
+
+class Launching(ToyTarget):
+    """Its device computes while the round's thread does something else."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] | None = None
+        self.nums_learned: list[tuple[int, int]] = []  # passes before and after the work beside each pass
+        self.telemetry = Telemetry()
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        before = self.telemetry.num_passes
+        if self.meanwhile is not None:
+            self.meanwhile()
+        self.nums_learned.append((before, self.telemetry.num_passes))
+        return super().execute(spans)
+
+
+@pytest.mark.parametrize("colocated", [(), ("d",)])
+def test_what_a_pass_teaches_is_learned_while_the_device_computes_the_next(colocated: tuple[str, ...]) -> None:
+    """All the same is learned as from a device that is waited for. Gates of drafters beside the target need it at once."""
+    learned = []
+    for engine in (Launching(), ToyTarget()):
+        clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
+        cost = OnlineCost(TableCost((1, 32), (PASS_S, PASS_S)))
+        table = RoutingTable(1, defaults=(("d",),))
+        planner = StepPlanner(PlannerSettings(max_hold_s=0.0))
+        loop = TargetLoop(engine, MODEL, mailbox, cost, clock, planner, table, colocated=colocated)
+        if isinstance(engine, Launching):
+            engine.telemetry = loop.telemetry
+        network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+        network.connect("memory://t", Mailbox(), Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
+        gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        gateway.send(SubmitRound(tuple(Request(name, (1, 2, 3), sampling, 0.0) for name in ("a", "b"))))
+        for _ in range(100):
+            begun = loop.begin(clock.now_s)
+            clock.now_s += PASS_S
+            if not isinstance(begun, StepReport):
+                outcomes = loop.execute(begun)
+                clock.now_s += PASS_S
+                loop.finish(begun, outcomes, clock.now_s)
+        observed = loop.telemetry.take_observations()
+        assert {one.request_id for one in observed} == {"a", "b"}
+        counts = loop.telemetry
+        learned.append((observed, counts.num_passes, counts.num_rows, counts.num_committed, cost.ratio(2)))
+        if isinstance(engine, Launching):
+            late = 0 if colocated else 1
+            expected = [(max(0, i - late), i) for i in range(len(engine.nums_learned))]
+            assert engine.nums_learned == expected
+    assert learned[0] == learned[1]
 
 
 def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clients_after() -> None:
