@@ -57,7 +57,7 @@ def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonT
 
 
 def _drafted_s(rounds: "_Rounds", num_rounds: int) -> tuple[list[float], list[float]]:
-    """Of whole rounds, and of parts as in ``PythonTimes``."""
+    """Times of whole rounds, and of each until drafters are sent what was committed, in seconds."""
     times_s, publish_s = [], []
     with _no_collection():
         for number in range(_WARM_UP + num_rounds):

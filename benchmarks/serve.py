@@ -50,8 +50,8 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``cached_ttft_over_short``, ``peak_pss_gb``, and their
     components.
 
-    Both clusters answer the same requests in turn (A B A B), one idle while the other works. So do bursts of requests to the
-    server, whose prompts begin with a cached prefix or are only what the others have behind it: the floor of their TTFT.
+    Both clusters answer the same requests in turn (A B A B), one idle while the other works. Last, bursts of requests go to
+    the server alone: prompts behind a cached prefix, and in turn the same prompts without it, which are the floor.
     """
     num_rounds, num_requests, num_tokens, num_single = (2, 8, 96, 10) if options.quick else (4, 16, 128, 20)
     console = Console(stderr=True)
@@ -76,12 +76,12 @@ def run(options: BenchOptions) -> BenchResult:
             pairs.append(asyncio.run(bench.throughput(load(f"round-{number}"))))
         console.print("serve: time to first token of an idle server", highlight=False)
         ttfts = asyncio.run(bench.ttft([LoadRequest(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
-        console.print("serve: bursts of requests that share a cached prefix", highlight=False)
-        bursts = [asyncio.run(bench.burst(prefix, number)) for number in range(num_rounds)]
         console.print("serve: memory under load", highlight=False)
         held = asyncio.run(bench.memory(load("memory")))
         console.print("serve: CPU under load", highlight=False)
         cpu_ms = asyncio.run(bench.cpu_ms_per_token(load("cpu")))
+        console.print("serve: bursts of requests that share a cached prefix", highlight=False)
+        bursts = [asyncio.run(bench.burst(prefix, number)) for number in range(num_rounds)]
     return _result(pairs, ttfts, bursts, held, cpu_ms)
 
 
@@ -157,14 +157,15 @@ class _ServeBench:
     async def burst(self, prefix: tuple[int, ...], number: int) -> tuple[float, float]:
         """Median TTFT of NUM_BURST requests at once, in seconds: behind the prefix, which is cached, and without it."""
         rng = random.Random(number)
+        own = [tuple(rng.choices(prefix, k=OWN_LEN)) for _ in range(NUM_BURST)]
         checked([await self._http.ask(LoadRequest(f"prefix-{number}", prefix, 1))])
-
-        async def median_s(name: str, before: tuple[int, ...]) -> float:
-            own = [tuple(rng.choices(prefix, k=OWN_LEN)) for _ in range(NUM_BURST)]
+        found = {}
+        for name in ("cached", "short") if number % 2 == 0 else ("short", "cached"):
+            before = prefix if name == "cached" else ()
             asks = [LoadRequest(f"{name}-{number}-{i}", (*before, *one), NUM_BURST_TOKENS) for i, one in enumerate(own)]
-            return statistics.median([a.ttft_s for a in checked(await run_streams(self._http.ask, asks, NUM_BURST))])
-
-        return await median_s("cached", prefix), await median_s("short", ())
+            answers = checked(await run_streams(self._http.ask, asks, NUM_BURST))
+            found[name] = statistics.median([answer.ttft_s for answer in answers])
+        return found["cached"], found["short"]
 
     async def memory(self, asks: Sequence[LoadRequest]) -> dict[str, int]:
         """Memory of each process of the server when their sum was largest."""

@@ -12,7 +12,7 @@ from engine.colocated import ColocatedDrafters
 from engine.draft_state import DraftState
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
-from engine.telemetry import RequestRound, Telemetry
+from engine.telemetry import ObservedCommit, Telemetry
 from router.assignment import Chain, drafter_of
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import DraftBudget, DrafterView, StepPlan
@@ -41,7 +41,7 @@ class DrafterSessions:
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
         self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
-        self._unobserved: list[RequestRound] = []  # of published commits
+        self._unobserved: list[ObservedCommit] = []  # of published commits
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
@@ -216,10 +216,8 @@ class DrafterSessions:
 
     def publish(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
-        outboxes, scorers = (
-            self._outboxes,
-            [box for box in self._outboxes.values() if box.scoring] if self.table.scorers else (),
-        )
+        outboxes = self._outboxes
+        scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
         for sequence, commit in commits:
             draft, request_id = sequence.draft, commit.request_id
@@ -254,7 +252,7 @@ class DrafterSessions:
             return
         elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
         draft_len = draft.budget.num_tokens
-        self._unobserved.append(RequestRound(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
+        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
 
     def judgements(self) -> dict[str, Judgement]:
         """Of the proposals of commits that ``learn`` has not learned from yet, by request."""

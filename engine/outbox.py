@@ -21,7 +21,7 @@ MAX_COMMITS = 256
 @dataclass(slots=True)
 class DrafterOutbox:
     """What one drafter is to be sent. What a full link refused goes with the next message, and so does what is not flushed
-    while the drafter is not queried: a session notes how much of its sequence the drafter knows, and costs no more."""
+    while the drafter is not queried. A session stores only the number of tokens sent, so that what waits is not copied."""
 
     link: Link
     followed: dict[str, "_Session"] = field(default_factory=dict)  # requests with a session at the drafter

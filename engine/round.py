@@ -12,11 +12,11 @@ from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, InlineDrafters
+from engine.deferred_learning import DeferredLearning, PassRecord
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
-from engine.lessons import Lesson, Lessons
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
 from engine.request_checks import refusal
@@ -106,7 +106,7 @@ class TargetLoop:
         self._newest_table = table or RoutingTable(version=0)
         self._colocated = ColocatedDrafters(colocated, cost)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
-        self._lessons = Lessons(engine, self._drafters, self._colocated, self._pass_costs, self.telemetry)
+        self._learning = DeferredLearning(engine, self._drafters, self._colocated, self._pass_costs, self.telemetry)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
         self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
@@ -154,7 +154,7 @@ class TargetLoop:
 
     def run_resumably(self, stop: threading.Event) -> None:
         """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
-        self._lessons.learn()
+        self._learning.learn()
         self._pass_costs.interrupt()
         try:
             while not stop.is_set():
@@ -177,6 +177,7 @@ class TargetLoop:
 
     def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
         """Ends every live request; by default another target may continue it. While no other thread runs the loop."""
+        self._learning.learn()
         sequences = self._sequences.snapshot()
         self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
         for sequence in sequences:
@@ -204,7 +205,7 @@ class TargetLoop:
             awaited = {self._sequences[request_id].draft.drafter for request_id in plan.held}
             self._colocated.note_plan(awaited, not plan.is_empty, now_s)
         if plan.is_empty:
-            self._lessons.learn()
+            self._learning.learn()
             if not plan.held:  # else the wait for proposals is part of the round
                 self._pass_costs.interrupt()
             self._flush()
@@ -222,6 +223,7 @@ class TargetLoop:
             sequence.admit(self._engine.open(sequence.request, sequence.token_ids), begun.pass_began_s)
         begun.spans = [self._sequences.span_input(span) for span in begun.plan.spans]
         while begun.spans:
+            self._learning.begin_pass()
             begun.pass_began_s = self._clock()
             try:
                 return self._engine.execute(begun.spans)
@@ -237,9 +239,9 @@ class TargetLoop:
         return ()
 
     def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
-        """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass. A device
-        that computes asynchronously begins the next pass first."""
-        self._lessons.learn()  # from the pass before, unless that was done while this one was computed
+        """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass. With an
+        asynchronous device, learning is deferred to the next pass."""
+        self._learning.learn()  # from the pass before, unless that was done while this one was computed
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
         # Prompts fill the next pass as they filled this one.
@@ -259,8 +261,8 @@ class TargetLoop:
         self._last_end_s = end_s if self._sequences else None
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
         of_plan = self._pass_costs.planned, begun.plan.best_left_out
-        lesson = Lesson(counts, commits, *of_plan, prompts_wait, begun.began_s, self._pass_s, end_s)
-        self._lessons.add(lesson, is_last=not self._sequences)
+        record = PassRecord(counts, commits, *of_plan, prompts_wait, begun.began_s, self._pass_s, end_s)
+        self._learning.add(record, is_last=not self._sequences)
         self._flush()
         if not self._sequences:
             self._engine.check_integrity()

@@ -84,7 +84,9 @@ class TargetEngine(PrefixCache, Protocol):
 class AsynchronousEngine(Protocol):
     """A ``TargetEngine`` whose device may compute while the round's thread does something else."""
 
-    meanwhile: Callable[[], None] | None  # called in each ``execute`` when the pass is launched, before it is waited for
+    # Called in each ``execute`` when the layers of the pass are launched, before anything waits for them. Where it takes
+    # longer than they do, the pass takes longer.
+    meanwhile: Callable[[], None] | None
 
     @property
     def is_asynchronous(self) -> bool:

@@ -24,7 +24,7 @@ OCTAVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 20
 
 
 @record
-class RequestRound:
+class ObservedCommit:
     """A commit of a request that ``drafter`` follows, and may propose ``draft_len`` tokens for. ``judgement``: of the
     proposal that was at hand, if one was. ``expected``: one should have been. ``elapsed_s``: since its last commit."""
 
@@ -164,7 +164,7 @@ class Telemetry:
         self._committed_s[request_id] = now_s
         return (self.step_s or 0.0) if before_s is None else now_s - before_s
 
-    def observe(self, rounds: Iterable[RequestRound]) -> None:
+    def observe(self, rounds: Iterable[ObservedCommit]) -> None:
         """Counts rounds of requests that a drafter follows."""
         with self._taking:
             observations = self._observations

@@ -19,8 +19,8 @@ class HiddenStateReader:
     """``layers``: ascending, ending with the last layer; ``max_pass_tokens``: of answers computed together, or of one."""
 
     def __init__(self, target: FrozenTarget, layers: Sequence[int], cache: FeatureCache, max_pass_tokens: int) -> None:
-        if layers[-1] != target.model.config.num_layers - 1:
-            raise ValueError(f"layers {list(layers)} must end with the target's last")
+        if layers[-1] != target.model.config.num_layers - 1 or list(layers) != sorted(set(layers)):
+            raise ValueError(f"layers {list(layers)} must ascend, and end with the target's last")
         self._target = target
         self._layers = tuple(layers)
         self._cache = cache

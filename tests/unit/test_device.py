@@ -124,6 +124,9 @@ def test_work_beside_a_pass_begins_when_it_is_launched(waits: Waits) -> None:
     target.meanwhile = lambda: finished.append(waits.finished)
     target.execute([SpanInput("a", 0, request.prompt_token_ids)])
     assert finished == [False]
+    assert not target.is_asynchronous, "a CPU computes on this thread"
+    waits.device = torch.device("cuda")
+    assert target.is_asynchronous
 
 
 def test_a_pass_that_only_catches_up_is_over_when_it_returns(waits: Waits) -> None:

@@ -127,6 +127,18 @@ def serve(
     return sum(caller.num_accepted for caller in callers)
 
 
+def assert_states_of_whole_passes(target: NativeTarget, caller: Caller) -> None:
+    """The hidden states that the target kept are those of a pass which no row left."""
+    whole = NativeTarget(target.model, LIMITS, feature_layers=target.feature_layers)
+    name, token_ids, num = caller.request.id, tuple(caller.token_ids), caller.computed_len
+    whole.open(caller.request, token_ids)
+    whole.execute([SpanInput(name, 0, token_ids[:num], samples=False)])
+    found, expected = (one.read_hidden_states(name, 0, num).float() for one in (target, whole))
+    # In bf16 rounding differs by the shape of the attention. Rows of other tokens differ by as much as their norm.
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < (1e-4 if target.model.dtype == torch.float32 else 0.1)
+
+
 @pytest.mark.parametrize("sampling", sorted(ALL))
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_leave_anywhere_never_change_the_tokens(any_model: CausalModel, sampling: str, seed: int) -> None:
@@ -143,8 +155,7 @@ def test_rows_that_leave_anywhere_never_change_the_tokens(any_model: CausalModel
     assert sum(watch.num_left for watch in exits.watches) > 20
     assert num_accepted > 0
     for caller in callers:
-        states = target.read_hidden_states(caller.request.id, 0, caller.computed_len)
-        assert states.isfinite().all()
+        assert_states_of_whole_passes(target, caller)
         target.release(caller.request.id)
     target.exit_early(None)
     for caller, tokens in zip(callers, expected, strict=True):  # published blocks hold computed keys only

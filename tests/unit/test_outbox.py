@@ -101,6 +101,39 @@ def test_what_a_full_link_refused_goes_with_the_next_round() -> None:
     assert isinstance(link.sent[-1], DraftRound)
     assert [(one.base_len, one.token_ids) for one in link.sent[-1].extends] == [(5, (6,))]
     assert port.num_unsent() == 0
+    commit(a, port, 7)
+    port.flush(4)
+    assert isinstance(link.sent[-1], DraftRound)
+    assert [(one.base_len, one.token_ids) for one in link.sent[-1].extends] == [(6, (7,))]
+
+
+def test_a_request_that_is_opened_anew_is_not_extended_too() -> None:
+    link, one = FakeLink(), sequence("a")
+    port = DrafterOutbox(link)
+    port.open(one)
+    port.flush(1)
+    commit(one, port, 5)
+    port.open(one)
+    commit(one, port, 6)
+    port.flush(2)
+    message = link.sent[-1]
+    assert isinstance(message, DraftRound)
+    assert [opened.token_ids for opened in message.opens] == [(1, 1, 1, 1, 5, 6)]
+    assert not message.extends
+    port.flush(3)
+    assert len(link.sent) == 2
+
+
+def test_who_only_keeps_in_step_is_told_of_no_drafters_ahead_of_it() -> None:
+    link, one = FakeLink(), sequence("a")
+    one.draft.switch(("small", "d"))
+    port = DrafterOutbox(link)
+    for open_session, proposers in ((port.open, ("small",)), (port.open_for_scoring, ())):
+        open_session(one)
+        port.flush(1)
+        message = link.sent[-1]
+        assert isinstance(message, DraftRound)
+        assert message.opens[0].proposers == proposers
 
 
 def test_a_new_bound_reaches_those_that_are_followed() -> None:

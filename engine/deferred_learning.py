@@ -1,4 +1,4 @@
-"""What is learned from passes: at once, or while a device that computes asynchronously computes the next one."""
+"""What is learned from passes: at once, or where the device computes asynchronously, while it computes the next pass."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from engine.telemetry import Telemetry
 
 
 @record
-class Lesson:
+class PassRecord:
     """A pass whose commits are published. ``planned``, ``best_left_out``: of its plan."""
 
     counts: PassCounts
@@ -25,9 +25,9 @@ class Lesson:
     end_s: float
 
 
-class Lessons:
-    """The round owns it. The next plan may be made before a lesson is learned. Not beside drafters on the target's device,
-    whose gates count what is saved and what is waited for in the order of rounds."""
+class DeferredLearning:
+    """The round owns it. Learning is deferred only without drafters on the target's device: their gates count what was saved
+    and what was waited for in the order of rounds."""
 
     def __init__(
         self,
@@ -38,26 +38,30 @@ class Lessons:
         telemetry: Telemetry,
     ) -> None:
         self._drafters, self._colocated, self._costs, self._telemetry = drafters, colocated, costs, telemetry
-        self._waits = False
-        self._newest: Lesson | None = None
-        if isinstance(engine, AsynchronousEngine) and engine.is_asynchronous and not colocated:
-            self._waits, engine.meanwhile = True, self.learn
+        self._engine = engine if isinstance(engine, AsynchronousEngine) else None
+        self._is_deferred = self._engine is not None and self._engine.is_asynchronous and not colocated
+        self._newest: PassRecord | None = None
 
-    def add(self, lesson: Lesson, is_last: bool) -> None:
+    def begin_pass(self) -> None:
+        """Before each ``execute``: another loop may have used the engine."""
+        if self._engine is not None:
+            self._engine.meanwhile = self.learn if self._is_deferred else None
+
+    def add(self, record: PassRecord, is_last: bool) -> None:
         """``is_last``: no request is live, so that no pass follows."""
-        self._newest = lesson
-        if is_last or not self._waits:
+        self._newest = record
+        if is_last or not self._is_deferred:
             self.learn()
 
     def learn(self) -> None:
         """From the last pass, if that is still to be done."""
-        lesson, self._newest = self._newest, None
-        if lesson is None:
+        record, self._newest = self._newest, None
+        if record is None:
             return
-        counts, commits = lesson.counts, lesson.commits
+        counts, commits = record.counts, record.commits
         self._drafters.learn()
         if self._colocated and counts.num_sampled:
-            num_prompt_rows = counts.num_prompt_rows if lesson.prompts_wait else 0
+            num_prompt_rows = counts.num_prompt_rows if record.prompts_wait else 0
             self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, num_prompt_rows)
-        self._costs.note(lesson.began_s, lesson.pass_s, counts, commits, lesson.planned, lesson.best_left_out)
-        self._telemetry.record(counts.num_rows, commits, lesson.end_s - lesson.began_s, lesson.end_s)
+        self._costs.note(record.began_s, record.pass_s, counts, commits, record.planned, record.best_left_out)
+        self._telemetry.record(counts.num_rows, commits, record.end_s - record.began_s, record.end_s)
