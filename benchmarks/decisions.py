@@ -11,7 +11,6 @@ Decisions use one thread and never wait. The ``cpu`` figures are that thread's p
 disturbs less. Garbage collection is off.
 """
 
-import gc
 import random
 import statistics
 import time
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.round_python import plain_python_ms, python_times
+from benchmarks.round_python import plain_python_ms, python_times, without_collection
 from cluster.config import (
     AdaSpecLength,
     CollapseConfig,
@@ -189,7 +188,7 @@ def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
     traffic = Traffic(random.Random(_SEED))
     router = Router(build_policy(config), traffic.pool, DriftDetector(CollapseConfig(), SLOT_S))
     times = DecisionTimes()
-    with _collected_before():
+    with without_collection():
         for slot in range(_WARM_UP_SLOTS + num_slots):
             if slot == _WARM_UP_SLOTS:
                 times = DecisionTimes()
@@ -207,7 +206,7 @@ def plan_times(num_plans: int, policy: str, num_prompts: int = 0) -> DecisionTim
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
     times, cost = DecisionTimes(), step_cost()
-    with _collected_before():
+    with without_collection():
         for i in range(num_plans):
             with times.one():
                 planner.plan(batches[i % len(batches)], drafters, capacity, cost, 0.0)
@@ -222,7 +221,7 @@ def round_times(num_rounds: int, config: DraftLengthConfig) -> DecisionTimes:
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
     planner, lengths = StepPlanner(), build_draft_lengths(config, {f"d{j}": DRAFT_LEN for j in range(NUM_DRAFTERS)})
     times, cost = DecisionTimes(), step_cost()
-    with _collected_before():
+    with without_collection():
         for i in range(num_rounds):
             views = {f"d{j}": _drafter_view(rng) for j in range(NUM_DRAFTERS)}
             price, tokens_per_s = 0.05 * rng.uniform(0.9, 1.1), 2000.0 * rng.uniform(0.9, 1.1)
@@ -370,13 +369,3 @@ class Traffic:
                 num_right += 1
             positions = positions.plus(num_right, failed=num_right < DRAFT_LEN)
         return positions
-
-
-@contextmanager
-def _collected_before() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -59,7 +59,7 @@ def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonT
 def _drafted_s(rounds: "_Rounds", num_rounds: int) -> tuple[list[float], list[float]]:
     """Times of whole rounds, and of each until drafters are sent what was committed, in seconds."""
     times_s, publish_s = [], []
-    with _no_collection():
+    with without_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
             start_s = time.thread_time()
@@ -79,7 +79,7 @@ def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_
     names = [_SLOW] if has_drafter else []
     rounds = _Rounds(num_requests, cost, names, colocated=True)
     times_s, last_sent_s = [], 0.0
-    with _no_collection():
+    with without_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
             start_s = time.thread_time()
@@ -96,7 +96,8 @@ def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
+    """Garbage is collected before, and not meanwhile."""
     gc.collect()
     gc.disable()
     try:

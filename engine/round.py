@@ -239,8 +239,7 @@ class TargetLoop:
         return ()
 
     def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
-        """The second half of a round: commit, publish the commits to drafters and gateways, learn from the pass. With an
-        asynchronous device, learning is deferred to the next pass."""
+        """The second half of a round: commit, publish to drafters and gateways, learn; on an asynchronous device later."""
         self._learning.learn()  # from the pass before, unless that was done while this one was computed
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
@@ -250,14 +249,12 @@ class TargetLoop:
         if self._colocated and counts.num_sampled:
             drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
             wanted = {draft.drafter for draft in drafts if not draft.is_plain} & self._drafters.linked()
-            num_missed = self._drafters.num_unsent
-            self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=num_missed)
+            self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=self._drafters.num_unsent)
         commits = self._commit(begun.spans, outcomes, end_s)
         self._drafters.flush()  # they draft while this thread learns
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
-            judgements = self._drafters.judgements()
-            self._draft_lengths.learn(PassFeedback(commits, judgements, self._pass_s, end_s - since_s))
+            self._draft_lengths.learn(PassFeedback(commits, self._drafters.judgements(), self._pass_s, end_s - since_s))
         self._last_end_s = end_s if self._sequences else None
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
         of_plan = self._pass_costs.planned, begun.plan.best_left_out
