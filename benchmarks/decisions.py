@@ -4,8 +4,9 @@ A slot: 1,000 requests of several kinds and eight drafters with 256 places, repo
 router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
 A round: for 256 decoding requests with a proposal each, the plan by every verification policy and beside prompts, and all
 that planning takes in a round by every draft-length policy: the plan, the budgets, and what is learned from the pass. And
-all Python of a live round for 64 and 256 drafted requests, and of that until drafters are sent what was committed
-(`benchmarks/round_python.py`).
+all Python of a live round for 64 and 256 drafted requests, what of it lies before drafters are sent what was committed, and
+between two passes of a device that computes asynchronously; and of a round of plainly decoded ones, with a drafter that is
+not queried and without (`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.

@@ -164,11 +164,11 @@ class Telemetry:
         self._committed_s[request_id] = now_s
         return (self.step_s or 0.0) if before_s is None else now_s - before_s
 
-    def observe(self, rounds: Iterable[ObservedCommit]) -> None:
-        """Counts rounds of requests that a drafter follows."""
+    def observe(self, commits: Iterable[ObservedCommit]) -> None:
+        """Counts a round for each of these commits."""
         with self._taking:
             observations = self._observations
-            for one in rounds:
+            for one in commits:
                 commit, judgement = one.commit, one.judgement
                 key = (commit.request_id, one.drafter)
                 tally = observations.get(key)
