@@ -122,6 +122,11 @@ class Choice:
         """Why it ended; ABORT of one that is not complete."""
         return FinishReason.ERROR if self.failed else self.finish or FinishReason.ABORT
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it; None: it ended otherwise."""
+        return self._stops.matched
+
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 

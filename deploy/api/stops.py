@@ -18,19 +18,19 @@ class StopMatcher:
         self._include = include
         self._overlaps = dict.fromkeys(stops, 0)  # length of each stop string's proper prefix that the text ends with
         self._held = ""
-        self.matched = False
+        self.matched: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """The released text; after a match ``matched`` is true and the text ends. ``armed`` False: ignores stop strings that
+        """The released text; after a match ``matched`` is set and the text ends. ``armed`` False: ignores stop strings that
         end in ``text``.
         """
         known = self._held + text
         if armed:
             starts = {stop: known.find(stop, max(0, len(self._held) + 1 - len(stop))) for stop in self._overlaps}
-            matches = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+            matches = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
             if matches:
-                end, start = min(matches)
-                self.matched, self._held = True, ""
+                end, start, self.matched = min(matches)
+                self._held = ""
                 return known[: end if self._include else start]
         for stop, overlap in self._overlaps.items():
             longest = min(len(stop) - 1, overlap + len(text))  # bounded by the last overlap: linear time
