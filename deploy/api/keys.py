@@ -31,9 +31,9 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: Path, num_replicas: int = 1) -> "ApiKeys":
-        """One key per line, plain or as ``name:sha256-hex``, each a tenant without limits; blank lines and lines that start
-        with ``#`` are skipped. A plain key's digest is its name: the name decides which timelines a tenant sees. Or YAML, as
-        in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
+        """One key per line, plain, as ``sha256:HEX`` or as ``name:HEX``, each a tenant without limits; blank lines and lines
+        that start with ``#`` are skipped. A key without a name is named by its digest: the name decides which timelines a
+        tenant sees. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
 
         Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text. Or a
         limit cannot be divided.
@@ -147,9 +147,12 @@ def _lines(text: str, path: Path) -> Mapping[bytes, Tenant]:
         hashed = _HASHED.fullmatch(line)
         if not hashed and not is_key(line):
             raise InvalidField("api_keys_file", str(path), f"line {number} is not a key: spaces or unusual characters")
+        if not hashed and line.startswith("sha256:"):
+            raise InvalidField("api_keys_file", str(path), f"line {number} must have 64 hexadecimal digits after sha256:")
         digest = bytes.fromhex(hashed[2]) if hashed else digest_of(line)
-        name = hashed[1] if hashed else f"key-{digest.hex()[:8]}"
-        if name in digests and (hashed or digests[name] != digest):
+        is_named = hashed is not None and hashed[1] != "sha256"
+        name = hashed[1] if hashed and is_named else f"key-{digest.hex()[:8]}"
+        if name in digests and (is_named or digests[name] != digest):
             raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
         digests[name] = digest
     if not digests:

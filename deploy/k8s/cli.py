@@ -24,6 +24,10 @@ def render(
         typer.Option(metavar="NAME", help="Secret with the keys and passwords of the file; NAME-tls: with its certificate."),
     ] = "outrider",
     models_claim: Annotated[str, typer.Option(metavar="NAME", help="Volume claim with models, for /models.")] = "",
+    model_gb: Annotated[
+        list[str],
+        typer.Option(metavar="MODEL=GB", help="Weights of a model whose folder is not on this machine; may be repeated."),
+    ] = [],  # noqa: B006
     manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifests of the chart, not its values.")] = False,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the release in the manifests.")] = "outrider",
 ) -> None:
@@ -40,7 +44,19 @@ def render(
     from deploy.k8s.render import manifest as manifest_of
     from drafters.shipped import with_shipped
 
-    options = Options(cpus=cpus, secret=secret, models_claim=models_claim, image=image)
+    sizes = dict(map(_model_gb, model_gb))
+    options = Options(cpus=cpus, secret=secret, models_claim=models_claim, image=image, model_gb=sizes)
     values = values_for(with_shipped(load(file)), options)
     text = manifest_of(values, name) if manifest else yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     print(text, end="")
+
+
+def _model_gb(text: str) -> tuple[str, float]:
+    model, _, size = text.rpartition("=")
+    try:
+        gb = float(size)
+    except ValueError:
+        gb = 0.0
+    if not model or not 0 < gb < float("inf"):
+        raise typer.BadParameter(f"must be MODEL=GB with a positive number, got {text!r}", param_hint="--model-gb")
+    return model, gb

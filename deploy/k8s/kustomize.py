@@ -19,6 +19,14 @@ OVERLAYS = {
     "gpu-pool": ("multi-node", "0.1.0-cuda"),
     "vllm-target": ("vllm-4gpu", "0.1.0-vllm"),
 }
+# GB of the weights of the models in the examples, in bfloat16.
+MODEL_GB = {
+    "/models/Qwen3-32B": 65.5,
+    "/models/Qwen3-14B": 29.5,
+    "/models/Qwen3-4B": 8.1,
+    "/models/Qwen3-1.7B": 4.1,
+    "/models/Qwen3-0.6B": 1.5,
+}
 NOTE = (
     "# Made by `python -m deploy.k8s.kustomize` from deploy/examples/{example}.yaml. Patch it in an overlay of your own.\n"
 )
@@ -96,7 +104,8 @@ def difference(old: Any, new: Any, path: str = "") -> Iterator[dict[str, Any]]:
 
 def _manifests(example: str, cpus: float = 4) -> list[Manifest]:
     config = with_shipped(load(CHART.parents[1] / "deploy" / "examples" / f"{example}.yaml"))
-    options = Options(cpus=cpus, image=f"{RELEASE}:{BASE[1]}", models_claim="" if example == BASE[0] else "models")
+    claim = "" if example == BASE[0] else "models"
+    options = Options(cpus=cpus, image=f"{RELEASE}:{BASE[1]}", models_claim=claim, model_gb=MODEL_GB)
     found = [one for one in yaml.safe_load_all(manifest(values_for(config, options), RELEASE)) if one is not None]
     for one in found:
         for label in _HELMS:

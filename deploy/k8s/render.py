@@ -4,7 +4,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,24 @@ class Options:
         cpus: of each rank of a target on CPUs, where the file says "auto".
         secret: name of the Secret with API keys, passwords and tokens; with ``-tls`` that of the one with the certificate.
         models_claim: name of the volume claim that is mounted at /models.
+        model_gb: GB of weights by the name of a model, for those whose folder is not on this machine.
     """
 
     cpus: float = 4
     secret: str = "outrider"
     models_claim: str = ""
     image: str | None = None
+    model_gb: Mapping[str, float] = field(default_factory=dict)
 
 
 def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
     """Values for `k8s/chart`. Raises InvalidField: the file asks for what the chart cannot give."""
     config = for_cluster(config, options)
-    groups = dict(_drafter_groups(config))
+    weights_gb = _weights_gb(config, options.model_gb)
+    groups = dict(_drafter_groups(config, weights_gb))
     if "gateway" in groups:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
-    values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config)}
+    values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config, weights_gb)}
     if config.api.replicas > 1:  # a pod for each
         groups["gateway"] = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.api.replicas)
     values["additionalWorkerGroups"] = groups
@@ -150,23 +153,19 @@ def _given(asked: Resources, device: str, cpus: float, pool: str) -> Resources:
     return Resources(cpus=cpus, gpus=gpus, threads=threads, node_labels=dict(asked.node_labels) or {POOL: pool})
 
 
-def _target_group(config: Config) -> dict[str, Any]:
+def _target_group(config: Config, weights_gb: Mapping[str, float]) -> dict[str, Any]:
     """A pod holds a replica with all of its ranks, so that they share a machine."""
     target, num_ranks = config.target, config.target.tensor_parallel
-    weights_gb = _weights_gb(config.model.name)
     on_cpu_gb = num_ranks * target.kv_cache_gb if target.device == "cpu" else 0
     processes_gb = PROCESS_GB * (num_ranks + sum(d.is_colocated for d in config.drafters))
-    memory_gb = None if weights_gb is None else weights_gb + on_cpu_gb + processes_gb
+    memory_gb = weights_gb[config.model.name] + on_cpu_gb + processes_gb
     cpus, gpus = num_ranks * _number(target.resources.cpus), math.ceil(num_ranks * _number(target.resources.gpus))
     num_pods = (target.least, target.replicas, target.most)
     group = _group(num_pods, cpus, gpus, memory_gb, target.resources.node_labels)
-    if memory_gb is None:
-        for amounts in group["resources"].values():
-            amounts["memory"] = None  # removes the chart's, which is that of its default model
     return {"groupName": "target", "terminationGracePeriodSeconds": 60} | group
 
 
-def _drafter_groups(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+def _drafter_groups(config: Config, weights_gb: Mapping[str, float]) -> Iterator[tuple[str, dict[str, Any]]]:
     """By the labels of their pods: those of the same labels share pods."""
     pools: dict[tuple[tuple[str, str], ...], list[DrafterConfig]] = defaultdict(list)
     for drafter in config.drafters:
@@ -177,7 +176,7 @@ def _drafter_groups(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
             reason = "must not be those of the target, whose pods hold a replica each: leave them out"
             raise InvalidField("drafters.resources.node_labels", dict(labels), reason)
         num_pods, cpus, gpus = _pods(config, drafters)
-        memory_gb = _memory_gb(drafters, num_pods[-1])
+        memory_gb = _memory_gb(drafters, num_pods[-1], weights_gb)
         name = "-".join(value for _, value in labels).lower().replace("_", "-").replace(".", "-")
         yield name, _group(num_pods, cpus, gpus, memory_gb, dict(labels))
 
@@ -222,39 +221,61 @@ def _without_needs(config: Config) -> Any:
     return config.target.model_copy(update={"replicas": 1, "tensor_parallel": 1, "resources": Resources(cpus=0, gpus=0)})
 
 
-def _memory_gb(drafters: Sequence[DrafterConfig], num_pods: int) -> float | None:
-    """Of a pod; None: the weights of a model are not on this machine."""
+def _memory_gb(drafters: Sequence[DrafterConfig], num_pods: int, weights_gb: Mapping[str, float]) -> float:
+    """Of a pod."""
     total_gb = 0.0
     for drafter in drafters:
         options, needed_gb = drafter.options, PROCESS_GB if drafter.has_model else LOOKUP_GB
         if drafter.has_model:
-            weights_gb = _weights_gb(str(getattr(options, "model", None) or getattr(options, "path", "")))
-            if weights_gb is None:
-                return None
-            needed_gb += weights_gb + (getattr(options, "kv_cache_gb", 0.0) if drafter.device == "cpu" else 0.0)
+            needed_gb += weights_gb[_model_of(drafter)] + (
+                getattr(options, "kv_cache_gb", 0.0) if drafter.device == "cpu" else 0.0
+            )
         if isinstance(options, SuffixOptions):
             needed_gb += options.max_shared_tokens * SHARED_TOKEN_BYTES / 1e9
         total_gb += drafter.most * needed_gb
     return math.ceil(total_gb / num_pods)
 
 
-def _weights_gb(model: str) -> float | None:
-    """Of an embedded model, or of a folder on this machine. None: unknown, with a warning."""
+def _weights_gb(config: Config, given: Mapping[str, float]) -> dict[str, float]:
+    """By the name of each model: as given, of an embedded model, or of a folder on this machine.
+
+    Raises InvalidField: some are none of these; names all of them.
+    """
+    drafters = [d for d in config.drafters if d.has_model and not d.is_colocated]
+    models = dict.fromkeys([config.model.name, *map(_model_of, drafters)])
+    known = {model: given[model] if model in given else _weights_on_disk_gb(model) for model in models}
+    if missing := [model for model, gb in known.items() if gb is None]:
+        sizes = " ".join(f"--model-gb {model}=GB" for model in missing)
+        reason = f"is not on this machine, so that the memory of its pods is unknown: give the size of the weights, {sizes}"
+        raise InvalidField("model.name", missing[0], reason)
+    return {model: gb for model, gb in known.items() if gb is not None}
+
+
+def _weights_on_disk_gb(model: str) -> float | None:
     if model in CATALOGUE:
         return EMBEDDED_GB
     files = list(Path(model).expanduser().glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files) / 1e9
-    print(f"outrider: {model} is not on this machine, so that its pods' memory is left out: set it", file=sys.stderr)
-    return None
+    return sum(file.stat().st_size for file in files) / 1e9 if files else None
 
 
-def _group(num_pods: tuple[int, int, int], cpus: float, gpus: int, memory_gb: float | None, labels: Any) -> dict[str, Any]:
-    """``num_pods``: at least, at start, and at most."""
+def _model_of(drafter: DrafterConfig) -> str:
+    return str(getattr(drafter.options, "model", None) or getattr(drafter.options, "path", ""))
+
+
+def _group(
+    num_pods: tuple[int, int, int], cpus: float, gpus: int, memory_gb: float, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    """``num_pods``: at least, at start, and at most. Labels but ``POOL`` are those of Kubernetes nodes, too.
+
+    Raises InvalidField: a label is Ray's own, which no node of Kubernetes has.
+    """
     least, start, most = num_pods
     wanted: dict[str, Any] = {"cpu": str(math.ceil(cpus + SYSTEM_CPUS))}
-    if memory_gb is not None:
-        wanted["memory"] = f"{math.ceil(memory_gb + SYSTEM_GB)}Gi"
+    wanted["memory"] = f"{math.ceil(memory_gb + SYSTEM_GB)}Gi"
+    for name in labels:
+        if name.startswith("ray.io/"):
+            reason = "is a label that Ray gives its nodes: name one of the Kubernetes nodes, as nvidia.com/gpu.product"
+            raise InvalidField("resources.node_labels", name, reason)
     if gpus:
         wanted[GPU] = str(gpus)
     group: dict[str, Any] = {
@@ -265,6 +286,8 @@ def _group(num_pods: tuple[int, int, int], cpus: float, gpus: int, memory_gb: fl
         "rayStartParams": {"object-store-memory": str(OBJECT_STORE_BYTES)},
         "resources": {"requests": wanted, "limits": dict(wanted)},
     }
+    if selector := {name: value for name, value in labels.items() if name != POOL}:
+        group["nodeSelector"] = selector
     if gpus:
         group["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
     return group

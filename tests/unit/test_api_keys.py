@@ -53,7 +53,19 @@ def test_keys_are_named_and_not_kept(keys_file: Path) -> None:
     assert b"sk-plain" not in repr(vars(keys)).encode()
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "two words", "naïve-key", f"a:{'0' * 64}\na:{'1' * 64}"])
+def test_hashed_keys_need_no_names(tmp_path: Path) -> None:
+    """What ``printf %s KEY | sha256sum`` prints, of several keys."""
+    path = tmp_path / "keys"
+    path.write_text("".join(f"sha256:{hashlib.sha256(key).hexdigest()}\n" for key in (b"sk-one", b"sk-two")))
+    plain = tmp_path / "plain"
+    plain.write_text("sk-one\nsk-two\n")
+    assert ApiKeys.from_file(path).tenants == ApiKeys.from_file(plain).tenants
+    assert ApiKeys.from_file(path).check("Bearer sk-two").name.startswith("key-")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "two words", "naïve-key", f"a:{'0' * 64}\na:{'1' * 64}", "sha256:beef", f"sha256:{'g' * 64}"]
+)
 def test_a_bad_key_file_is_one_clear_line_without_its_keys(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)

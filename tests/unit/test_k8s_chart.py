@@ -12,7 +12,8 @@ import yaml
 
 from cluster.config import load
 from cluster.transport.tls import NODE_NAME
-from deploy.k8s.render import values_for
+from deploy.k8s.kustomize import MODEL_GB
+from deploy.k8s.render import Options, values_for
 from deploy.ray_service import Arguments, app
 from tests.support.manifests import (
     CHART,
@@ -209,7 +210,7 @@ def test_secrets_are_references(everything: list[Manifest]) -> None:
 
 def test_the_certificate_of_the_docs_is_that_of_the_pods() -> None:
     (example,) = re.findall(r"```yaml\n(extraObjects:.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
-    values = values_for(load(ROOT / "deploy" / "examples" / "multi-node.yaml"))
+    values = values_for(load(ROOT / "deploy" / "examples" / "multi-node.yaml"), Options(model_gb=MODEL_GB))
     certificate = only(render(values | yaml.safe_load(example)), "Certificate")
     assert certificate["spec"]["secretName"] == values["secrets"]["tls"]["name"]
     assert certificate["spec"]["dnsNames"] == [NODE_NAME]

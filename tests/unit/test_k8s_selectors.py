@@ -133,8 +133,14 @@ def test_network_policies_let_dns_through() -> None:
     policies = [m for m in render() if m["kind"] == "NetworkPolicy"]
     (whole,) = [policy for policy in policies if policy["metadata"]["name"] == "demo"]
     assert whole["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    ports = [rule.get("ports") for rule in whole["spec"]["egress"]]
-    assert [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}] in ports
+    (rule,) = [rule for rule in whole["spec"]["egress"] if "ports" in rule]
+    # OpenShift's DNS listens at 5353.
+    assert rule["ports"] == [{"protocol": one, "port": port} for port in (53, 5353) for one in ("UDP", "TCP")]
+    namespaces = [peer["namespaceSelector"]["matchLabels"] for peer in rule["to"] if "namespaceSelector" in peer]
+    assert [set(labels.values()) for labels in namespaces] == [{"kube-system"}, {"openshift-dns"}]
+    assert [peer["ipBlock"]["cidr"] for peer in rule["to"] if "ipBlock" in peer] == ["169.254.20.10/32"], (
+        "NodeLocal DNSCache"
+    )
 
 
 @pytest.mark.parametrize(
