@@ -59,6 +59,15 @@ class DraftingTally:
         self.batch_s = Histogram(SHORT_S)
         self.outcomes = NO_OUTCOMES
 
+    def note_drafted(self, draft_len: int) -> None:
+        """Adds a proposal that was taken. Longer ones than are possible count as the longest, here and below."""
+        self.drafted[min(draft_len, MAX_DRAFT_LEN)] += 1
+
+    def note_verified(self, num_verified: int, num_accepted: int) -> None:
+        """Adds a draft that a pass verified, of at least one token."""
+        self.verified[min(num_verified, MAX_DRAFT_LEN)] += 1
+        self.accepted[min(num_accepted, MAX_DRAFT_LEN)] += 1
+
     def counts(self, num_stale: int, num_late: int, num_resyncs: int, acceptance: float | None) -> DraftingCounts:
         return DraftingCounts(
             _trimmed(self.drafted),

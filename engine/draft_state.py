@@ -1,11 +1,9 @@
 """The drafting state of one request: its chain, the awaited proposal, the present one, and the last judgement."""
 
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING
 
-from cluster.types import Proposal
+from cluster.types import MAX_DRAFT_LEN, Proposal
 from engine.acceptance import common_prefix_len, judge
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 MAX_AWAITED = 8
 
 FORCED = "grammar"  # the drafter of tokens that a grammar forces
-# Of a forced token: its text is certain, how the model splits it is not.
+# Of a forced token, until it is calibrated: its text is certain, how the model splits it is not.
 FORCED_CONFIDENCE = 0.95
 LAST_CONFIDENCE = 0.7  # the model may write the next text in one token with it
 
@@ -39,11 +37,14 @@ class DraftState:
     held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
     proposal: Proposal | None = None  # extends the committed tokens
     survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
+    # With forced tokens and a proposal of the drafter at hand, the one that is expected to bring less. It is judged, too.
+    passed_over: Proposal | None = None
     grammar: "GrammarState | None" = None  # of the committed output
     judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
+    passed_judgement: Judgement | None = None  # of the one that was passed over
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
-    _forced: tuple[int, ...] = ()  # they extend the committed tokens
+    _passed_survival: tuple[float, ...] = ()  # of the proposal that is passed over
     _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
 
     # ---- who drafts, and how far
@@ -56,7 +57,7 @@ class DraftState:
         self.chain, self.drafter = chain, drafter
         if moved:
             self.budget = NO_DRAFTS
-            self.proposal = None
+            self.proposal = self.passed_over = None
             self.expect_nothing()
         return moved
 
@@ -130,13 +131,13 @@ class DraftState:
             return False
         if lag > 0:
             agrees = proposal.token_ids[:lag] == tuple(self.token_ids[proposal.base_len :])
-            if self.proposal is not None or not agrees or lag >= len(proposal.token_ids):
+            if self._has_own or not agrees or lag >= len(proposal.token_ids):
                 return False
             proposal = _behind(proposal, lag)
         if self.grammar is not None:
             proposal = _up_to(proposal, self.grammar.num_valid(proposal.token_ids))
-            if self._forced and not self._keeps_to_forced(proposal):
-                return False
+        if self.proposal is not None and self.proposal.drafter == FORCED:
+            self.passed_over, self._passed_survival = self.proposal, self.survival
         self.proposal = proposal
         self._num_overtaken = lag
         self.survival = ()
@@ -153,36 +154,59 @@ class DraftState:
         return num_right if num_right < lag or num_right == len(proposal.token_ids) else None
 
     def set_survival(self, survival: tuple[float, ...]) -> None:
-        """Sets the calibrated survival of the present proposal."""
+        """Sets the calibrated survival of the proposal just taken. Forced tokens stay where more is expected of them."""
         self.survival = survival
+        if self.passed_over is not None and sum(self._passed_survival) > sum(survival):
+            self._swap()
 
     # ---- the grammar
 
     def follow(self, grammar: "GrammarState", drafts: bool) -> None:
-        """Proposals are cut to what the grammar allows, and what it forces is proposed, if ``drafts``."""
+        """Proposals are cut to what the grammar allows, and what it forces may be proposed, if ``drafts``."""
         self.grammar, self._drafts = grammar, drafts
 
-    def force(self, request_id: str) -> None:
-        """Proposes the tokens of the text that the grammar leaves no choice about, unless the proposal begins with them."""
+    def forced(self, request_id: str) -> Proposal | None:
+        """The tokens of the text that the grammar leaves no choice about, as far as one proposal may go. None: no text."""
         if self.grammar is None or not self._drafts:
-            return
-        self._forced = tuple(self.grammar.forced())
-        if self._forced and not self._keeps_to_forced(self.proposal):
-            confidences = (*[FORCED_CONFIDENCE] * (len(self._forced) - 1), LAST_CONFIDENCE)
-            self.proposal = Proposal(request_id, len(self.token_ids), self._forced, confidences, FORCED)
-            self._num_overtaken = 0
-            self.survival = tuple(accumulate(confidences, mul))
+            return None
+        token_ids = tuple(self.grammar.forced())
+        if not token_ids:
+            return None
+        confidences = (*[FORCED_CONFIDENCE] * (len(token_ids) - 1), LAST_CONFIDENCE)
+        num = MAX_DRAFT_LEN
+        return Proposal(request_id, len(self.token_ids), token_ids[:num], confidences[:num], FORCED)
+
+    def force(self, forced: Proposal | None, survival: tuple[float, ...] = (), awaited_len: float = 0.0) -> None:
+        """Proposes forced tokens of this calibrated survival, unless more is expected of the drafter's proposal. None: none
+        are forced. ``awaited_len``: tokens that are expected of the drafter's, while it is awaited."""
+        if self.proposal is not None and self.proposal.drafter == FORCED:
+            self.proposal = None  # the rest of former ones
+        self.passed_over, self._passed_survival = forced, survival
+        if self.proposal is not None:
+            own_len = sum(self.survival)
+        else:
+            own_len = awaited_len if self.awaiting_since_s is not None else 0.0
+        if forced is not None and sum(survival) >= own_len:
+            self._swap()
             self.awaiting_since_s = None
 
-    def _keeps_to_forced(self, proposal: Proposal | None) -> bool:
-        return proposal is not None and proposal.token_ids[: len(self._forced)] == self._forced
+    @property
+    def _has_own(self) -> bool:
+        """Whether a proposal of the drafter is at hand."""
+        return any(one is not None and one.drafter != FORCED for one in (self.proposal, self.passed_over))
+
+    def _swap(self) -> None:
+        self.proposal, self.passed_over = self.passed_over, self.proposal
+        self.survival, self._passed_survival = self._passed_survival, self.survival
+        self._num_overtaken = 0
 
     def judge(self, committed: tuple[int, ...]) -> str | None:
         """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
         drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
         if self.grammar is not None:
             self.grammar.advance(committed)
-            self._forced = ()
+        passed, self.passed_over = self.passed_over, None
+        self.passed_judgement = None if passed is None or not committed else judge(passed, committed)
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judgement = None

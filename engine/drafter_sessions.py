@@ -9,7 +9,7 @@ from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
 from cluster.types import Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
-from engine.draft_state import DraftState
+from engine.draft_state import FORCED, DraftState
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import ObservedCommit, Telemetry
@@ -41,6 +41,7 @@ class DrafterSessions:
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
         self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
+        self._dictated: list[tuple[str, Judgement]] = []  # of published commits with a grammar, by its kind; not learned yet
         self._unobserved: list[ObservedCommit] = []  # of published commits
 
     def views(self) -> dict[str, DrafterView]:
@@ -117,9 +118,7 @@ class DrafterSessions:
         offers = [self._offer(one, outbox, stats, arrived_s, after_pass, faults) for one in message.proposals]
         taken = [sequence for sequence in offers if sequence is not None]
         if taken:
-            confidences = [one.draft.proposal.confidences for one in taken if one.draft.proposal is not None]
-            for sequence, survival in zip(taken, stats.predict_survival(confidences), strict=True):
-                sequence.draft.set_survival(survival)
+            self._predict_survival(taken, stats)
         if message.levels:
             self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
         for report in message.outcomes:
@@ -155,13 +154,45 @@ class DrafterSessions:
                 stats.replied(max(0.0, arrived_s - sent_s))
                 stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
             num_right = sequence.draft.num_right_of(proposal)
-            if num_right is not None and sequence.teaches:
+            grammar = sequence.draft.grammar
+            if num_right is not None and grammar is not None:
+                stats.under(grammar.kind).proposed(num_right)
+            elif num_right is not None and sequence.teaches:
                 stats.accepted(num_right)
         if sequence.draft.offer(proposal):
-            stats.tally.drafted[len(proposal.token_ids)] += 1
+            stats.tally.note_drafted(len(proposal.token_ids))
             return sequence
         stats.num_stale += 1
         return None
+
+    def _predict_survival(self, taken: list[LiveSequence], stats: DrafterStats) -> None:
+        free: list[tuple[DraftState, tuple[float, ...]]] = []
+        for sequence in taken:
+            draft = sequence.draft
+            if draft.proposal is None or draft.proposal.drafter == FORCED:
+                continue  # the message had two of one request
+            confidences = draft.proposal.confidences
+            if draft.grammar is None:
+                free.append((draft, confidences))
+            else:
+                survival = stats.survival_under(draft.grammar.kind, confidences)
+                stats.under(draft.grammar.kind).proposed(sum(survival))
+                draft.set_survival(survival)
+        for (draft, _), survival in zip(free, stats.predict_survival([one for _, one in free]), strict=True):
+            draft.set_survival(survival)
+
+    def force(self, sequence: LiveSequence) -> None:
+        """After a commit: what the grammar of a request forces is proposed where it is expected to bring most."""
+        draft = sequence.draft
+        if draft.grammar is None:
+            return
+        forced, kind = draft.forced(sequence.request.id), draft.grammar.kind
+        if forced is None:
+            draft.force(None)
+            return
+        survival = self._telemetry.drafter(FORCED).survival_under(kind, forced.confidences)
+        own = None if draft.drafter is None else self._telemetry.drafter(draft.drafter)
+        draft.force(forced, survival, 0.0 if own is None else own.under(kind).expected_len)
 
     def _reopen(self, request_id: str, name: str, outbox: DrafterOutbox) -> None:
         """The drafter asks for a request anew."""
@@ -223,6 +254,9 @@ class DrafterSessions:
             draft, request_id = sequence.draft, commit.request_id
             drafter = draft.drafter
             outbox = None if drafter is None else outboxes.get(drafter)
+            if draft.grammar is not None and commit.error is None:
+                verdicts = (draft.judgement, draft.passed_judgement)
+                self._dictated += [(draft.grammar.kind, one) for one in verdicts if one is not None]
             if sequence.teaches and commit.error is None:  # a failed pass says nothing
                 self._note_round(draft, commit, None if outbox is None else drafter, now_s)
             if commit.finish is not None or sequence.max_new_tokens <= 1:
@@ -263,6 +297,9 @@ class DrafterSessions:
         unlearned, self._unlearned = self._unlearned, {}
         for judgement, num_proposed in unlearned.values():
             self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
+        dictated, self._dictated = self._dictated, []
+        for kind, judgement in dictated:
+            self._telemetry.drafter(judgement.drafter).under(kind).judged(judgement)
         unobserved, self._unobserved = self._unobserved, []
         self._telemetry.observe(unobserved)
 

@@ -371,7 +371,7 @@ class TargetLoop:
             if self.spans is not None:
                 self.spans.note(sequence, commit, now_s)
             if commit.finish is None:
-                sequence.draft.force(commit.request_id)
+                self._drafters.force(sequence)
             else:
                 if sequence.has_slo and commit.finish is not FinishReason.ERROR:
                     self._slo.note_answer(sequence, now_s)

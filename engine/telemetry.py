@@ -101,8 +101,7 @@ class Telemetry:
                 stats.num_proposed += commit.num_proposed
                 stats.num_accepted += commit.num_accepted
                 if commit.num_proposed:
-                    stats.tally.verified[commit.num_proposed] += 1
-                    stats.tally.accepted[commit.num_accepted] += 1
+                    stats.tally.note_verified(commit.num_proposed, commit.num_accepted)
         if self._window_start_s is None:
             self._window_start_s, self._window_tokens = now_s, 0
         elif now_s - self._window_start_s >= 1.0:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from xgrammar import GrammarMatcher
 
+from cluster.grammar import GrammarKind
 from engine.grammar.closing import MAX_COST, Closing, JsonScan
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class GrammarState:
         self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, names, grammar.allowed, grammar.shortest)
         self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)
+
+    @property
+    def kind(self) -> GrammarKind:
+        return self.grammar.grammar.kind
 
     @property
     def has_ended(self) -> bool:

@@ -38,6 +38,28 @@ class Judgement:
 
 
 @dataclass(slots=True)
+class DictatedDrafts:
+    """Drafts of one drafter for requests with a grammar of one kind. Masks decide many of their tokens, so they say nothing
+    of other requests (`cluster.types.Request.teaches`), and others little of them."""
+
+    calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
+    _lens: DecayedMean = field(default_factory=DecayedMean)
+
+    @property
+    def expected_len(self) -> float:
+        """Right tokens of the next proposal; 0 until a few are known."""
+        return self._lens.value if self._lens.is_known else 0.0
+
+    def proposed(self, num_right: float) -> None:
+        """So many tokens of a proposal should be right, or were, of one that came too late."""
+        self._lens.add(num_right, MEMORY)
+
+    def judged(self, judgement: Judgement) -> None:
+        """Learns from a verdict, whether the proposal was verified or passed over."""
+        self.calibration.record(judgement.confidences, judgement.num_right)
+
+
+@dataclass(slots=True)
 class DrafterStats:
     """Totals and moving averages of one drafter."""
 
@@ -59,6 +81,7 @@ class DrafterStats:
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
     tally: DraftingTally = field(default_factory=DraftingTally)
     num_judged: int = 0
+    dictated: dict[str, DictatedDrafts] = field(default_factory=dict)  # by kind of grammar
 
     def counts(self) -> DraftingCounts:
         """For metrics; from any thread."""
@@ -92,6 +115,19 @@ class DrafterStats:
         if self.calibration.num_records < MIN_RECORDS:
             return [()] * len(drafts)
         return self.calibration.survival(drafts)
+
+    def under(self, grammar_kind: str) -> DictatedDrafts:
+        """What is known of its drafts under grammars of a kind."""
+        found = self.dictated.get(grammar_kind)
+        if found is None:
+            found = self.dictated[grammar_kind] = DictatedDrafts()
+        return found
+
+    def survival_under(self, grammar_kind: str, confidences: Sequence[float]) -> tuple[float, ...]:
+        """Survival of a draft under such a grammar; until MIN_RECORDS of them are known as of other requests, if those are
+        known, else by its confidences as far as nothing corrects them."""
+        own, usual = self.under(grammar_kind).calibration, self.calibration
+        return (usual if own.num_records < MIN_RECORDS <= usual.num_records else own).survival([confidences])[0]
 
     def replied(self, reply_s: float) -> None:
         """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""
