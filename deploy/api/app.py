@@ -15,11 +15,12 @@ from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
 from deploy.api import policy_trial
+from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.audit import AuditLog
 from deploy.api.cors import Cors
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import add_page
-from deploy.api.errors import install_handlers
+from deploy.api.errors import MESSAGES, install_handlers
 from deploy.api.metrics_page import Peers
 from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
 
 VERSION = version_of("outrider")
-_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PolicyTrialRequest)
+_BODIES = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest),
+    *(TokenizeRequest, DetokenizeRequest, PolicyTrialRequest),
+)
 
 
 def create_app(
@@ -141,6 +145,8 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
         ("/v1/chat/completions", service.chat, ChatRequest),
         ("/v1/completions", service.completions, CompletionRequest),
         ("/v1/responses", service.responses, ResponsesRequest),
+        (MESSAGES, service.messages, MessagesRequest),
+        (f"{MESSAGES}/count_tokens", service.count_tokens, CountTokensRequest),
         ("/tokenize", service.tokenize, TokenizeRequest),
         ("/detokenize", service.detokenize, DetokenizeRequest),
     ):

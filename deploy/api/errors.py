@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, or below MESSAGES in Anthropic's."""
 
 import difflib
 import json
@@ -11,6 +11,23 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cluster.errors import InvalidField, LinkClosed, OutriderError, Overloaded, Unattainable
+
+MESSAGES = "/v1/messages"  # Anthropic's API
+
+_ANTHROPIC_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 class ApiError(OutriderError):
@@ -36,8 +53,17 @@ class ApiError(OutriderError):
     def body(self) -> dict[str, object]:
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+    def anthropic_body(self) -> dict[str, object]:
+        default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+        # Clients that shorten conversations look for these words.
+        lead = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, default), "message": f"{lead}{self}"}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str = "") -> Response:
+        """``path``: of the request."""
+        body = self.anthropic_body() if is_anthropic(path) else self.body()
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
 
 
 class ClientGone(OutriderError):
@@ -105,12 +131,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def install_handlers(app: FastAPI, retry_after_s: float) -> None:
-    """Answers errors of the routes and of FastAPI in OpenAI's shape."""
+    """Answers errors of the routes and of FastAPI."""
 
     def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error, retry_after_s)
         assert known is not None, "installed for expected failures"
-        return known.response()
+        return known.response(request.url.path)
 
     for kind in (ApiError, InvalidField, Overloaded, LinkClosed):
         app.add_exception_handler(kind, answer)
@@ -120,7 +146,7 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
         status = HTTPStatus(error.status_code)
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
         message = f"{status.phrase}: {request.method} {shorten(request.url.path)}"
-        return ApiError(status, message, code=code, headers=error.headers).response()
+        return ApiError(status, message, code=code, headers=error.headers).response(request.url.path)
 
     app.add_exception_handler(HTTPException, http_error)
 

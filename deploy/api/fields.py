@@ -1,13 +1,47 @@
 """What all request bodies share: strict models, and fields that are known but not supported."""
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator
 from pydantic_core import PydanticCustomError
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("form", "holds a number out of range, or is nested too deeply") from None
+    return value
+
+
+FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # of any fields, which answers may repeat
 
 
 class Strict(BaseModel):
     """Takes no value of another type, and no unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class TranslatedRequest(Strict):
+    """The body of another API's call, which is translated to a chat call.
+
+    ``own_names``: of fields of the chat call, and of what is below them; a longer path stands before a shorter one.
+    """
+
+    id_prefix: ClassVar[str]  # of answers
+    own_names: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def chat_fields(self) -> dict[str, Any]:
+        """The body of the chat call that this is. Raises ApiError: it cannot be one."""
+
+    def without_effect(self) -> Sequence[str]:
+        """The paths of given and known fields that change nothing."""
+        return ()
 
 
 def only(*allowed: object, advice: str = "is not supported yet; leave it out") -> BeforeValidator:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.types import FinishReason, TokenLogprobs
-from deploy.api.answer_parts import Arguments, CallStart, Reasoning, Text
+from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.choice import Choice, Delta, OutputToken
 from deploy.api.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ class _Format(ABC):
 class ChatFormat(_Format):
     """OpenAI's chat format."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     kind = "chat.completion"  # of a whole answer
     chunk_kind = "chat.completion.chunk"
 
@@ -121,7 +121,7 @@ class ChatFormat(_Format):
 class CompletionFormat(_Format):
     """OpenAI's legacy format: parallel lists, and a mapping from token to log-probability per position."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
@@ -193,6 +193,13 @@ AnswerFormat = ChatFormat | CompletionFormat
 
 def _prompt_token_ids(choice: Choice) -> dict[str, object]:
     return {"prompt_token_ids": choice.request.prompt_token_ids} if choice.options.token_ids else {}
+
+
+def parts_of(choice: Choice, delta: Delta) -> Sequence[Part]:
+    """The new parts, also of a choice that is not parsed."""
+    if choice.options.new_parser is not None:
+        return delta.parts
+    return (Text(delta.text),) if delta.text else ()
 
 
 def call_id(choice: Choice, index: int) -> str:

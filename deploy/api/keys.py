@@ -72,8 +72,13 @@ class ApiKeys:
         found = [tenant for digest, tenant in self._tenants.items() if hmac.compare_digest(presented, digest)]
         return found[0] if found else None
 
-    def check(self, authorization: str | None) -> Tenant:
-        """Raises ApiError (401) if the ``Authorization`` header has no known key."""
+    def check(self, authorization: str | None, api_key: str | None = None) -> Tenant:
+        """Of the headers ``Authorization`` and, where it is missing, Anthropic's ``x-api-key``.
+
+        Raises ApiError (401): no known key.
+        """
+        if authorization is None and api_key is not None:
+            authorization = f"Bearer {api_key}"
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")

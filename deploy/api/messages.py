@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from deploy.api.fields import Strict, only, text_or
+from deploy.api.fields import FreeObject, Strict, only, text_or
 
 MAX_TOOLS = 128
 MAX_PARTS = 4096  # of one text
@@ -102,7 +102,7 @@ def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-Parameters = Annotated[dict[str, Any], AfterValidator(_of_object)]
+Parameters = Annotated[FreeObject, AfterValidator(_of_object)]
 
 
 class FunctionDefinition(Strict):

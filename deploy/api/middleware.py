@@ -13,7 +13,7 @@ from cluster.errors import OutriderError
 from cluster.logs import RequestIds, current_ids, without_messages
 from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import SETTINGS, page_paths
-from deploy.api.errors import ClientGone, internal_error, overloaded
+from deploy.api.errors import ClientGone, internal_error, is_anthropic, overloaded
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
@@ -77,6 +77,8 @@ class Boundary:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [(b"x-request-id", request_id.encode()), *state.get("budget_headers", ())]
+                if is_anthropic(scope["path"]):
+                    added.append((b"request-id", request_id.encode()))
                 message["headers"] = [*message.get("headers", ()), *added]
                 if ignored := scope["state"].get("ignored_fields"):
                     message["headers"].append((WARNING_HEADER.encode(), _warning(ignored).encode("ascii")))
@@ -93,7 +95,7 @@ class Boundary:
         try:
             if counted and self._num_calls > self._max_calls:
                 refusal = overloaded("too many calls at once; try again later", self._retry_after_s)
-                await refusal.response()(scope, receive, send_with_id)
+                await refusal.response(scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except ClientGone:
@@ -103,7 +105,7 @@ class Boundary:
             state["error"] = failure = internal_error("the server failed", request_id)
             if status is not None:  # the server closes the connection, and the client sees an incomplete answer
                 raise AnswerCutOff(f"{request_id} failed") from None
-            await failure.response()(scope, receive, send_with_id)
+            await failure.response(scope["path"])(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
             if (holder := state.get("holder")) is not None:

@@ -9,6 +9,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from deploy.api.errors import is_anthropic
+
 _REF = "#/components/schemas/"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -16,12 +18,18 @@ _STYLE = (
     "vertical-align:top}code{font-size:.95em}h2{margin-top:2.5rem}"
 )
 
-_ERROR_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": {}, "code": {}}
-_ERROR = {"type": "object", "properties": _ERROR_FIELDS, "required": list(_ERROR_FIELDS)}
-_ERRORS = {
-    "description": "An error",
-    "content": {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}},
-}
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _errors(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "An error", "content": {"application/json": {"schema": schema}}}
+
+
+_TEXT = {"type": "string"}
+_ERRORS = _errors(_object(error=_object(message=_TEXT, type=_TEXT, param={}, code={})))
+_ANTHROPIC_ERRORS = _errors(_object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)))
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -44,12 +52,14 @@ def describe(
     if not refuses_unknown:
         for schema in schemas["$defs"].values():
             schema.pop("additionalProperties", None)
-    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
-        operation["responses"].pop("422", None)  # of FastAPI, which never answers with it here
-        operation["responses"]["default"] = _ERRORS
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # of FastAPI, which never answers with it here
+            operation["responses"]["default"] = _ANTHROPIC_ERRORS if is_anthropic(path) else _ERRORS
     if asks_for_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "header": header}
+        document["security"] = [{"key": []}, {"header": []}]
     return document
 
 

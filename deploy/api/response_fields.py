@@ -1,11 +1,11 @@
 """POST /v1/responses: OpenAI's Responses API, translated to a chat call."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from deploy.api.errors import ApiError, bad_request
-from deploy.api.fields import Strict, only, text_or
+from deploy.api.fields import FreeObject, Strict, TranslatedRequest, only, text_or
 from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, Parameters
 
 _NOT_STORED = "is not supported: responses are not stored; send the whole conversation as input"
@@ -96,7 +96,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -105,8 +105,17 @@ class TextOptions(Strict):
     verbosity: Annotated[Any, only("medium")] = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(TranslatedRequest):
     """POST /v1/responses"""
+
+    id_prefix: ClassVar[str] = "resp_"
+    own_names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "tool_choice.function": "tool_choice",
+        "messages": "input",
+    }
 
     model: str
     input: Annotated[
@@ -158,7 +167,6 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: str | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """The body of the chat call that this is."""
         names = ("model", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "stream")
         others = ("chat_template_kwargs", "cache_salt", "drafting", "slo", "parallel_tool_calls", "metadata")
         fields: dict[str, Any] = {name: getattr(self, name) for name in (*names, *others)}
@@ -210,26 +218,6 @@ class ResponsesRequest(Strict):
                 case ReasoningItem():
                     answer["reasoning_content"] = _text(item.content or item.summary or [])
         return messages
-
-
-# Fields of the chat call, and where this API has them.
-_OWN_NAMES = (
-    ("max_completion_tokens", "max_output_tokens"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("tool_choice.function", "tool_choice"),
-    ("messages", "input"),
-)
-
-
-def as_own(error: ApiError) -> ApiError:
-    """An error of the chat call, with this API's name of the field. Several items may be one message, which is ``input``."""
-    param = error.param or ""
-    for name, own in _OWN_NAMES:
-        if param == name or param.startswith(f"{name}."):
-            own = own if name == "messages" else own + param.removeprefix(name)
-            return bad_request(own, str(error).removeprefix(f"{param}: "), error.code)
-    return error
 
 
 def _text(content: str | list[TextPart]) -> str:

@@ -9,7 +9,7 @@ from deploy.api.answer import encode_json, total_counts, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ApiError
-from deploy.api.formats import call_id
+from deploy.api.formats import call_id, parts_of
 from deploy.api.response_fields import ResponsesRequest
 
 Event = dict[str, Any]
@@ -106,10 +106,7 @@ class ResponseWriter:
 
     def _take(self, delta: Delta) -> Iterator[Event]:
         """Adds new parts to the items. The events that tell of them."""
-        parts: Sequence[Part] = delta.parts
-        if self._choice.options.new_parser is None and delta.text:
-            parts = (Text(delta.text),)
-        for part in parts:
+        for part in parts_of(self._choice, delta):
             yield from self._add(part)
         if delta.finish is not None:
             is_cut = delta.finish is FinishReason.LENGTH or self._choice.ends_in_call

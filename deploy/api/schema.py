@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from cluster.config import Milliseconds, TtftMs
 from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from deploy.api.anthropic_fields import BLOCK_TAGS
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.fields import Strict, only, text_or
 from deploy.api.messages import Messages, ToolChoice, Tools
@@ -23,7 +24,7 @@ MAX_PROMPTS = 1024
 
 # Tags of union members, which pydantic inserts into error paths.
 FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>"}) | frozenset(
-    ITEM_TAGS
+    (*ITEM_TAGS, *BLOCK_TAGS)
 )
 
 

@@ -11,23 +11,24 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from cluster.client import ClusterStatus, EngineClient
-from cluster.errors import InvalidField, LinkClosed
+from cluster.errors import LinkClosed
 from cluster.grammar import Grammar
 from cluster.types import Commit, ModelInfo
 from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope
-from deploy.api.body import BodyReader, field_error
+from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from deploy.api.anthropic_writer import AnthropicWriter
+from deploy.api.body import BodyReader
 from deploy.api.budgets import Budgets
 from deploy.api.cached import Cached
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChoiceWriter
 from deploy.api.dashboard.data import DashboardData
-from deploy.api.errors import ApiError, as_api_error, bad_request, overloaded, timed_out
+from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
@@ -47,7 +48,7 @@ from deploy.api.params import (
     wants_prompt_only,
 )
 from deploy.api.policy_trial import PolicyTrials, TryPolicy
-from deploy.api.response_fields import ResponsesRequest, as_own
+from deploy.api.response_fields import ResponsesRequest
 from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
@@ -57,9 +58,11 @@ from deploy.api.thread_shares import ThreadShares
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.tools import AnswerForm
+from deploy.api.translation import as_chat, own_names
 from router.fair_share import SharedLimit
 
 T = TypeVar("T")
+Translated = ResponsesRequest | MessagesRequest
 
 _INLINE_BYTES = 2000  # of a body that takes too little time to be shared
 
@@ -104,7 +107,9 @@ class Service:
             self._set_tenants()
         if self._keys.callers is None:
             return
-        request.state.tenant = tenant = self._keys.callers.check(request.headers.get("authorization"))
+        headers = request.headers
+        tenant = self._keys.callers.check(headers.get("authorization"), headers.get("x-api-key"))
+        request.state.tenant = tenant
         self.calls.hold(tenant.name, 1)
         request.state.holder = tenant.name
         if self.calls.is_exceeded(tenant.name, least=1):
@@ -137,31 +142,47 @@ class Service:
 
     async def responses(self, request: Request) -> Response:
         """Answers a conversation in OpenAI's newer format. Nothing is stored."""
-        fields = await self._bodies.read(request, ResponsesRequest)
-        try:
-            chat = ChatRequest.model_validate(fields.chat_fields())
-        except ValidationError as error:  # of what only the chat fields check, such as tools of one name
-            raise as_own(field_error(error.errors(include_url=False)[0], ChatRequest)) from error
-        try:
-            return await self._chat(request, chat, fields)
-        except (ApiError, InvalidField) as error:
-            known = as_api_error(error, self._settings.retry_after_s)
-            raise error if known is None else as_own(known) from error
+        return await self._translated(request, await self._bodies.read(request, ResponsesRequest))
+
+    async def messages(self, request: Request) -> Response:
+        """Answers a conversation in Anthropic's format."""
+        return await self._translated(request, await self._bodies.read(request, MessagesRequest))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The number of tokens of a conversation in Anthropic's format."""
+        fields = await self._bodies.read(request, CountTokensRequest)
+        request.state.ignored_fields += tuple(fields.without_effect())
+        with own_names(fields):
+            chat = as_chat(fields)
+            info = await self.info()
+            check_model(chat.model, info)
+            prompt = await self._chat_prompt(request, chat, self._settings.max_request_bytes)
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def embeddings(self, request: Request) -> Response:
         """Not supported: the served model generates text."""
         message = f"{(await self.info()).name} generates text and has no embeddings; serve an embedding model elsewhere"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="model", code="unsupported_endpoint")
 
-    async def _chat(self, request: Request, fields: ChatRequest, responds: ResponsesRequest | None = None) -> Response:
+    async def _translated(self, request: Request, fields: Translated) -> Response:
+        request.state.ignored_fields += tuple(fields.without_effect())
+        with own_names(fields):
+            return await self._chat(request, as_chat(fields), fields)
+
+    async def _chat_prompt(self, request: Request, fields: ChatRequest, max_tokens: int) -> Prompt:
+        messages = [message.for_template() for message in fields.messages]
+        encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=max_tokens)
+        return await self._encoded(request, encode, "messages", await self.info())
+
+    async def _chat(self, request: Request, fields: ChatRequest, translated: Translated | None = None) -> Response:
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         use = self._form.use_of(fields)
-        messages = [message.for_template() for message in fields.messages]
-        limit = max_prompt_tokens(info)
-        encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=limit)
-        prompt = await self._encoded(request, encode, "messages", info)
+        prompt = await self._chat_prompt(request, fields, max_prompt_tokens(info))
         check_prompt(prompt, info)
+        if isinstance(translated, MessagesRequest):  # which stops where the context ends
+            room = info.max_model_len - len(prompt.token_ids)
+            fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
         asked = self._form.grammar(use, opening, grammar_of(fields))
         options = OutputOptions(
@@ -169,7 +190,7 @@ class Service:
             shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
             short_ids=self._form.calls == "mistral",
         )
-        return await self._call(request, fields, [prompt], self._chat_format, options, asked, responds)
+        return await self._call(request, fields, [prompt], self._chat_format, options, asked, translated)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -267,9 +288,9 @@ class Service:
         form: AnswerFormat,
         options: OutputOptions,
         asked: tuple[str, Grammar] | None,
-        responds: ResponsesRequest | None = None,
+        translated: Translated | None = None,
     ) -> Response:
-        """``asked``: the grammar, and the field that asks for it. ``responds``: the call is one of the Responses API."""
+        """``asked``: the grammar, and the field that asks for it. ``translated``: the body, if it is not a chat's."""
         info = await self.info()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         num_sequences = (fields.n or 1) * len(prompts)
@@ -280,7 +301,7 @@ class Service:
             if asked is None
             else await self._in_time(request, self._checked(*asked, info, tenant.name), "use simpler grammars")
         )
-        call_id = f"{form.id_prefix}-{secrets.token_hex(16)}" if responds is None else f"resp_{secrets.token_hex(16)}"
+        call_id = f"{form.id_prefix if translated is None else translated.id_prefix}{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
             prompts,
@@ -318,12 +339,15 @@ class Service:
         stream = bool(fields.stream)
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
-        if responds is not None:
-            writer: AnswerWriter = ResponseWriter(call_id, info.name, responds, choices[0])
-        else:
-            envelope = Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage)
-            details = bool(fields.drafting_details)
-            writer = ChoiceWriter(choices, form, envelope, include_usage=include_usage, drafting_details=details)
+        match translated:
+            case ResponsesRequest():
+                writer: AnswerWriter = ResponseWriter(call_id, info.name, translated, choices[0])
+            case MessagesRequest():
+                writer = AnthropicWriter(call_id, info.name, translated, choices[0])
+            case None:
+                envelope = Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage)
+                details = bool(fields.drafting_details)
+                writer = ChoiceWriter(choices, form, envelope, include_usage=include_usage, drafting_details=details)
         call = Call(
             request_id=request.state.request_id,
             id=call_id,

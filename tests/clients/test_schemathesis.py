@@ -30,6 +30,7 @@ LENGTHS = {
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }
 CHECKS = [
     not_a_server_error,

@@ -11,6 +11,8 @@ import pytest
 
 from cluster.config import ApiConfig
 from cluster.errors import LinkClosed
+from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.settings import SPARE_CALLS, ApiSettings
 from tests.support.api import chat_body, serving
@@ -37,6 +39,9 @@ async def test_the_openapi_document_describes_every_body() -> None:
     for path, model in (
         (CHAT, ChatRequest),
         ("/v1/completions", CompletionRequest),
+        ("/v1/responses", ResponsesRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
         ("/tokenize", TokenizeRequest),
         ("/detokenize", DetokenizeRequest),
     ):

@@ -219,6 +219,7 @@ async def test_objectives_are_a_class_or_of_the_call(field: Any, slo: Slo) -> No
         (CHAT, chat_body(slo=field)),
         (COMPLETIONS, completion_body(slo=field)),
         ("/v1/responses", responses),
+        ("/v1/messages", chat_body(slo=field, max_tokens=5)),
     ):
         (request,) = await requests_of(path, body, slo=SLO)
         assert request.slo == slo

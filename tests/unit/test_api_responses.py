@@ -203,6 +203,21 @@ def test_formats_of_text_become_response_formats() -> None:
     assert fields.chat_fields()["response_format"]["json_schema"]["schema"] == schema
 
 
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ('"tools": [{"type": "function", "name": "f", "parameters": {"default": 1e999}}]', "tools.0.parameters"),
+        ('"text": {"format": {"type": "json_schema", "schema": {"maximum": 1e999}}}', "text.format.schema"),
+    ],
+)
+def test_numbers_that_no_answer_can_repeat_are_refused(field: str, param: str) -> None:
+    with serving("the answer") as (client, _):
+        body = f'{{"model": "{MODEL}", "input": "a", {field}}}'
+        response = httpx.post(f"{client.base_url}responses", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+
+
 def test_embeddings_are_refused_clearly() -> None:
     with serving("the answer") as (client, _), pytest.raises(openai.BadRequestError, match="no embeddings"):
         client.embeddings.create(model=MODEL, input="a")

@@ -50,14 +50,14 @@ async def _salts(tmp_path: Path, calls: list[tuple[str, str | None]], url: str =
 
     async with serving(script, **{"api_keys_file": file, **settings}) as (http, _):
         for key, own in calls:
-            body = chat_body() if url == CHAT else {"model": chat_body()["model"], "input": "what is it?"}
+            body = chat_body(max_tokens=20) if url != "/v1/responses" else {"model": "scripted", "input": "what is it?"}
             body |= {} if own is None else {"cache_salt": own}
             answer = await http.post(url, json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200, answer.text
     return salts
 
 
-@pytest.mark.parametrize("url", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("url", [CHAT, "/v1/responses", "/v1/messages"])
 async def test_each_key_has_a_salt_of_its_own(tmp_path: Path, url: str) -> None:
     calls = [
         ("sk-one", None),

@@ -1,0 +1,289 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, translated to a chat call."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from deploy.api.errors import bad_request
+from deploy.api.fields import FreeObject, Strict, TranslatedRequest, text_or
+from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, Parameters
+
+# Claude Code's note on billing, another one in each call, which would keep prompts out of the prefix cache.
+_BILLING = "x-anthropic-billing-header:"
+# Variables by which chat templates turn reasoning on: of Qwen3 and GLM, and of DeepSeek and Granite.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+
+class _Cacheable(Strict):
+    cache_control: Any = None  # ignored: whatever prompts share is cached
+
+
+class TextBlock(_Cacheable):
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class ToolUseBlock(_Cacheable):
+    type: Literal["tool_use"]
+    id: CallId
+    name: FunctionName
+    input: FreeObject
+    caller: Any = None
+
+
+def _type_of(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _supported(*kinds: str) -> BeforeValidator:
+    """Names the type of a block that is refused, whatever else it holds."""
+
+    def check(block: object) -> object:
+        if (kind := _type_of(block)) not in kinds:
+            told = {"kind": str(kind)[:40], "known": " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))}
+            message = "blocks of type {kind} are not supported: the served model reads text; {known} are"
+            raise PydanticCustomError("form", message, told)
+        return block
+
+    return BeforeValidator(check)
+
+
+_TextParts = Annotated[list[Annotated[TextBlock, _supported("text")]], Field(max_length=MAX_PARTS, fail_fast=True)]
+_Text = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[_TextParts, Tag("<parts>")],
+    text_or("<parts>", "must be a string or a list of text blocks"),
+]
+
+
+class ToolResultBlock(_Cacheable):
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: _Text | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        return f"Error: {text}" if self.is_error else text
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None  # ignored
+
+
+class RedactedThinkingBlock(Strict):
+    """Ignored: only Anthropic can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
+BLOCK_TAGS = ("<tool_use>", "<tool_result>", "<thinking>", "<redacted_thinking>", "<custom>", "<built-in>")
+_Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    Discriminator(lambda block: f"<{_type_of(block)}>"),
+    _supported("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+]
+_ROLES = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+
+
+class AnthropicMessage(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+        text_or("<parts>", "must be a string or a list of blocks"),
+    ]
+
+    @property
+    def blocks(self) -> Sequence[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> "AnthropicMessage":
+        misplaced = next((block.type for block in self.blocks if block.type not in _ROLES[self.role]), None)
+        if misplaced is not None:
+            told = {"role": self.role, "kind": misplaced}
+            raise PydanticCustomError("form", "has the role {role}, which has no blocks of type {kind}", told)
+        return self
+
+
+class CustomTool(_Cacheable):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: Parameters
+    strict: bool | None = None
+
+    # Ignored.
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+
+
+class BuiltInTool(Strict):
+    """One that Anthropic's servers run or its models know, such as ``web_search_20250305``: left out, with a warning."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+_Tool = Annotated[
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[BuiltInTool, Tag("<built-in>")],
+    Discriminator(lambda tool: "<custom>" if _type_of(tool) in (None, "custom") else "<built-in>"),
+]
+
+
+class AnthropicToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+    display: Any = None  # ignored: all of it is shown
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: FreeObject = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Any = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(TranslatedRequest):
+    """POST /v1/messages/count_tokens"""
+
+    id_prefix: ClassVar[str] = "msg_"
+    own_names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tool_choice.function": "tool_choice",
+        "stop": "stop_sequences",
+        "messages": "messages",  # several of these may be one of a chat
+    }
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
+    system: _Text | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # beyond Anthropic's API, as in chat
+
+    def without_effect(self) -> Sequence[str]:
+        """Built-in tools, and hints."""
+        tools = [f"tools.{i} ({tool.type})" for i, tool in enumerate(self.tools or ()) if isinstance(tool, BuiltInTool)]
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            tools.append("thinking.budget_tokens")
+        if self.output_config is not None and self.output_config.effort is not None:
+            tools.append("output_config.effort")
+        return tools
+
+    def chat_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"model": self.model, "messages": self._chat_messages(), **self._tool_fields()}
+        variables = {} if self.thinking is None else dict.fromkeys(_THINKING_VARIABLES, self.thinking.type != "disabled")
+        if variables or self.chat_template_kwargs:
+            fields["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
+        if self.output_config is not None and (form := self.output_config.format) is not None:
+            fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+        match fields["messages"]:
+            case [*_, {"tool_calls": _}]:
+                raise bad_request("messages", "must not end with a tool_use block: its tool_result is missing")
+            case [*_, {"role": "assistant"}]:
+                fields["continue_final_message"] = True
+        return fields
+
+    def _chat_messages(self) -> list[dict[str, Any]]:
+        """Consecutive messages of one role are one there, and a tool's result is a message of its own."""
+        messages: list[dict[str, Any]] = []
+
+        def of_role(role: str) -> dict[str, Any]:
+            if not messages or messages[-1]["role"] != role:
+                messages.append({"role": role, "content": []})
+            return messages[-1]
+
+        for text in [self.system] if isinstance(self.system, str) else [block.text for block in self.system or ()]:
+            if text and not text.startswith(_BILLING):
+                of_role("system")["content"].append({"type": "text", "text": text})
+        for message in self.messages:
+            for block in message.blocks:
+                match block:
+                    case TextBlock():
+                        of_role(message.role)["content"].append({"type": "text", "text": block.text})
+                    case ToolResultBlock():
+                        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+                    case ToolUseBlock():
+                        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                        of_role("assistant").setdefault("tool_calls", []).append({"id": block.id, "function": function})
+                    case ThinkingBlock():
+                        answer = of_role("assistant")
+                        answer["reasoning_content"] = answer.get("reasoning_content", "") + block.thinking
+        return [{**message, "content": message["content"] or ""} for message in messages]
+
+    def _tool_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        tools = [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
+        if tools:
+            given = [tool.model_dump(include={"name", "description", "strict"}, exclude_none=True) for tool in tools]
+            functions = [{**one, "parameters": tool.input_schema} for one, tool in zip(given, tools, strict=True)]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name} if choice.name is not None else {}}
+            fields["tool_choice"] = {"tool": named, "any": "required"}.get(choice.type, choice.type)
+            if choice.disable_parallel_tool_use is not None:
+                fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages"""
+
+    max_tokens: int  # at most what the context leaves is generated
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    # Beyond Anthropic's API, as in chat.
+    seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    drafting: str | None = None
+    slo: Any = None
+
+    metadata: dict[str, str | None] | None = None
+    service_tier: str | None = None  # ignored
+
+    def chat_fields(self) -> dict[str, Any]:
+        names = ("temperature", "top_p", "top_k", "stream", "seed", "min_p", "repetition_penalty", "cache_salt", "drafting")
+        given = {name: getattr(self, name) for name in (*names, "slo")}
+        given["max_completion_tokens"] = self.max_tokens
+        given["stop"] = self.stop_sequences
+        given["metadata"] = {name: value for name, value in (self.metadata or {}).items() if value is not None}
+        return super().chat_fields() | {name: value for name, value in given.items() if value is not None}
