@@ -19,7 +19,8 @@ class EngineFailed(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token and its characters ``start`` to ``end`` of the choice's text; a character belongs to its last token."""
+    """A token and its characters ``start`` to ``end`` of the choice's text; a character belongs to its last token. One that
+    ends the answer has none."""
 
     id: int
     start: int
@@ -44,7 +45,7 @@ class Delta:
     tokens: tuple[OutputToken, ...] = ()
     segments: tuple[Segment, ...] = ()
     finish: FinishReason | None = None
-    token_ids: tuple[int, ...] = ()  # all generated tokens, if asked for
+    token_ids: tuple[int, ...] = ()  # of ``tokens``, if asked for
     parts: tuple[Part, ...] = ()  # of the text, where it is parsed
 
 
@@ -107,7 +108,6 @@ class Choice:
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
         self._on_tokens = on_tokens
-        self._new_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown)
         self._parser = None if options.new_parser is None else options.new_parser()
         self._parts: list[Part] = []
@@ -146,7 +146,7 @@ class Choice:
         if self.options.is_prompt_only and commit.token_ids:
             self.finish = FinishReason.LENGTH
             return
-        num_before = self.num_tokens
+        num_before, ending = self.num_tokens, None
         for i, token_id in enumerate(commit.token_ids, start=1):
             self.num_tokens += 1
             is_last = i == len(commit.token_ids)
@@ -154,6 +154,7 @@ class Choice:
             if self._parser is not None and self._parser.is_reasoning:
                 self.num_reasoning_tokens += 1
             if ends and not self.options.include_stop:
+                ending = i - 1
                 break  # counted, but not part of the text
             self._append(commit, i - 1)
             if self._stops.matched:
@@ -162,7 +163,6 @@ class Choice:
         if self.num_tokens > num_before:
             num_needed = self.num_tokens - num_before
             self.counts.record(commit, num_needed)
-            self._new_ids.extend(commit.token_ids[:num_needed] if self.options.token_ids else ())
             if self._on_tokens is not None:
                 gap_s = None if self.last_token_s is None else now_s - self.last_token_s
                 self._on_tokens(commit, num_needed, gap_s)
@@ -171,6 +171,8 @@ class Choice:
         if self.finish is None and commit.finish is not None:
             self.finish = commit.finish
             self._flush()
+        if ending is not None:
+            self._keep(commit, ending, self._decoded_len)
 
     def take(self) -> Delta | None:
         """The new text; None if there is none."""
@@ -181,9 +183,9 @@ class Choice:
             self.ends_in_call = self._parser.is_cut
         text = "".join(self._released)
         self._released.clear()
-        tokens, segments = self._take_tokens(text) if self.options.details else ((), ())
-        delta = Delta(text, tokens, segments, self.finish, tuple(self._new_ids), tuple(merged(self._parts)))
-        self._new_ids.clear()
+        tokens, segments = self._take_tokens(text)
+        token_ids = tuple([token.id for token in tokens]) if self.options.token_ids else ()
+        delta = Delta(text, tokens, segments, self.finish, token_ids, tuple(merged(self._parts)))
         self._parts.clear()
         self._taken_len += len(text)
         return delta
@@ -192,7 +194,10 @@ class Choice:
         text = self._detokenizer.feed(commit.token_ids[i])
         start = self._decoded_len
         self._release(text)
-        if self.options.details:
+        self._keep(commit, i, start)
+
+    def _keep(self, commit: Commit, i: int, start: int) -> None:
+        if self.options.details or self.options.token_ids:
             drafter = commit.drafter if i < commit.num_accepted else None
             logprobs = commit.logprobs[i] if i < len(commit.logprobs) else None
             self._tokens.append(OutputToken(commit.token_ids[i], start, self._decoded_len, drafter, logprobs))
@@ -225,12 +230,13 @@ class Choice:
                 self._parse(self._parser.feed(held))
 
     def _take_tokens(self, text: str) -> tuple[tuple[OutputToken, ...], tuple[Segment, ...]]:
-        """The tokens whose text ends in ``text``, all remaining ones if it is the last, and ``text`` by drafter."""
+        """The tokens whose text ends in ``text``, all remaining ones if it is the last, also those of a stop string that is
+        cut off, and ``text`` by drafter."""
         begin, end = self._taken_len, self._taken_len + len(text)
         tokens: list[OutputToken] = []
         segments: list[Segment] = []
         for token in self._tokens:
-            if token.start >= end and (token.end > end or self.finish is None):
+            if token.start >= end and self.finish is None:
                 break  # its text comes later
             if token.end <= end or self.finish is not None:
                 tokens.append(token)

@@ -17,6 +17,7 @@ class DraftingCounts:
     num_tokens: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    num_drafted_round_tokens: int = 0  # of rounds with drafts
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # by draft length and number of accepted tokens
     by_drafter: "dict[str, DraftingCounts]" = field(default_factory=dict)
 
@@ -25,6 +26,7 @@ class DraftingCounts:
         num_accepted = min(commit.num_accepted, num_needed)
         self._add(1, num_needed, commit.num_proposed, num_accepted)
         if commit.num_proposed:
+            self.num_drafted_round_tokens += num_needed
             self.drafts[commit.num_proposed, num_accepted] += 1
             if commit.drafter is not None:
                 counts = self.by_drafter.setdefault(commit.drafter, DraftingCounts())
@@ -32,6 +34,7 @@ class DraftingCounts:
 
     def merge(self, other: "DraftingCounts") -> None:
         self._add(other.num_rounds, other.num_tokens, other.num_proposed, other.num_accepted)
+        self.num_drafted_round_tokens += other.num_drafted_round_tokens
         self.drafts.update(other.drafts)
         for name, counts in other.by_drafter.items():
             self.by_drafter.setdefault(name, DraftingCounts()).merge(counts)
@@ -48,12 +51,13 @@ class DraftingCounts:
         return {**self._figures(), "drafters": drafters}
 
     def speculative_decoding(self) -> dict[str, object]:
-        """vLLM's object of that name. A step is a pass that verified drafts; ``num_spec_tokens`` is the longest draft."""
+        """vLLM's object of that name. A step is a pass that verified drafts; ``num_spec_tokens`` is the longest draft. Its
+        mean counts tokens of the answer: no bonus token where a draft ended it."""
         draft_lens = sorted({draft_len for draft_len, _ in self.drafts})
         num_spec_tokens = max(draft_lens, default=0)
         num_steps = self.drafts.total()
         return {
-            "mean_acceptance_length": 1 + self.num_accepted / num_steps if num_steps else 1.0,
+            "mean_acceptance_length": self.num_drafted_round_tokens / num_steps if num_steps else 1.0,
             "draft_acceptance_rate": self.num_accepted / self.num_proposed if self.num_proposed else 0.0,
             "acceptance_histogram": [sum(self.drafts[k, i] for k in draft_lens) for i in range(num_spec_tokens + 1)],
             "acceptance_histogram_by_draft_length": {str(k): [self.drafts[k, i] for i in range(k + 1)] for k in draft_lens},

@@ -181,8 +181,10 @@ async def test_chat_logprobs(streamed: bool) -> None:
         tokens = [token for content in contents if content for token in content["content"]]
     else:
         tokens = response.json()["choices"][0]["logprobs"]["content"]
-    assert len(tokens) == len(token_ids("the ☃"))
-    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == "the ☃"
+    *text, end = tokens
+    assert len(text) == len(token_ids("the ☃"))
+    assert bytes(byte for token in text for byte in token["bytes"]).decode() == "the ☃"
+    assert (end["token"], end["bytes"]) == ("<|end|>", None)
     first = tokens[0]
     assert (first["token"], first["logprob"]) == (tokenizer().token_name(token_ids("the ☃")[0]), -0.5)
     assert first["top_logprobs"][0] == {name: first[name] for name in ("token", "logprob", "bytes")}
@@ -194,12 +196,46 @@ async def test_completion_logprobs() -> None:
         response = await http.post(COMPLETIONS, json=completion_body(logprobs=2))
     logprobs = response.json()["choices"][0]["logprobs"]
     ids = token_ids("the ☃")
-    assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == len(ids)
+    assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == len(ids) + 1
     assert set(logprobs["token_logprobs"]) == {-0.5}
     assert logprobs["text_offset"][0] == 0
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
     assert any(name.startswith("bytes:\\x") for name in logprobs["tokens"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        {},
+        {"ignore_eos": True},
+        {"max_tokens": 3},
+        {"stop": ["e ☃"]},
+        {"stop": [" ☃"]},
+        {"stop": [" ☃"], "include_stop_str_in_output": True},
+        {"stop_token_ids": [token_ids("☃")[0]]},
+        {"stop_token_ids": [token_ids("☃")[0]], "include_stop_str_in_output": True},
+    ],
+    ids=str,
+)
+async def test_each_token_has_one_log_probability_however_an_answer_ends(
+    ending: dict[str, Any], path: str, streamed: bool
+) -> None:
+    is_chat = path == CHAT
+    body = chat_body(logprobs=True) if is_chat else completion_body(logprobs=1)
+    body |= {"stream": streamed, "return_token_ids": True, **ending}
+    async with serving(with_logprobs) as (http, _):
+        response = await http.post(path, json=body | ({"stream_options": {"include_usage": True}} if streamed else {}))
+    answers = [json.loads(data) for data in events(response.text) if data != "[DONE]"] if streamed else [response.json()]
+    num_tokens = 0
+    for choice in [choice for answer in answers for choice in answer["choices"] if choice["logprobs"]]:
+        logprobs = choice["logprobs"]
+        entries = [one["logprob"] for one in logprobs["content"]] if is_chat else logprobs["token_logprobs"]
+        assert entries == [-0.5] * len(choice["token_ids"])
+        num_tokens += len(entries)
+    assert num_tokens == answers[-1]["usage"]["completion_tokens"] > 0
 
 
 async def test_models() -> None:

@@ -237,6 +237,18 @@ async def test_how_speculative_decoding_went(path: str, body: Any) -> None:
         assert several["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
+async def test_a_draft_that_ends_the_answer_is_followed_by_no_bonus_token() -> None:
+    def script(request: Request) -> list[Step]:
+        (commit,) = finishing(request, token_ids("the answer"), num_per_round=8)
+        num = len(commit.token_ids)
+        return [replace(commit, num_proposed=num + 2, num_accepted=num, drafter="ngram")]
+
+    async with serving(script) as (http, _):
+        answer = (await http.post(CHAT, json=chat_body())).json()
+    found = answer["metrics"]["speculative_decoding"]
+    assert found["mean_acceptance_length"] == found["num_accepted_draft_tokens"] == answer["usage"]["completion_tokens"]
+
+
 async def test_an_answer_without_drafts_has_an_empty_histogram() -> None:
     answer = await ask(CHAT, chat_body(), drafter=None)
     assert answer["metrics"]["speculative_decoding"] == {
