@@ -12,7 +12,7 @@ MAX_TOOLS = 128
 MAX_PARTS = 4096  # of one text
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # OpenAI allows 64, Anthropic 128
 
 
 class ContentPart(Strict):

@@ -14,6 +14,7 @@ from cluster.errors import LinkClosed, Overloaded
 from deploy.api.anthropic_fields import MessagesRequest
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
+from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import CHAT_TEMPLATE, MAX_MODEL_LEN, MODEL, fast_tokenizer, model_info, saying, serving
@@ -244,10 +245,12 @@ async def test_thinking_is_a_variable_of_the_template(thinking: dict[str, Any], 
     ],
 )
 def test_choices_of_tools_are_those_of_a_chat(choice: dict[str, Any], asked: dict[str, Any]) -> None:
-    tool = {**TOOL, "type": "custom", "description": "of today", "strict": True, "input_examples": [{}]}
+    name = "mcp__" + "a" * 123
+    tool = {**TOOL, "name": name, "type": "custom", "description": "of today", "strict": True, "input_examples": [{}]}
     fields = MessagesRequest.model_validate(body(tools=[tool], tool_choice=choice)).chat_fields()
-    function = {"name": "get_weather", "description": "of today", "strict": True, "parameters": TOOL["input_schema"]}
+    function = {"name": name, "description": "of today", "strict": True, "parameters": TOOL["input_schema"]}
     assert fields["tools"] == [{"type": "function", "function": function}]
+    assert ChatRequest.model_validate(fields).tools
     assert {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields} == asked
 
 
@@ -315,6 +318,7 @@ def _block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "prompt is too long: messages: "),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name: "),
+        ({"tools": [{**TOOL, "name": "a" * 129}]}, "tools.0.name: "),
         ({"tools": [TOOL, TOOL]}, "tools: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),

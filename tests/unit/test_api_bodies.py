@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from deploy.api.anthropic_fields import MessagesRequest
 from deploy.api.body import MAX_FAULTS, parse_body
 from deploy.api.errors import ApiError
 from deploy.api.messages import MAX_PARTS
@@ -98,6 +99,9 @@ def _user(content: object) -> dict[str, object]:
         (ChatRequest, chat_body(messages=[{"role": "assistant", "tool_calls": [{}] * 128}])),
         (ResponsesRequest, {"model": "m", "input": [_user([{}] * MAX_PARTS)]}),
         (ResponsesRequest, {"model": "m", "input": [_user([{"type": "text", "text": ""}] * (MAX_PARTS + 1))]}),
+        (MessagesRequest, chat_body(max_tokens=1, messages=[_user([{}] * MAX_PARTS)])),
+        (MessagesRequest, chat_body(max_tokens=1, messages=[_user([{"type": "text", "text": ""}] * (MAX_PARTS + 1))])),
+        (MessagesRequest, chat_body(max_tokens=1, system=[{}] * MAX_PARTS)),
     ],
 )
 def test_a_long_list_of_faults_makes_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
