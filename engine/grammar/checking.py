@@ -14,8 +14,6 @@ from pathlib import Path
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.compiling import CompiledGrammar, Grammars
-from engine.grammar.json_text import spells_json
-from engine.grammar.schema_rules import patterns_of
 from engine.grammar.tag_rules import schemas_of
 from engine.grammar.vocabulary import GrammarVocabulary
 
@@ -35,20 +33,15 @@ def refusal(grammars: Grammars, grammar: Grammar) -> str | None:
     return _fault(grammars, compiled) or _slowness(compiled)
 
 
-def _fault(grammars: Grammars, compiled: CompiledGrammar, *, in_tag: bool = False) -> str | None:
-    """Why outputs of a JSON schema, or of one in a structural tag, may be invalid or endless."""
+def _fault(grammars: Grammars, compiled: CompiledGrammar) -> str | None:
+    """Why outputs of a JSON schema, or of one in a structural tag, may be endless."""
     source = compiled.grammar.source
     match compiled.grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            leaky = next(
-                (one for one in patterns_of(source) if not spells_json(grammars, one, on_one_line=not in_tag)), None
-            )
-            if leaky is not None:
-                return f"the pattern {leaky[:80]!r} is not enforceable: it would write invalid JSON"
             return None if compiled.shortest_len is not None else "no output was found that matches it and ends"
         case GrammarKind.STRUCTURAL_TAG:
             for place, schema in schemas_of(source):
-                fault = _fault(grammars, grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, schema)), in_tag=True)
+                fault = _fault(grammars, grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, schema)))
                 if fault is not None:
                     return place + fault
     return None
@@ -66,9 +59,7 @@ def _slowness(compiled: CompiledGrammar) -> str | None:
             if time.process_time() - begin_s > MAX_END_S:
                 return f"is too large: finding a short end of an output takes more than {MAX_END_S:g} s"
         begin_s = time.process_time()
-        matcher.fill_next_token_bitmask(masks)
-        if compiled.allowed is not None:
-            masks[0].numpy()[:] &= compiled.allowed
+        compiled.fill(matcher, masks)
         allowed = vocabulary.allowed_bytes(masks[0].numpy()).tolist()
         if not allowed:
             return None

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from xgrammar import GrammarMatcher
 
 from cluster.grammar import GrammarKind
+from engine.grammar.string_masks import chars_left
 from engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_BYTES = 4096  # of an end
@@ -67,7 +69,7 @@ class Closing:
 
     Args:
         kind: of the grammar.
-        allowed: mask of the tokens that outputs can hold; None: what the grammar allows.
+        fill: writes the mask of a matcher's place into the first of masks.
         names: the property names that are tried first where an object needs one more: the required ones.
         whole: a short output. A rest of it may end another one.
     """
@@ -76,15 +78,15 @@ class Closing:
         self,
         vocabulary: GrammarVocabulary,
         kind: GrammarKind,
+        fill: Callable[[GrammarMatcher, torch.Tensor], None],
         names: Sequence[bytes] = (),
-        allowed: NDArray[np.int32] | None = None,
         whole: bytes = b"",
     ) -> None:
         self._vocabulary = vocabulary
         self._is_greedy = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.STRUCTURAL_TAG)
         self._is_tag = kind is GrammarKind.STRUCTURAL_TAG
         self._names = names
-        self._allowed = allowed
+        self._fill_masks = fill
         self._whole = whole
         self._starts = [i for i in reversed(range(len(whole))) if not i or len(whole) <= SHORT or whole[i] in _RESTS]
         self._masks = vocabulary.new_masks(1)
@@ -222,6 +224,8 @@ class Closing:
 
     def _repeated(self, matcher: GrammarMatcher) -> bytes | None:
         """One character as often as it takes."""
+        if chars_left(matcher):
+            return self._counted(matcher)
         for char in _FILLERS:
             if not matcher.fork().accept_string(char):
                 continue
@@ -229,6 +233,17 @@ class Closing:
                 self._pay(1)
                 if matcher.fork().accept_string(char * num + b'"'):
                     return char * num
+        return None
+
+    def _counted(self, matcher: GrammarMatcher) -> bytes | None:
+        """Of a string whose characters are counted: any character will do."""
+        trial, char = matcher.fork(), _FILLERS[0]
+        for num in range(MAX_BYTES):
+            self._pay(num % 2)
+            if trial.accept_string(b'"'):
+                return char * num
+            if not trial.accept_string(char):
+                return None
         return None
 
     def _search(self, matcher: GrammarMatcher, is_goal: Callable[[NDArray[np.int32]], bool]) -> bytes | None:
@@ -277,9 +292,7 @@ class Closing:
 
     def _fill(self, matcher: GrammarMatcher) -> None:
         self._pay(FILL_COST)
-        matcher.fill_next_token_bitmask(self._masks)
-        if self._allowed is not None:
-            self._mask &= self._allowed
+        self._fill_masks(matcher, self._masks)
 
 
 def _is_in_string(allowed: NDArray[np.int64]) -> bool:

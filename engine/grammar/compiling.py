@@ -1,5 +1,6 @@
 """Compiling grammars, with a cache per process."""
 
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -9,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-import numpy as np
+import torch
 import xgrammar
-from numpy.typing import NDArray
 
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
@@ -19,7 +19,8 @@ from cluster.sampling_params import SamplingParams
 from engine.grammar.closing import MAX_COST
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
-from engine.grammar.tag_rules import checked_tag
+from engine.grammar.string_rules import SEPARATORS, grammar_of_schema
+from engine.grammar.tag_rules import checked_tag, with_string_rules
 from engine.grammar.vocabulary import GrammarVocabulary
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 64 * 2**20  # of a compiled grammar
 MAX_TOTAL_BYTES = 256 * 2**20  # of those in memory, in use or not
 WHOLE_COST = 64 * MAX_COST  # to find a short output; no round waits for it
-# As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
-SEPARATORS = (", ", ": ")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -39,13 +38,20 @@ class CompiledGrammar:
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
     required_names: frozenset[str] = frozenset()  # of the objects of its JSON schemas
-    allowed: NDArray[np.int32] | None = None  # mask of tokens that outputs can hold; None: what the grammar allows
+    counts_chars: bool = False  # of strings (`string_rules`)
     shortest: bytes = b""  # a short output, if one was found
     shortest_len: int | None = None  # its tokens, with the end of sequence; None: none was found
 
     def follow(self, token_ids: Sequence[int], max_tokens: int = 0) -> GrammarState:
         """A new state after the output so far, which has at most ``max_tokens`` in all."""
         return GrammarState(self, token_ids, max_tokens)
+
+    def fill(self, matcher: xgrammar.GrammarMatcher, masks: torch.Tensor, row: int = 0) -> None:
+        """Writes the tokens that may follow what ``matcher`` has followed. It has not terminated, and is left as it was."""
+        if self.counts_chars:
+            self.vocabulary.string_masks.fill(matcher, masks, row)
+        else:
+            matcher.fill_next_token_bitmask(masks, row)
 
     @property
     def num_bytes(self) -> int:
@@ -88,20 +94,17 @@ class Grammars:
         found = self.known(grammar)
         if found is not None:
             return found
-        source, names, allowed = grammar.source, frozenset[str](), None
+        source, names = grammar.source, frozenset[str]()
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 source, names = checked(source)
-                allowed = self.vocabulary.on_one_line
-            case GrammarKind.JSON_OBJECT:
-                allowed = self.vocabulary.on_one_line
             case GrammarKind.STRUCTURAL_TAG:
-                source, names, has_bounded = checked_tag(source)
-                allowed = self.vocabulary.without_controls if has_bounded else None
+                source, names = checked_tag(source)
             case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:
-            compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names, allowed)
+            native, counts_chars = self._compile(grammar.kind, source)
+            compiled = CompiledGrammar(grammar, native, self.vocabulary, names, counts_chars)
             whole = compiled.follow(()).shortest_end(WHOLE_COST)
             if whole is not None:
                 compiled = replace(compiled, shortest=whole, shortest_len=len(self.vocabulary.tokens_of(whole)) + 1)
@@ -137,21 +140,25 @@ class Grammars:
             if used is not None:
                 self._known[grammar] = used
 
-    def _compile(self, kind: GrammarKind, source: str) -> xgrammar.CompiledGrammar:
+    def _compile(self, kind: GrammarKind, source: str) -> tuple[xgrammar.CompiledGrammar, bool]:
+        """Also: whether it counts the characters of strings."""
         compiler = self._compiler
         match kind:
             case GrammarKind.JSON_OBJECT:
-                return compiler.compile_json_schema(
+                native = compiler.compile_json_schema(
                     '{"type": "object"}', any_whitespace=False, separators=SEPARATORS, strict_mode=False
                 )
+                return native, False
             case GrammarKind.JSON_SCHEMA:
-                return compiler.compile_json_schema(source, any_whitespace=False, separators=SEPARATORS)
+                native_grammar, counts_chars = grammar_of_schema(json.loads(source))
+                return compiler.compile_grammar(native_grammar), counts_chars
             case GrammarKind.REGEX:
-                return compiler.compile_regex(source)
+                return compiler.compile_regex(source), False
             case GrammarKind.EBNF:
-                return compiler.compile_grammar(source)
+                return compiler.compile_grammar(source), False
             case GrammarKind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(source)
+                tag, counts_chars = with_string_rules(source)
+                return compiler.compile_structural_tag(tag), counts_chars
 
 
 @cache

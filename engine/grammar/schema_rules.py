@@ -63,16 +63,6 @@ def check_schema(schema: Any) -> frozenset[str]:
     return frozenset(required)
 
 
-def patterns_of(source: str) -> list[str]:
-    """The patterns of the strings of a schema that ``checked`` lets pass."""
-    return [one["pattern"] for _, one in _walk(json.loads(source), "#", 0) if "pattern" in one]
-
-
-def bounds_strings(schema: Any) -> bool:
-    """Whether a schema that ``check_schema`` lets pass has strings of bounded length."""
-    return any(one.keys() & {"minLength", "maxLength"} for _, one in _walk(schema, "#", 0))
-
-
 def _walk(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if schema is True:
         return

@@ -34,7 +34,7 @@ class GrammarState:
         )  # of the tokens left: ends are looked for then
         self._matcher = GrammarMatcher(grammar.compiled)
         names = [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in sorted(grammar.required_names)]
-        self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, names, grammar.allowed, grammar.shortest)
+        self._closing = Closing(grammar.vocabulary, grammar.grammar.kind, grammar.fill, names, grammar.shortest)
         self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)
 
@@ -87,9 +87,7 @@ class GrammarState:
             for row in range(len(masks)):
                 if self._matcher.is_terminated():
                     break
-                self._matcher.fill_next_token_bitmask(masks, row)
-                if self.grammar.allowed is not None:
-                    masks[row].numpy()[:] &= self.grammar.allowed
+                self.grammar.fill(self._matcher, masks, row)
                 if row < num_masked:
                     _forbid(masks[row], masked_ids)
                 drafts = draft_ids[num_before + row : num_before + row + 1]
@@ -105,7 +103,7 @@ class GrammarState:
         masks = vocabulary.new_masks(1)
         mask, end = masks[0].numpy(), list[int]()
         while len(text) < MAX_FORCED_BYTES and not matcher.is_terminated():
-            matcher.fill_next_token_bitmask(masks)
+            self.grammar.fill(matcher, masks)
             allowed, may_end = vocabulary.allowed_bytes(mask), vocabulary.allows_end(mask)
             if may_end and not len(allowed):
                 end = [vocabulary.eos_token_ids[0]]
@@ -169,14 +167,12 @@ class GrammarState:
 
     def _accept(self, token_ids: Sequence[int]) -> int:
         """How many were accepted. The matcher has followed them."""
-        matcher, vocabulary, allowed = self._matcher, self.grammar.vocabulary, self.grammar.allowed
+        matcher, vocabulary = self._matcher, self.grammar.vocabulary
         for i, token_id in enumerate(token_ids):
             # xgrammar logs a warning for each token that it is asked for after the end, and for each without bytes.
             spelled = vocabulary.token_bytes[token_id]
             is_named = vocabulary.ends(token_id) or token_id in vocabulary.special_ids
             is_possible = not matcher.is_terminated() and (spelled or is_named)
-            if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
-                return i
             if not is_possible or not matcher.accept_token(token_id):
                 return i
         return len(token_ids)

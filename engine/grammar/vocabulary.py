@@ -1,6 +1,7 @@
 """The vocabulary as grammars see it: the bytes of each token, and the tokens of given bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import xgrammar
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from engine.grammar.string_masks import StringMasks
 from engine.models.token_bytes import read_token_bytes
 from engine.models.tokenizer import read_vocabulary
 
@@ -41,10 +43,6 @@ class GrammarVocabulary:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._ids = {spelled: i for i, spelled in reversed(list(enumerate(self.token_bytes))) if spelled}
         self._longest = max(map(len, self._ids))
-        # The tokens that JSON on one line can hold. xgrammar lets strings of bounded length hold control characters.
-        self.on_one_line = self._mask_of(lambda spelled: not spelled or min(spelled) >= 0x20)
-        # Of text with JSON in it. Those strings hold no line breaks, and no other control character is let pass anywhere.
-        self.without_controls = self._mask_of(lambda spelled: all(byte >= 0x20 or byte in b"\n\r" for byte in spelled))
         # The bits of the one-byte tokens in a mask, by byte; bytes without a token have the word of no allowed token.
         ids = [self._ids.get(bytes([byte])) for byte in range(256)]
         self._has_token = np.array([token_id is not None for token_id in ids])
@@ -53,10 +51,10 @@ class GrammarVocabulary:
         self._eos_words = np.array([token_id // 32 for token_id in eos_token_ids])
         self._eos_bits = np.array([token_id % 32 for token_id in eos_token_ids], np.int32)
 
-    def _mask_of(self, is_allowed: Callable[[bytes], bool]) -> NDArray[np.int32]:
-        """A mask row of the tokens whose bytes are allowed."""
-        allowed = np.array([is_allowed(spelled) for spelled in self.token_bytes])
-        return np.packbits(np.pad(allowed, (0, -self.size % 32)), bitorder="little").view(np.int32)
+    @cached_property
+    def string_masks(self) -> StringMasks:
+        """Takes a while at the first call."""
+        return StringMasks(self.token_bytes, self._ids)
 
     def ends(self, token_id: int) -> bool:
         return token_id in self.eos_token_ids

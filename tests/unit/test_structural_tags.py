@@ -11,7 +11,6 @@ from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import Grammars, grammars_of
-from engine.grammar.json_text import spells_json
 from engine.grammar.vocabulary import GrammarVocabulary
 
 EOS = 256
@@ -39,7 +38,6 @@ def of_schema(schema: Any) -> Grammar:
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "at #/uniqueItems: is not supported"),
         ({"type": "object", "properties": {"a": {"not": {}}}}, "at #/properties/a: must give its type beside not"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no output was found"),
-        ({"type": "string", "pattern": "^C:\\\\.*$"}, "it would write invalid JSON"),
         (False, "allows nothing"),
     ],
 )
@@ -85,26 +83,6 @@ def test_strings_of_bounded_length_in_a_tag_are_valid_json(grammars: Grammars, t
     assert takes(text)
     for wrong in ("\t", "\x01", "\n", '"', "\\", text + "abcdef"):
         assert not takes(wrong), repr(wrong)
-
-
-@pytest.mark.parametrize(
-    "pattern", [".+", '[^"\\\\]+', "^[A-Z][a-z]+$", r"^\d{3}-\d{4}$", r"^[\w.+-]+@[\w-]+\.[a-z]{2,}$", r"^https?://[^\s]+$"]
-)
-def test_usual_patterns_spell_json(grammars: Grammars, pattern: str) -> None:
-    assert spells_json(grammars, pattern, on_one_line=False)
-
-
-@pytest.mark.parametrize("pattern", ["[ -ÿ]+", r"\x22", r"\u005c+", '^"a"$', r"^C:\\.*$", "^.{1,500}$"])
-def test_patterns_that_would_write_invalid_json_are_refused(grammars: Grammars, pattern: str) -> None:
-    schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]})
-    refused = refusal(grammars, Grammar(GrammarKind.JSON_SCHEMA, schema))
-    assert refused is not None
-    assert repr(pattern) in refused
-
-
-def test_control_characters_of_a_pattern_are_masked_where_the_output_is_json_alone(grammars: Grammars) -> None:
-    assert spells_json(grammars, "^[a\\t]+$", on_one_line=True)
-    assert not spells_json(grammars, "^\\t$", on_one_line=False)
 
 
 def test_a_special_token_is_taken_by_its_id_and_never_as_text(tiny_model_folder: Path, tmp_path: Path) -> None:
