@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, translated to a chat call."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -44,9 +44,8 @@ def _supported(*kinds: str) -> BeforeValidator:
 
     def check(block: object) -> object:
         if (kind := _type_of(block)) not in kinds:
-            told = {"kind": str(kind)[:40], "known": " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))}
-            message = "blocks of type {kind} are not supported: the served model reads text; {known} are"
-            raise PydanticCustomError("form", message, told)
+            told = {"kind": str(kind)[:40], "known": ", ".join(kinds)}
+            raise PydanticCustomError("form", "blocks of type {kind} are not supported here, only {known}", told)
         return block
 
     return BeforeValidator(check)
@@ -140,7 +139,7 @@ class BuiltInTool(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str
+    type: Annotated[str, Field(max_length=64)]
 
 
 _Tool = Annotated[
@@ -194,14 +193,13 @@ class CountTokensRequest(TranslatedRequest):
     cache_control: Any = None
     chat_template_kwargs: dict[str, Any] | None = None  # beyond Anthropic's API, as in chat
 
-    def without_effect(self) -> Sequence[str]:
+    def without_effect(self) -> Iterator[str]:
         """Built-in tools, and hints."""
-        tools = [f"tools.{i} ({tool.type})" for i, tool in enumerate(self.tools or ()) if isinstance(tool, BuiltInTool)]
+        yield from (f"tools.{i} ({tool.type})" for i, tool in enumerate(self.tools or ()) if isinstance(tool, BuiltInTool))
         if self.thinking is not None and self.thinking.budget_tokens is not None:
-            tools.append("thinking.budget_tokens")
+            yield "thinking.budget_tokens"
         if self.output_config is not None and self.output_config.effort is not None:
-            tools.append("output_config.effort")
-        return tools
+            yield "output_config.effort"
 
     def chat_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"model": self.model, "messages": self._chat_messages(), **self._tool_fields()}

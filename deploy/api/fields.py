@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator
@@ -39,9 +39,9 @@ class TranslatedRequest(Strict):
     def chat_fields(self) -> dict[str, Any]:
         """The body of the chat call that this is. Raises ApiError: it cannot be one."""
 
-    def without_effect(self) -> Sequence[str]:
+    def without_effect(self) -> Iterator[str]:
         """The paths of given and known fields that change nothing."""
-        return ()
+        yield from ()
 
 
 def only(*allowed: object, advice: str = "is not supported yet; leave it out") -> BeforeValidator:

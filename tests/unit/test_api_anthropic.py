@@ -319,6 +319,8 @@ def _block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name: "),
         ({"tools": [{**TOOL, "name": "a" * 129}]}, "tools.0.name: "),
+        ({"tools": [{"type": "web_search" * 99}]}, "tools.0.type: "),
+        ({"tools": [{"type": 5}]}, "tools.0.type: "),
         ({"tools": [TOOL, TOOL]}, "tools: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
