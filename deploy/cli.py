@@ -117,7 +117,7 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default="none")] = None,
     drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or the name of a drafter.")] = "auto",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum tokens.", show_default="what fits, at most 2048")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum tokens.", show_default="what fits")
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, max=2, metavar="NUMBER", help="Sampling temperature; 0 is greedy.")

@@ -24,6 +24,7 @@ from cluster.state import open_store, state_fault
 from cluster.transport import tls
 from cluster.types import ModelInfo
 from deploy import local_ray
+from deploy.api.sampling_defaults import sampling_defaults
 from deploy.local_ray import LaunchError
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, run_application
@@ -58,6 +59,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         """
         token = read_token(self._config)
         inventory = with_cores(read_inventory(ray.nodes()))
+        sampling_defaults(self._config.model, model_folder)  # refused here rather than in the API's process
         config = resolve_dtypes(resolve(self._config, inventory, useful_threads(load_config(model_folder))))
         plan = place(config, inventory)
         if config.transport.kind == "grpc" and config.cluster.tls is not None:

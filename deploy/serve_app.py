@@ -29,6 +29,7 @@ from cluster.transport.tls import CertificateWatch
 from deploy.api.app import create_app
 from deploy.api.background import running
 from deploy.api.metrics_page import Peers
+from deploy.api.sampling_defaults import sampling_defaults
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
@@ -104,7 +105,10 @@ class ApiReplica:
                 await client.close()
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
-        settings = ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability)
+        settings = replace(
+            ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability),
+            sampling_defaults=sampling_defaults(self._config.model, Path(self._model_folder)),
+        )
         peers = Peers(replica, exchange) if settings.num_replicas > 1 else None
         return create_app(client, tokenizer, settings, lifespan, try_policy, peers)
 

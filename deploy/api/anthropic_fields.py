@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 from pydantic_core import PydanticCustomError
 
 from deploy.api.errors import bad_request
-from deploy.api.fields import FreeObject, Strict, TranslatedRequest, text_or
-from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, Parameters
+from deploy.api.fields import FreeObject, Hint, Strict, TranslatedRequest, text_or
+from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, Effort, FunctionName, Parameters
 
 # Claude Code's note on billing, another one in each call, which would keep prompts out of the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
@@ -156,7 +156,7 @@ class AnthropicToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int | None, Hint()] = None
     display: Any = None  # ignored: all of it is shown
 
 
@@ -166,7 +166,7 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: Any = None
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 
@@ -178,12 +178,13 @@ class CountTokensRequest(TranslatedRequest):
         "max_completion_tokens": "max_tokens",
         "response_format.json_schema": "output_config.format",
         "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
         "tool_choice.function": "tool_choice",
         "stop": "stop_sequences",
         "messages": "messages",  # several of these may be one of a chat
     }
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
     system: _Text | None = None
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -196,10 +197,7 @@ class CountTokensRequest(TranslatedRequest):
     def without_effect(self) -> Iterator[str]:
         """Built-in tools, and hints."""
         yield from (f"tools.{i} ({tool.type})" for i, tool in enumerate(self.tools or ()) if isinstance(tool, BuiltInTool))
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            yield "thinking.budget_tokens"
-        if self.output_config is not None and self.output_config.effort is not None:
-            yield "output_config.effort"
+        yield from super().without_effect()
 
     def chat_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"model": self.model, "messages": self._chat_messages(), **self._tool_fields()}
@@ -208,6 +206,8 @@ class CountTokensRequest(TranslatedRequest):
             fields["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
         if self.output_config is not None and (form := self.output_config.format) is not None:
             fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+        if self.output_config is not None and self.output_config.effort is not None:
+            fields["reasoning_effort"] = self.output_config.effort
         match fields["messages"]:
             case [*_, {"tool_calls": _}]:
                 raise bad_request("messages", "must not end with a tool_use block: its tool_result is missing")

@@ -27,6 +27,7 @@ from deploy.api.openapi import body_of, describe, page
 from deploy.api.policy_trial import PolicyTrialRequest, TryPolicy
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.api.server_info import server_info
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
@@ -86,7 +87,7 @@ def create_app(
     asks_for_key = settings.api_keys_file is not None
     _add_open_routes(app, service)
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
-    _add_guarded_routes(app, service)
+    _add_guarded_routes(app, service, settings)
     _add_descriptions(app, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
     app.add_middleware(
         Boundary, metrics=service.metrics, settings=settings, calls=service.calls, tracing=tracing, audit=audit
@@ -132,13 +133,18 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
         """The version of this server."""
         return JSONResponse({"version": VERSION})
 
+    @app.get("/load")
+    async def load() -> JSONResponse:
+        """The number of requests that run or wait."""
+        return JSONResponse(await service.load())
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(await service.metrics_page.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_guarded_routes(app: FastAPI, service: Service) -> None:
+def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -> None:
     """Routes that need an API key, if keys are configured."""
     router = APIRouter(dependencies=[Depends(service.check_key)])
     for path, answer, body in (
@@ -153,6 +159,12 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=body_of(body))
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
     router.get("/v1/models", response_model=None)(service.models)
+
+    @router.get("/server_info")
+    async def info() -> JSONResponse:
+        """The served model, and the limits and defaults of calls."""
+        return JSONResponse(server_info(VERSION, await service.info(), settings))
+
     router.get("/v1/outrider/status", response_model=None)(service.status)
     trial = body_of(PolicyTrialRequest)
     router.add_api_route(policy_trial.PATH, service.policy_trials.switch, methods=["POST"], openapi_extra=trial)

@@ -5,17 +5,18 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
 
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
+from deploy.api.fields import Strict
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY, Tenant
 from router.fair_share import SharedLimit
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Strict)
 
 _MAX_SHOWN_NAME = 100
 MAX_FAULTS = 10_000  # unknown or invalid fields of one body; the details of each take some microseconds
@@ -50,7 +51,8 @@ class BodyReader:
                         refusal.headers.update(_CLOSE)
                         raise refusal
             fields, ignored = parse_body(bytes(body), model, strict=self._settings.unknown_fields == "refuse")
-            request.state.ignored_fields = ignored
+            request.state.unknown_fields = ignored
+            request.state.fields_without_effect = tuple(fields.without_effect())
             request.state.body_len = len(body)
             return fields
         except TimeoutError as error:
@@ -112,7 +114,7 @@ def _path(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"] if part not in FORM_TAGS)[:_MAX_SHOWN_NAME]
 
 
-def field_error(detail: ErrorDetails, model: type[BaseModel]) -> ApiError:
+def field_error(detail: ErrorDetails, model: type[Strict]) -> ApiError:
     param = _path(detail)
     match detail["type"]:
         case "extra_forbidden":

@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)
 
 _SEND_ERROR_S = 5.0
+_RESERVED_TOKENS = 2048  # for an answer without a limit
 _STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
 
 
@@ -58,10 +59,19 @@ class Call:
     writer: AnswerWriter
     stream: bool
     domain: str  # for metrics
+    is_limited: bool = True  # the caller says how long answers may be
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices if choice.counts_prompt)
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Of prompts and of the longest answers; an answer without a limit counts as ``_RESERVED_TOKENS``. In the end the
+        tokens used are charged."""
+        longest = [choice.request.sampling.max_tokens for choice in self.choices]
+        most = max(longest) if self.is_limited else _RESERVED_TOKENS
+        return self.num_prompt_tokens + sum(min(one, most) for one in longest)
 
     @property
     def num_used_prompt_tokens(self) -> int:
@@ -109,8 +119,7 @@ class CallResponse(Response):
         stream = EventStream(send)
         document: Response | None = None
         tenant: Tenant = scope["state"].get("tenant", NOBODY)
-        max_tokens = sum(choice.request.sampling.max_tokens for choice in self._call.choices)
-        num_reserved = self._call.num_prompt_tokens + max_tokens
+        num_reserved = self._call.num_reserved_tokens
         self._reserve(tenant, num_reserved, scope["state"])
         for choice in self._call.choices:
             self._timelines.begin(choice.request, tenant.name)

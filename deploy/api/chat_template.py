@@ -55,9 +55,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self.knows_tools = "tools" in find_undeclared_variables(environment.parse(source))
+            variables = find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ModelUnavailable(f"the model's chat template cannot be read: {error}") from error
+        self.knows_tools = "tools" in variables
+        self.knows_effort = not variables.isdisjoint(("reasoning_effort", "enable_thinking"))
         self.source = source
         self._special_tokens = dict(special_tokens)
 

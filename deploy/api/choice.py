@@ -106,7 +106,9 @@ class Choice:
         self.first_token_s: float | None = None  # time of the first and the newest token
         self.last_token_s: float | None = None
         sampling = request.sampling
-        self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
+        self._eos_ids = frozenset(() if sampling.ignore_eos else info.eos_token_ids)
+        self._end_ids = self._eos_ids | frozenset(sampling.stop_token_ids)
+        self._stop_token_id: int | None = None  # of the caller's, which ended the answer
         self._on_tokens = on_tokens
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown)
         self._parser = None if options.new_parser is None else options.new_parser()
@@ -126,6 +128,11 @@ class Choice:
     def stop_string(self) -> str | None:
         """The one that ended it; None: it ended otherwise."""
         return self._stops.matched
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """vLLM's: the stop string or the caller's stop token that ended it; None: it ended otherwise."""
+        return self._stop_token_id if self.stop_string is None else self.stop_string
 
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
@@ -153,6 +160,8 @@ class Choice:
             ends = is_last and commit.finish is FinishReason.STOP and token_id in self._end_ids
             if self._parser is not None and self._parser.is_reasoning:
                 self.num_reasoning_tokens += 1
+            if ends and token_id not in self._eos_ids:
+                self._stop_token_id = token_id
             if ends and not self.options.include_stop:
                 ending = i - 1
                 break  # counted, but not part of the text

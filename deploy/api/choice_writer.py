@@ -19,12 +19,14 @@ class ChoiceWriter:
         envelope: Envelope,
         *,
         include_usage: bool,
+        continuous_usage: bool,
         drafting_details: bool,
     ) -> None:
         self._choices = choices
         self._format = form
         self._envelope = envelope
         self._include_usage = include_usage
+        self._continuous_usage = include_usage and continuous_usage
         self._drafting_details = drafting_details
         self._num_unfinished = len(choices)
 
@@ -40,7 +42,8 @@ class ChoiceWriter:
     def opening(self) -> bytes:
         openings = [self._format.opening(choice) for choice in self._choices]
         root = self._format.root(self._choices)
-        return b"".join(self._envelope.event([opening], **root) for opening in openings if opening is not None)
+        usage = self._usage_so_far()
+        return b"".join(self._envelope.event([opening], usage=usage, **root) for opening in openings if opening is not None)
 
     def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
         events = []
@@ -51,7 +54,8 @@ class ChoiceWriter:
                 outrider["segments"] = segments_json(delta)
             if self._num_unfinished == 0 and not self._include_usage:
                 outrider |= self._acceptance()
-            events.append(self._envelope.event([self._format.chunk(choice, delta)], outrider=outrider or None))
+            chunk, usage = self._format.chunk(choice, delta), self._usage_so_far()
+            events.append(self._envelope.event([chunk], usage=usage, outrider=outrider or None))
         return b"".join(events)
 
     def closing(self) -> bytes:
@@ -62,6 +66,9 @@ class ChoiceWriter:
 
     def error(self, error: ApiError) -> bytes:
         return f"data: {encode_json(error.body())}\n\n".encode()
+
+    def _usage_so_far(self) -> dict[str, object] | None:
+        return usage_of(self._choices) if self._continuous_usage else None
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._choices).as_json()}

@@ -1,4 +1,4 @@
-"""What all request bodies share: strict models, and fields that are known but not supported."""
+"""What all request bodies share: strict models, fields that are refused, and fields that are taken without effect."""
 
 import json
 from abc import abstractmethod
@@ -25,6 +25,24 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
+    def without_effect(self) -> Iterator[str]:
+        """The paths of given fields that are a `Hint`."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Strict):
+                yield from (f"{name}.{path}" for path in value.without_effect())
+            hint = next((one for one in field.metadata if isinstance(one, Hint)), None)
+            if hint is not None and value is not None and value not in hint.neutral:
+                yield name
+
+
+class Hint:
+    """Marks a field that is taken without effect, which makes no answer wrong. The warning header names it, unless its value
+    is one of ``neutral``."""
+
+    def __init__(self, *neutral: object) -> None:
+        self.neutral = neutral
+
 
 class TranslatedRequest(Strict):
     """The body of another API's call, which is translated to a chat call.
@@ -38,10 +56,6 @@ class TranslatedRequest(Strict):
     @abstractmethod
     def chat_fields(self) -> dict[str, Any]:
         """The body of the chat call that this is. Raises ApiError: it cannot be one."""
-
-    def without_effect(self) -> Iterator[str]:
-        """The paths of given and known fields that change nothing."""
-        yield from ()
 
 
 def only(*allowed: object, advice: str = "is not supported yet; leave it out") -> BeforeValidator:

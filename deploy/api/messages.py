@@ -12,7 +12,9 @@ MAX_TOOLS = 128
 MAX_PARTS = 4096  # of one text
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # OpenAI allows 64, Anthropic 128
+Effort = Annotated[str, Field(max_length=64)]
+# OpenAI allows 64 characters, Anthropic 128; a function of a namespace has two such names.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
 
 
 class ContentPart(Strict):
@@ -73,9 +75,9 @@ class Message(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    # Empty fields of earlier answers that a caller sends back.
+    # Fields of earlier answers that a caller sends back.
     refusal: Annotated[Any, only()] = None
-    annotations: Annotated[Any, only([])] = None
+    annotations: list[Any] | None = None  # ignored: what a search of another server found
     audio: Annotated[Any, only()] = None
 
     def for_template(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,7 +29,9 @@ _access = logging.getLogger("deploy.api.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
-_UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", SETTINGS, *page_paths()})
+_UNLIMITED = frozenset(
+    {"/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs", SETTINGS, *page_paths()}
+)
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
@@ -40,9 +42,9 @@ class AnswerCutOff(OutriderError):
 
 
 class Boundary:
-    """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
-    names the fields of ``request.state.ignored_fields``; ``request.state.budget_headers`` are added; the call that
-    ``request.state.holder`` holds of ``calls`` is given back."""
+    """ASGI middleware. In ``request.state``: ``request_id``, the client's ``x-request-id`` if valid; ``unknown_fields`` and
+    ``fields_without_effect``, which WARNING_HEADER names; ``budget_headers``, which are added; ``holder``, whose call of
+    ``calls`` is given back."""
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class Boundary:
                 if is_anthropic(scope["path"]):
                     added.append((b"request-id", request_id.encode()))
                 message["headers"] = [*message.get("headers", ()), *added]
-                if ignored := scope["state"].get("ignored_fields"):
-                    message["headers"].append((WARNING_HEADER.encode(), _warning(ignored).encode("ascii")))
+                if warning := _warning(state):
+                    message["headers"].append((WARNING_HEADER.encode(), warning.encode("ascii")))
             await send(message)
 
         counted = scope["path"] not in _UNLIMITED
@@ -138,8 +140,12 @@ def _endpoint(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "unmatched")
 
 
-def _warning(paths: Sequence[str]) -> str:
+def _warning(state: Mapping[str, Any]) -> str:
+    kinds = {"unknown fields ignored": "unknown_fields", "fields without effect": "fields_without_effect"}
+    return "; ".join(f"{what}: {_named(paths)}" for what, name in kinds.items() if (paths := state.get(name)))
+
+
+def _named(paths: Sequence[str]) -> str:
     """Printable ASCII, so that a field's name cannot inject a header."""
     named = ", ".join(ascii(path)[1:-1] for path in paths[:_MAX_NAMED])
-    more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
-    return f"unknown fields ignored: {named}{more}"
+    return f"{named} and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else named

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import CUSTOM, SloClass, SloConfig
@@ -49,7 +50,7 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
         raise bad_request("stream_options", "is allowed only with stream = true")
     match fields:
         case ChatRequest():
-            if fields.top_logprobs is not None and not fields.logprobs:
+            if fields.top_logprobs and not fields.logprobs:
                 raise bad_request("top_logprobs", "is allowed only with logprobs = true")
             given = {fields.max_tokens, fields.max_completion_tokens} - {None}
             if len(given) > 1:
@@ -75,11 +76,17 @@ def max_prompt_tokens(info: ModelInfo) -> int:
     return info.max_model_len - 1
 
 
-def prompt_too_long(field: str, num_tokens: str, info: ModelInfo) -> ApiError:
-    """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
-    context = f"the model's context of {info.max_model_len} tokens"
-    message = f"has {num_tokens} tokens, which leaves no room for an answer in {context}"
-    return bad_request(field, message, "context_length_exceeded")
+def context_exceeded(field: str, num_prompt: int, num_output: int, info: ModelInfo, *, counted: bool = True) -> ApiError:
+    """In OpenAI's words, which clients look for.
+
+    Args:
+        num_prompt: tokens; where not ``counted`` a lower bound, of a text that was not tokenized to its end.
+    """
+    least = "" if counted else "at least "
+    asked = f"{least}{num_prompt + num_output} tokens ({least}{num_prompt} in the messages, {num_output} in the completion)"
+    limit = f"This model's maximum context length is {info.max_model_len} tokens"
+    advice = "Please reduce the length of the messages or completion."
+    return bad_request(field, f"{limit}. However, you requested {asked}. {advice}", "context_length_exceeded")
 
 
 def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
@@ -87,7 +94,7 @@ def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
     if not prompt.token_ids:
         raise bad_request(prompt.field, "must hold at least one token")
     if len(prompt.token_ids) > max_prompt_tokens(info):
-        raise prompt_too_long(prompt.field, str(len(prompt.token_ids)), info)
+        raise context_exceeded(prompt.field, len(prompt.token_ids), 1, info)
     check_tokens(prompt.field, prompt.token_ids, info)
 
 
@@ -155,9 +162,7 @@ def sampling_params(
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
-        asked = f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output"
-        message = f"{asked} exceed the model's context of {info.max_model_len} tokens"
-        raise bad_request(limit_field, message, "context_length_exceeded")
+        raise context_exceeded(limit_field, len(prompt.token_ids), min(max_tokens, 2**31), info)
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -169,11 +174,18 @@ def sampling_params(
             prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
             grammar=grammar,
-            **fields.model_dump(include=_UNCHANGED, exclude_none=True),
+            **_unchanged(fields, settings),
         )
     except InvalidField as error:
         field = limit_field if error.field == "max_tokens" else error.field
         raise InvalidField(field, error.value, error.reason) from error
+
+
+def _unchanged(fields: GenerationFields, settings: ApiSettings) -> dict[str, Any]:
+    """Parameters that the caller gives, else the model's defaults."""
+    defaults = {name: value for name, value in settings.sampling_defaults.items() if name in _UNCHANGED}
+    values = defaults | fields.model_dump(include=_UNCHANGED, exclude_none=True)
+    return values | {"top_k": values.get("top_k") or None}
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
@@ -233,12 +245,17 @@ def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) 
         raise bad_request("drafting", f"must name each drafter once, and those before {last.name} in the order {order}")
 
 
+def is_limited(fields: GenerationFields) -> bool:
+    """Whether the caller, or OpenAI's default, limits the length of answers."""
+    return not isinstance(fields, ChatRequest) or (fields.max_completion_tokens or fields.max_tokens) is not None
+
+
 def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:
     """The limit on generated tokens, and the field that sets it."""
     if isinstance(fields, ChatRequest):
         if fields.max_completion_tokens is not None:
             return "max_completion_tokens", fields.max_completion_tokens
-        default = min(room, settings.default_max_tokens)
+        default = min(room, int(settings.sampling_defaults.get("max_tokens", room)))
     else:
         default = min(room, COMPLETION_MAX_TOKENS)
     if wants_prompt_only(fields):

@@ -11,6 +11,7 @@ from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ApiError
 from deploy.api.formats import call_id, parts_of
 from deploy.api.response_fields import ResponsesRequest
+from deploy.api.response_tools import HostedTool, custom_input
 
 Event = dict[str, Any]
 
@@ -22,7 +23,9 @@ class ResponseWriter:
         self._id = response_id
         self._choice = choice
         self._fields = fields
+        self._tools = fields.callables()
         self._items: list[dict[str, Any]] = []
+        self._input = ""  # the arguments of a custom tool, of which ``input`` is told when they are complete
         self._num_events = 0
         self._head = {
             "id": response_id,
@@ -35,14 +38,14 @@ class ResponseWriter:
             "metadata": fields.metadata or {},
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None if fields.reasoning is None else fields.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if fields.temperature is None else fields.temperature,
+            "temperature": choice.request.sampling.temperature,
             "text": {"format": _text_format(fields)},
             "tool_choice": fields.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
-            "tools": [tool.model_dump() for tool in fields.tools or ()],
-            "top_p": 1.0 if fields.top_p is None else fields.top_p,
-            "truncation": "disabled",
+            "tools": [tool.model_dump() for tool in fields.tools or () if not isinstance(tool, HostedTool)],
+            "top_p": choice.request.sampling.top_p,
+            "truncation": fields.truncation or "disabled",
             "user": fields.user,
         }
 
@@ -126,19 +129,28 @@ class ResponseWriter:
                 yield self._at("response.reasoning_text.delta", content_index=0, delta=text)
             case CallStart(index, name):
                 yield from self._end_item()
-                item = {
-                    "type": "function_call",
-                    "id": f"fc_{self._id[5:]}_{len(self._items)}",
-                    "call_id": call_id(self._choice, index),
-                    "name": name,
-                    "arguments": "",
-                    "status": "in_progress",
-                }
-                self._items.append(item)
-                yield self._at("response.output_item.added", item=dict(item))
+                self._input = ""
+                self._items.append(self._call_item(index, name))
+                yield self._at("response.output_item.added", item=dict(self._items[-1]))
             case Arguments(_, text):
-                self._items[-1]["arguments"] += text
-                yield self._at("response.function_call_arguments.delta", delta=text)
+                if self._items[-1]["type"] == "custom_tool_call":
+                    self._input += text
+                else:
+                    self._items[-1]["arguments"] += text
+                    yield self._at("response.function_call_arguments.delta", delta=text)
+
+    def _call_item(self, index: int, name: str) -> dict[str, Any]:
+        tool = self._tools.get(name)
+        is_custom = tool is not None and tool.is_custom
+        item: dict[str, Any] = {
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "id": f"{'ctc' if is_custom else 'fc'}_{self._id[5:]}_{len(self._items)}",
+            "call_id": call_id(self._choice, index),
+            "name": name if tool is None else tool.name,
+            "input" if is_custom else "arguments": "",
+            "status": "in_progress",
+        }
+        return item if tool is None or tool.namespace is None else {**item, "namespace": tool.namespace}
 
     def _begin(self, kind: str) -> Iterator[Event]:
         """Begins an item of text, unless the last one goes on."""
@@ -168,6 +180,10 @@ class ResponseWriter:
             case "function_call":
                 arguments = item["arguments"]
                 yield self._at("response.function_call_arguments.done", name=item["name"], arguments=arguments)
+            case "custom_tool_call":
+                item["input"] = text = custom_input(self._input)
+                yield self._at("response.custom_tool_call_input.delta", delta=text)
+                yield self._at("response.custom_tool_call_input.done", input=text)
             case kind:
                 part = item["content"][0]
                 more: Event = {"logprobs": []} if kind == "message" else {}

@@ -1,7 +1,8 @@
 """Request bodies: the fields of OpenAI and vLLM, strictly typed, and a few of our own.
 
-``null`` means "not given", as in OpenAI's API. Known fields that do not affect answers are ignored; unsupported ones are
-refused unless their value disables them. ``deploy.api.body`` ignores unknown fields with a warning if so configured.
+``null`` means "not given", as in OpenAI's API. Known fields that do not affect answers are ignored, some with a warning
+(`Hint`); unsupported ones are refused unless their value disables them. ``deploy.api.body`` ignores unknown fields with a
+warning if so configured.
 """
 
 from collections.abc import Mapping
@@ -14,23 +15,31 @@ from cluster.config import Milliseconds, TtftMs
 from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from deploy.api.anthropic_fields import BLOCK_TAGS
 from deploy.api.chat_template import TemplateOptions
-from deploy.api.fields import Strict, only, text_or
-from deploy.api.messages import Messages, ToolChoice, Tools
-from deploy.api.response_fields import ITEM_TAGS
+from deploy.api.fields import Hint, Strict, only, text_or
+from deploy.api.messages import Effort, Messages, ToolChoice, Tools
+from deploy.api.response_fields import CHOICE_TAGS
+from deploy.api.response_items import ITEM_TAGS
+from deploy.api.response_tools import TOOL_TAGS
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 MAX_PROMPTS = 1024
 
 # Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>"}) | frozenset(
-    (*ITEM_TAGS, *BLOCK_TAGS)
+FORM_TAGS = frozenset(("<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>")) | frozenset(
+    (*ITEM_TAGS, *TOOL_TAGS, *CHOICE_TAGS, *BLOCK_TAGS)
 )
 
 
-def _off_is_none(value: object) -> object:
-    """vLLM's -1 and 0 disable top-k."""
-    return None if type(value) is int and value in (-1, 0) else value
+def _off_is_0(value: object) -> object:
+    """vLLM's -1 disables top-k, as 0 does."""
+    return 0 if type(value) is int and value == -1 else value
+
+
+def _not_0(value: object) -> object:
+    if value == 0 and type(value) is int:
+        raise PydanticCustomError("form", "must be -1 or at least 1: a prompt has at least one token")
+    return value
 
 
 def _form_of_prompt(value: object) -> str | None:
@@ -53,6 +62,7 @@ _TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]  # the context of t
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, each chunk has the usage so far
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
@@ -115,7 +125,7 @@ SloField = Annotated[
 class GenerationFields(Strict):
     """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -129,7 +139,7 @@ class GenerationFields(Strict):
     stream_options: StreamOptions | None = None
 
     # Sampling parameters beyond OpenAI's API, with vLLM's names.
-    top_k: Annotated[int | None, BeforeValidator(_off_is_none)] = None
+    top_k: Annotated[int | None, BeforeValidator(_off_is_0)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
@@ -138,6 +148,8 @@ class GenerationFields(Strict):
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_0), Field(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[
         Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
@@ -154,13 +166,13 @@ class GenerationFields(Strict):
 
     # vLLM's fields that are not supported, each with the values that disable it.
     bad_words: Annotated[Any, only([])] = None
-    priority: Annotated[Any, only(0)] = None
     logits_processors: Annotated[Any, only([])] = None
     use_beam_search: Annotated[Any, only(False)] = None
-    length_penalty: Annotated[Any, only(1.0, 1)] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
     return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+
+    priority: Annotated[int | None, Hint(0)] = None
+    length_penalty: Annotated[float | None, Hint(1.0)] = None  # of beam search
+    spaces_between_special_tokens: Annotated[bool | None, Hint(True)] = None
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's
 
@@ -194,15 +206,21 @@ class _ChatFields(Strict):
 
     chat_template: Annotated[Any, only()] = None
     documents: Annotated[Any, only([])] = None
-    mm_processor_kwargs: Annotated[Any, only()] = None
-    media_io_kwargs: Annotated[Any, only()] = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, Hint({})] = None  # there is no medium but text
+    media_io_kwargs: Annotated[dict[str, Any] | None, Hint({})] = None
+    reasoning_effort: Effort | None = None
 
     def template_options(self) -> TemplateOptions:
         """Raises InvalidField: the fields contradict each other."""
         continues = bool(self.continue_final_message)
         adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         tools = () if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or ()]
-        return TemplateOptions(adds, continues, self.chat_template_kwargs or {}, tools)
+        return TemplateOptions(adds, continues, self._effort() | (self.chat_template_kwargs or {}), tools)
+
+    def _effort(self) -> dict[str, Any]:
+        """The variables by which templates are told of the effort, as vLLM names them."""
+        effort = self.reasoning_effort
+        return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 class ChatRequest(GenerationFields, _ChatFields):
@@ -220,9 +238,8 @@ class ChatRequest(GenerationFields, _ChatFields):
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
     prediction: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only("none")] = None
-    verbosity: Annotated[Any, only("medium")] = None
-    web_search_options: Annotated[Any, only()] = None
+    verbosity: Annotated[str | None, Hint("medium")] = None
+    web_search_options: Annotated[dict[str, Any] | None, Hint()] = None
 
 
 _Prompt = Annotated[

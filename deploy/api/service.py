@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -39,24 +39,31 @@ from deploy.api.params import (
     Prompt,
     check_call,
     check_model,
-    check_prompt,
     domain_of,
+    is_limited,
     make_requests,
-    max_prompt_tokens,
     parse_drafting,
-    prompt_too_long,
     wants_prompt_only,
 )
 from deploy.api.policy_trial import PolicyTrials, TryPolicy
+from deploy.api.prompts import Prompts
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.response_writer import ResponseWriter
-from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
+from deploy.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    StreamOptions,
+    TokenizeRequest,
+)
+from deploy.api.server_info import server_load
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
 from deploy.api.tenants import NOBODY, Tenant
 from deploy.api.thread_shares import ThreadShares
 from deploy.api.tokenization import detokenize, tokenize
-from deploy.api.tokenizer import TextTooLong, Tokenizer
+from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
 from deploy.api.translation import as_chat, own_names
 from router.fair_share import SharedLimit
@@ -89,6 +96,7 @@ class Service:
         self._admission = Admission(settings)
         self._threads = ThreadShares()
         self._set_tenants()
+        self._prompts = Prompts(tokenizer, self._in_share, settings.max_request_bytes)
         self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
@@ -136,6 +144,10 @@ class Service:
         """State of the targets and drafters."""
         return await self._status.get()
 
+    async def load(self) -> Mapping[str, object]:
+        """vLLM's measure for load balancers."""
+        return server_load(await self.status(), self._admission.num_queued)
+
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
         return await self._chat(request, await self._bodies.read(request, ChatRequest))
@@ -151,13 +163,12 @@ class Service:
     async def count_tokens(self, request: Request) -> Response:
         """The number of tokens of a conversation in Anthropic's format."""
         fields = await self._bodies.read(request, CountTokensRequest)
-        request.state.ignored_fields += tuple(fields.without_effect())
         with own_names(fields):
             chat = as_chat(fields)
             info = await self.info()
             check_model(chat.model, info)
-            prompt = await self._chat_prompt(request, chat, self._settings.max_request_bytes)
-        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+            num_tokens = await self._prompts.num_tokens(request, chat, info)
+        return JSONResponse({"input_tokens": num_tokens})
 
     async def embeddings(self, request: Request) -> Response:
         """Not supported: the served model generates text."""
@@ -165,21 +176,18 @@ class Service:
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="model", code="unsupported_endpoint")
 
     async def _translated(self, request: Request, fields: Translated) -> Response:
-        request.state.ignored_fields += tuple(fields.without_effect())
         with own_names(fields):
             return await self._chat(request, as_chat(fields), fields)
-
-    async def _chat_prompt(self, request: Request, fields: ChatRequest, max_tokens: int) -> Prompt:
-        messages = [message.for_template() for message in fields.messages]
-        encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=max_tokens)
-        return await self._encoded(request, encode, "messages", await self.info())
 
     async def _chat(self, request: Request, fields: ChatRequest, translated: Translated | None = None) -> Response:
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         use = self._form.use_of(fields)
-        prompt = await self._chat_prompt(request, fields, max_prompt_tokens(info))
-        check_prompt(prompt, info)
+        if fields.reasoning_effort is not None and not self._tokenizer.knows_effort:
+            names = {} if translated is None else translated.own_names
+            request.state.fields_without_effect += (names.get("reasoning_effort", "reasoning_effort"),)
+        drops_oldest = isinstance(translated, ResponsesRequest) and translated.truncation == "auto"
+        prompt = await self._prompts.of_chat(request, fields, info, drops_oldest=drops_oldest)
         if isinstance(translated, MessagesRequest):  # which stops where the context ends
             room = info.max_model_len - len(prompt.token_ids)
             fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
@@ -195,24 +203,9 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
         fields = await self._bodies.read(request, CompletionRequest)
-        given = fields.prompts()
         info = await self.info()
-        check_call(fields, len(given), info, self._settings)
-        encode = partial(
-            self._tokenizer.encode,
-            add_special_tokens=fields.add_special_tokens is not False,
-            max_tokens=max_prompt_tokens(info),
-        )
-        prompts = []
-        for field, one in given.items():
-            if isinstance(one, str):
-                prompt = await self._encoded(request, partial(encode, one), field, info)
-            else:
-                prompt = Prompt(tuple(one), field)
-            check_prompt(prompt, info)
-            if fields.echo:
-                prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
-            prompts.append(prompt)
+        check_call(fields, len(fields.prompts()), info, self._settings)
+        prompts = await self._prompts.of_completion(request, fields, info)
         return await self._call(request, fields, prompts, self._completion_format, OutputOptions(), grammar_of(fields))
 
     async def tokenize(self, request: Request) -> Response:
@@ -240,14 +233,6 @@ class Service:
                 return await unless_disconnected(request.receive, work)
         except TimeoutError as error:
             raise timed_out(timeout_s, advice) from error
-
-    async def _encoded(
-        self, request: Request, encode: Callable[[], Awaitable[tuple[int, ...]]], field: str, info: ModelInfo
-    ) -> Prompt:
-        try:
-            return Prompt(await self._in_share(request, encode), field)
-        except TextTooLong as error:
-            raise prompt_too_long(field, f"more than {error.num_tokens}", info) from error
 
     async def models(self) -> dict[str, object]:
         """The served model, as a list."""
@@ -337,7 +322,8 @@ class Service:
             for i, one in enumerate(requests)
         ]
         stream = bool(fields.stream)
-        include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        stream_options = fields.stream_options or StreamOptions()
+        include_usage = stream and bool(stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
         match translated:
             case ResponsesRequest():
@@ -346,8 +332,14 @@ class Service:
                 writer = AnthropicWriter(call_id, info.name, translated, choices[0])
             case None:
                 envelope = Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage)
-                details = bool(fields.drafting_details)
-                writer = ChoiceWriter(choices, form, envelope, include_usage=include_usage, drafting_details=details)
+                writer = ChoiceWriter(
+                    choices,
+                    form,
+                    envelope,
+                    include_usage=include_usage,
+                    continuous_usage=bool(stream_options.continuous_usage_stats),
+                    drafting_details=bool(fields.drafting_details),
+                )
         call = Call(
             request_id=request.state.request_id,
             id=call_id,
@@ -356,6 +348,7 @@ class Service:
             writer=writer,
             stream=stream,
             domain=domain_of(fields, form.kind, asked is not None),
+            is_limited=is_limited(fields),
         )
         request.state.call = call
         timelines = self.dashboard.timelines

@@ -1,6 +1,7 @@
 """Limits and settings of the HTTP API."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ class ApiSettings:
     max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for admission
     max_n: int = _DEFAULTS.max_choices
     max_sequences: int = 64  # of one call
-    default_max_tokens: int = 2048  # of a chat answer without a limit of its own
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # fields of SamplingParams
     body_timeout_s: float = 30.0  # to receive the whole request body
     request_timeout_s: float = float(_DEFAULTS.request_deadline_s)  # from the arrival of a call to the end of its answer
     engine_timeout_s: float = 2.0  # of calls to the cluster other than generation

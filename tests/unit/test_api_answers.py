@@ -45,6 +45,7 @@ async def test_a_chat_answer() -> None:
         "message": {"role": "assistant", "content": TEXT, "refusal": None},
         "logprobs": None,
         "finish_reason": "stop",
+        "stop_reason": None,
     }
 
 

@@ -318,7 +318,7 @@ def _block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "prompt is too long: messages: "),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name: "),
-        ({"tools": [{**TOOL, "name": "a" * 129}]}, "tools.0.name: "),
+        ({"tools": [{**TOOL, "name": "a" * 257}]}, "tools.0.name: "),
         ({"tools": [{"type": "web_search" * 99}]}, "tools.0.type: "),
         ({"tools": [{"type": 5}]}, "tools.0.type: "),
         ({"tools": [TOOL, TOOL]}, "tools: "),

@@ -1,5 +1,6 @@
 """From fields to requests: defaults, seeds, chains."""
 
+import json
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import ApiConfig, SloClass, SloConfig
+from cluster.config.file import ModelConfig
+from cluster.errors import ModelUnavailable
 from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import Request, Slo
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
+from deploy.api.sampling_defaults import sampling_defaults
 from deploy.api.settings import ApiSettings
 from tests.support.api import MAX_MODEL_LEN, MODEL, chat_body, completion_body, serving, token_ids
 
@@ -43,9 +47,48 @@ async def test_null_means_not_given() -> None:
     assert request.sampling == (await requests_of(CHAT, chat_body(seed=1)))[0].sampling
 
 
-async def test_a_chat_without_a_limit_gets_the_configured_one() -> None:
-    (request,) = await requests_of(CHAT, chat_body(), default_max_tokens=7)
-    assert request.sampling.max_tokens == 7
+GENERATION: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 7}
+
+
+async def test_calls_get_the_sampling_defaults_of_the_model() -> None:
+    (chat,) = await requests_of(CHAT, chat_body(seed=1), sampling_defaults=GENERATION)
+    assert chat.sampling == SamplingParams(max_tokens=7, temperature=0.6, top_p=0.95, top_k=20, seed=1)
+    own = {"temperature": 0, "top_p": 1, "top_k": -1, "max_tokens": 9}
+    (chat,) = await requests_of(CHAT, chat_body(seed=1, **own), sampling_defaults=GENERATION)
+    assert chat.sampling == SamplingParams(max_tokens=9, temperature=0.0, seed=1)
+    (completion,) = await requests_of(COMPLETIONS, completion_body(seed=1), sampling_defaults=GENERATION)
+    assert (completion.sampling.max_tokens, completion.sampling.temperature) == (16, 0.6)
+
+
+async def test_responses_tell_the_sampling_defaults() -> None:
+    async with serving(sampling_defaults=GENERATION) as (http, cluster):
+        answer = (await http.post("/v1/responses", json={"input": "a"})).json()
+        assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
+        assert cluster.requests[0].sampling.top_k == 20
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "max_new_tokens": 9}, {"temperature": 0.6, "top_k": 20, "max_tokens": 9}),
+        ({"repetition_penalty": 1.05, "top_k": 0, "do_sample": True}, {"repetition_penalty": 1.05}),
+        ({"eos_token_id": 2, "temperature": None}, {}),
+        (None, {}),
+    ],
+)
+def test_sampling_defaults_are_read_from_the_model(tmp_path: Path, raw: Any, expected: dict[str, Any]) -> None:
+    if raw is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    assert sampling_defaults(ModelConfig(), tmp_path) == expected
+    assert sampling_defaults(ModelConfig(generation_config="none"), tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["{", '{"temperature": "warm"}', '{"top_p": 7}'])
+def test_unusable_sampling_defaults_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelUnavailable, match="generation_config"):
+        sampling_defaults(ModelConfig(), tmp_path)
+    assert sampling_defaults(ModelConfig(generation_config="none"), tmp_path) == {}
 
 
 async def test_every_parameter_arrives() -> None:

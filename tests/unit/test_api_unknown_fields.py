@@ -1,10 +1,11 @@
 """Unknown, misspelt and missing fields."""
 
 import json
+from typing import Any
 
 import pytest
 
-from tests.support.api import chat_body, completion_body, serving
+from tests.support.api import MODEL, chat_body, completion_body, serving
 from tests.support.complaints import BODIES, CHAT, COMPLETIONS, complaint, refused
 
 MISSPELT = [
@@ -81,10 +82,40 @@ async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
         assert (f"did you mean {nearest.get(name)!r}" in error["message"]) == (name in nearest)
 
 
-@pytest.mark.parametrize("field", ["model", "messages"])
-async def test_a_missing_field_is_named(field: str) -> None:
+async def test_a_missing_field_is_named() -> None:
     async with serving() as (http, _):
-        body = chat_body()
-        del body[field]
-        error = await refused(http, CHAT, json.dumps(body).encode(), field)
+        error = await refused(http, CHAT, json.dumps({"model": MODEL}).encode(), "messages")
         assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize("body", [{}, {"model": None}])
+async def test_without_a_model_the_served_one_answers(body: dict[str, Any]) -> None:
+    chat, completion = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}
+    async with serving() as (http, _):
+        for path, fields in ((CHAT, chat), (COMPLETIONS, completion), ("/v1/responses", {"input": "a"})):
+            response = await http.post(path, json={**fields, **body})
+            assert (response.status_code, response.json()["model"]) == (200, MODEL), response.text
+
+
+HINTS: list[tuple[str, dict[str, Any], str]] = [
+    *((path, {"priority": 5}, "priority") for path in BODIES),
+    *((path, {"length_penalty": 0.5}, "length_penalty") for path in BODIES),
+    *((path, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens") for path in BODIES),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"web_search_options": {}}, "web_search_options"),
+    (CHAT, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),  # of which this template does not tell the model
+    (CHAT, {"reasoning_effort": "none"}, "reasoning_effort"),
+]
+
+
+@pytest.mark.parametrize("unknown", ["warn", "refuse"])
+async def test_hints_change_no_answer_and_are_named_in_a_header(unknown: str) -> None:
+    async with serving(unknown_fields=unknown) as (http, cluster):
+        for path, fields, name in HINTS:
+            response = await http.post(path, json=BODIES[path](seed=1, **fields))
+            assert response.status_code == 200, response.text
+            assert response.headers["x-outrider-warning"] == f"fields without effect: {name}"
+            assert "x-outrider-warning" not in (await http.post(path, json=BODIES[path](seed=1))).headers
+            hinted, plain = cluster.requests[-2:]
+            assert (hinted.prompt_token_ids, hinted.sampling) == (plain.prompt_token_ids, plain.sampling)

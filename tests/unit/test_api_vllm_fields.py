@@ -1,5 +1,6 @@
 """Fields that vLLM's clients send, and what they do here."""
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from cluster.sampling_params import SamplingParams
 from cluster.types import Prefill, Request, TokenLogprobs
 from tests.support.api import (
+    MAX_MODEL_LEN,
     MODEL,
     chat_body,
     completion_body,
@@ -20,6 +22,7 @@ from tests.support.api import (
     token_ids,
     tokenizer,
 )
+from tests.support.asgi import Caller
 from tests.support.scripted import Step
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -292,3 +295,105 @@ async def test_tokenize_and_detokenize() -> None:
         ):
             response = await http.post(path, json=body)
             assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+async def test_the_reason_of_a_stop_is_told() -> None:
+    (comma,) = token_ids(",")
+
+    def stopped(request: Request) -> list[Step]:
+        steps = list(finishing(request, token_ids("the answer")))
+        last = steps.pop()
+        return [*steps, replace(last, token_ids=(*last.token_ids[:-1], comma))]
+
+    for path, body in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+        assert (await ask(path, body(stop=["r is", "never"])))["choices"][0]["stop_reason"] == "r is"
+        assert (await ask(path, body(max_tokens=2)))["choices"][0]["stop_reason"] is None
+        assert (await ask(path, body(max_tokens=50)))["choices"][0]["stop_reason"] is None
+        *chunks, last = await chunks_of(path, body(stop=["r is"]))
+        assert last["choices"][0]["stop_reason"] == "r is"
+        assert all("stop_reason" not in chunk["choices"][0] for chunk in chunks)
+        async with serving(stopped) as (http, _):
+            answer = (await http.post(path, json=body(stop_token_ids=[comma]))).json()
+            assert answer["choices"][0]["stop_reason"] == comma
+
+
+async def test_the_usage_so_far_is_in_each_chunk_if_asked_for() -> None:
+    for path, body in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+        is_read = asyncio.Event()
+
+        def script(request: Request, is_read: asyncio.Event = is_read) -> list[Step]:
+            first, *others = finishing(request, token_ids(TEXT))
+            return [first, is_read, *others]
+
+        caller = Caller(script)
+        asked = {"include_usage": True, "continuous_usage_stats": True}
+        answer = caller.start(body(max_tokens=50, stream=True, stream_options=asked), path)
+        await caller.got_body.wait()
+        is_read.set()
+        await answer
+        chunks = [json.loads(data) for data in events(caller.body) if data != "[DONE]"]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (1, len(token_ids(TEXT)) + 1)
+        assert chunks[-1]["choices"] == []
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+        (*rest, last) = await chunks_of(path, body(stream_options={"include_usage": True}))
+        assert all(chunk["usage"] is None for chunk in rest)
+        assert last["usage"] is not None
+
+
+async def test_the_load_counts_requests() -> None:
+    release = asyncio.Event()
+
+    def slow(request: Request) -> list[Step]:
+        return [release, *finishing(request, token_ids(TEXT))]
+
+    async with serving(slow, status_ttl_s=0.0) as (http, cluster):
+        assert (await http.get("/load")).json() == {"server_load": 0}
+        calls = [asyncio.create_task(http.post(CHAT, json=chat_body())) for _ in range(3)]
+        await cluster.asked(3)
+        assert (await http.get("/load")).json() == {"server_load": 3}
+        release.set()
+        await asyncio.gather(*calls)
+        assert (await http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_the_server_describes_itself() -> None:
+    async with serving(sampling_defaults={"temperature": 0.6}, max_n=4) as (http, _):
+        info = (await http.get("/server_info")).json()
+        assert (info["model"]["name"], info["model"]["max_model_len"]) == (MODEL, 256)
+        assert (info["sampling_defaults"], info["max_n"]) == ({"temperature": 0.6}, 4)
+        assert info["version"] == (await http.get("/version")).json()["version"]
+
+
+IDS = list(range(40, 60))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"truncate_prompt_tokens": 5}, IDS[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, IDS[:5]),
+        ({"truncate_prompt_tokens": 100}, IDS),
+        ({"truncate_prompt_tokens": -1}, IDS),
+        ({"truncate_prompt_tokens": -1, "max_tokens": MAX_MODEL_LEN - 7}, IDS[-7:]),
+    ],
+)
+async def test_a_prompt_is_cut_to_its_end(fields: dict[str, Any], expected: list[int]) -> None:
+    assert list((await request_of(COMPLETIONS, completion_body(prompt=IDS, **fields))).prompt_token_ids) == expected
+
+
+async def test_a_prompt_beyond_the_context_fits_when_it_is_cut() -> None:
+    long = "word " * 4 * MAX_MODEL_LEN
+    for path, body in ((CHAT, chat_body(messages=[{"role": "user", "content": long}])), (COMPLETIONS, {"prompt": long})):
+        request = await request_of(path, {**body, "truncate_prompt_tokens": -1, "max_tokens": 9})
+        assert len(request.prompt_token_ids) == MAX_MODEL_LEN - 9
+        assert (await request_of(path, {**body, "truncate_prompt_tokens": 9})).prompt_token_ids == request.prompt_token_ids[
+            -9:
+        ]
+
+
+async def test_the_echo_of_a_cut_prompt_is_what_is_left() -> None:
+    answer = await ask(COMPLETIONS, completion_body(echo=True, truncate_prompt_tokens=1))
+    (last,) = token_ids("the answer is")[-1:]
+    assert answer["choices"][0]["text"] == tokenizer().text_of([last]) + TEXT

@@ -21,7 +21,7 @@ NOT_A_STRING: list[Any] = [5, True, ["a"], {"a": 1}]
 
 # Field -> values that it cannot have, in chat and in plain completions.
 EVERYWHERE: dict[str, list[Any]] = {
-    "model": [*NOT_A_STRING, None, "", "gpt-17", "x" * 1000],
+    "model": [*NOT_A_STRING, "", "gpt-17", "x" * 1000],
     "max_tokens": [*NOT_AN_INTEGER, 0, -1, MAX_MODEL_LEN, HUGE],
     "temperature": [*NOT_A_NUMBER, -0.1, 2.1, HUGE],
     "top_p": [*NOT_A_NUMBER, 0, -1, 1.01],
@@ -51,7 +51,7 @@ EVERYWHERE: dict[str, list[Any]] = {
     "include_stop_str_in_output": NOT_A_BOOLEAN,
     "return_token_ids": NOT_A_BOOLEAN,
     "bad_words": ["a", ["a"], 5],
-    "priority": [1, -1, "high", True, 0.0],
+    "priority": ["high", True, 0.5],
     "prompt_logprobs": [21, -1, True, "1"],
     "logits_processors": [["a"], "a"],
     "response_format": ["text", 5],
@@ -61,9 +61,10 @@ EVERYWHERE: dict[str, list[Any]] = {
     "guided_choice": [["a"], [], "a"],
     "guided_grammar": ["a", 5],
     "use_beam_search": [True, 1],
-    "length_penalty": [0.5, "1"],
-    "truncate_prompt_tokens": [5],
-    "spaces_between_special_tokens": [False],
+    "length_penalty": ["1", []],
+    "truncate_prompt_tokens": [*NOT_AN_INTEGER, 0, -2, HUGE],
+    "truncation_side": ["middle", 5],
+    "spaces_between_special_tokens": ["no"],
     "return_tokens_as_token_ids": [True],
 }
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -78,8 +79,8 @@ CHAT_ALONE: dict[str, list[Any]] = {
     "chat_template_kwargs": [5, "a", []],
     "chat_template": ["{{ messages }}"],
     "documents": [[{"text": "a"}]],
-    "mm_processor_kwargs": [{}],
-    "media_io_kwargs": [{}],
+    "mm_processor_kwargs": [5],
+    "media_io_kwargs": [[]],
     "echo": [True],
     "add_special_tokens": [True],
     "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, 5],
@@ -88,8 +89,8 @@ CHAT_ALONE: dict[str, list[Any]] = {
     "function_call": ["auto", {"name": "f"}],
     "modalities": [["audio"], ["text", "audio"], "text"],
     "prediction": [{"type": "content", "content": "a"}],
-    "reasoning_effort": ["high", 5],
-    "web_search_options": [{}],
+    "reasoning_effort": [5, "x" * 100],
+    "web_search_options": [5],
     "prompt": ["hello"],
 }
 COMPLETIONS_ALONE: dict[str, list[Any]] = {

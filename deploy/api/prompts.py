@@ -1,0 +1,111 @@
+"""Tokens of the prompts of a call: within the model's context, or cut to it as the caller asks."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+
+from cluster.types import ModelInfo
+from deploy.api.params import Prompt, check_prompt, context_exceeded, max_prompt_tokens
+from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
+from deploy.api.tokenizer import TextTooLong, Tokenizer
+from deploy.api.truncation import Messages, fitting
+
+T = TypeVar("T")
+Encode = Callable[[], Awaitable[tuple[int, ...]]]
+
+
+class InShare(Protocol):
+    """Runs work within the tenant's share of threads and until the call's deadline."""
+
+    async def __call__(self, request: Request, work: Callable[[], Awaitable[T]]) -> T: ...
+
+
+class Prompts:
+    """Methods raise ApiError (400) for a prompt that is empty or too long, and what ``in_share`` raises."""
+
+    def __init__(self, tokenizer: Tokenizer, in_share: InShare, max_request_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._in_share = in_share
+        self._max_tokens = max_request_bytes  # of a text that is cut
+
+    async def of_chat(self, request: Request, fields: ChatRequest, info: ModelInfo, *, drops_oldest: bool) -> Prompt:
+        """``drops_oldest``: the oldest messages give way where the prompt leaves no room for the answer."""
+        limit = self._limit(fields, info)
+        options = fields.template_options()
+
+        def encode(messages: Messages) -> Awaitable[tuple[int, ...]]:
+            return self._tokenizer.encode_chat(messages, options, max_tokens=limit)
+
+        async def fits(messages: Messages) -> bool:
+            try:
+                return len(await self._in_share(request, partial(encode, messages))) <= _room(fields, info)
+            except TextTooLong:
+                return False
+
+        messages: Messages = [message.for_template() for message in fields.messages]
+        if drops_oldest:
+            messages = await fitting(messages, fits)
+        return await self._encoded(request, partial(encode, messages), "messages", fields, info)
+
+    async def num_tokens(self, request: Request, fields: ChatRequest, info: ModelInfo) -> int:
+        """Of a conversation, which may exceed the context."""
+        messages = [message.for_template() for message in fields.messages]
+        encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=self._max_tokens)
+        try:
+            return len(await self._in_share(request, encode))
+        except TextTooLong as error:
+            raise context_exceeded("messages", error.num_tokens, 1, info, counted=False) from error
+
+    async def of_completion(self, request: Request, fields: CompletionRequest, info: ModelInfo) -> Sequence[Prompt]:
+        prompts = []
+        for field, one in fields.prompts().items():
+            if isinstance(one, str):
+                encode = partial(
+                    self._tokenizer.encode,
+                    one,
+                    add_special_tokens=fields.add_special_tokens is not False,
+                    max_tokens=self._limit(fields, info),
+                )
+                prompt = await self._encoded(request, encode, field, fields, info)
+            else:
+                prompt = _cut(Prompt(tuple(one), field), fields, info)
+                check_prompt(prompt, info)
+            if fields.echo:
+                is_cut = fields.truncate_prompt_tokens is not None
+                text = one if isinstance(one, str) and not is_cut else self._tokenizer.text_of(prompt.token_ids)
+                prompt = replace(prompt, echo=text)
+            prompts.append(prompt)
+        return prompts
+
+    def _limit(self, fields: GenerationFields, info: ModelInfo) -> int:
+        """Texts with far more tokens are refused before all of them is encoded."""
+        return max_prompt_tokens(info) if fields.truncate_prompt_tokens is None else self._max_tokens
+
+    async def _encoded(
+        self, request: Request, encode: Encode, field: str, fields: GenerationFields, info: ModelInfo
+    ) -> Prompt:
+        try:
+            prompt = _cut(Prompt(await self._in_share(request, encode), field), fields, info)
+        except TextTooLong as error:
+            raise context_exceeded(field, error.num_tokens, 1, info, counted=False) from error
+        check_prompt(prompt, info)
+        return prompt
+
+
+def _cut(prompt: Prompt, fields: GenerationFields, info: ModelInfo) -> Prompt:
+    """As vLLM: the last tokens, or with ``truncation_side`` "right" the first; -1: as many as leave room for the answer."""
+    most = fields.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    most = _room(fields, info) if most == -1 else most
+    kept = prompt.token_ids[:most] if fields.truncation_side == "right" else prompt.token_ids[-most:]
+    return replace(prompt, token_ids=kept)
+
+
+def _room(fields: GenerationFields, info: ModelInfo) -> int:
+    """For a prompt before the longest answer that the caller asks for, or before one token."""
+    longest = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
+    return max(1, info.max_model_len - (longest or fields.max_tokens or 1))

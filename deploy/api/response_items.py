@@ -1,0 +1,192 @@
+"""Items of a conversation in the Responses API, and the messages that they make."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from deploy.api.fields import Hint, Strict, text_or
+from deploy.api.messages import MAX_PARTS, CallId, FunctionName
+from deploy.api.response_tools import flat_name
+
+
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = None  # ignored: what a search of another server found
+    logprobs: Any = None
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+_Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<parts>")],
+    text_or("<parts>", "must be a string or a list of text parts"),
+]
+
+
+class _Item(Strict):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    namespace: FunctionName | None = None
+    arguments: str
+
+
+class CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: FunctionName
+    namespace: FunctionName | None = None
+    input: str
+
+
+class ShellCallItem(_Item):
+    type: Literal["local_shell_call"]
+    call_id: CallId
+    action: dict[str, Any]
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: CallId
+    name: str | None = None
+    output: _Content
+
+
+class ShellOutputItem(_Item):
+    type: Literal["local_shell_call_output"]
+    id: CallId  # of the call
+    output: str
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Parts | None = None
+    content: Parts | None = None
+    encrypted_content: Annotated[str | None, Hint()] = None  # by another server, which alone can read it
+
+
+class HostedItem(BaseModel):
+    """A call of a tool that another server ran. It is left out."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: str
+
+
+_CALLS = "<function_call>", "<custom_tool_call>", "<local_shell_call>"
+_OUTPUTS = "<function_call_output>", "<custom_tool_call_output>", "<local_shell_call_output>"
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"}
+)
+ITEM_TAGS = ("<message>", "<reasoning>", *_CALLS, *_OUTPUTS, "<hosted item>")
+
+
+def _kind(item: object) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    if isinstance(kind, str) and kind in _HOSTED:
+        return "<hosted item>"
+    return f"<{kind}>" if f"<{kind}>" in ITEM_TAGS else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[ShellCallItem, Tag("<local_shell_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CallOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[ShellOutputItem, Tag("<local_shell_call_output>")]
+    | Annotated[HostedItem, Tag("<hosted item>")],
+    Discriminator(
+        _kind,
+        custom_error_type="form",
+        custom_error_message="must be a message, a call of a tool, the output of a call, or reasoning",
+    ),
+]
+
+
+def unread(items: Sequence[Item]) -> Iterator[str]:
+    """The paths of items, and of fields of items, that are left out."""
+    for i, item in enumerate(items):
+        if isinstance(item, HostedItem):
+            yield f"input.{i} ({item.type})"
+        elif isinstance(item, ReasoningItem):
+            yield from (f"input.{i}.{path}" for path in item.without_effect())
+
+
+def messages_of(instructions: str | None, asked: str | Sequence[Item]) -> list[dict[str, Any]]:
+    """The messages of a chat call. An assistant's reasoning, text and calls, which are items of their own here, are one
+    message there, and so are the instructions and the system messages after them: many templates take no second one."""
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(asked, str):
+        return [*messages, {"role": "user", "content": asked}]
+    answer: dict[str, Any] | None = None
+    for item in asked:
+        told = _told(item)
+        if told is not None:
+            answer = None
+            is_opening = told["role"] == "system" and all(message["role"] == "system" for message in messages)
+            if messages and is_opening:
+                told = {"role": "system", "content": f"{messages.pop()['content']}\n\n{told['content']}"}
+            messages.append(told)
+        elif (part := _part_of_answer(item)) is not None:
+            if answer is None or ("content" in part and answer["content"]):
+                answer = {"role": "assistant", "content": ""}
+                messages.append(answer)
+            calls = [*answer.get("tool_calls", ()), *part.pop("tool_calls", ())]
+            answer.update(part, **({"tool_calls": calls} if calls else {}))
+    return messages
+
+
+def _told(item: Item) -> dict[str, Any] | None:
+    """A message of another role than the assistant's."""
+    match item:
+        case MessageItem() if item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": _text(item.content)}
+        case CallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        case ShellOutputItem():
+            return {"role": "tool", "tool_call_id": item.id, "content": item.output}
+    return None
+
+
+def _part_of_answer(item: Item) -> dict[str, Any] | None:
+    """What an item adds to an assistant's message; None: nothing."""
+    match item:
+        case MessageItem():
+            return {"content": _text(item.content)}
+        case ReasoningItem():
+            text = _text(item.content or item.summary or [])
+            return {"reasoning_content": text} if text else None
+        case CallItem():
+            return _call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
+        case CustomCallItem():
+            return _call(item.call_id, flat_name(item.name, item.namespace), json.dumps({"input": item.input}))
+        case ShellCallItem():
+            return _call(item.call_id, "local_shell", json.dumps(item.action))
+    return None
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"tool_calls": [{"id": call_id, "function": {"name": name, "arguments": arguments}}]}
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
