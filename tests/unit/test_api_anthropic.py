@@ -384,23 +384,3 @@ async def test_a_failure_amid_a_stream_is_its_last_event() -> None:
     assert last["type"] == "error"
     assert last["error"]["type"] == "overloaded_error"
     assert "the target went" in last["error"]["message"]
-
-
-@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"x-api-key": "sk-right"}, 200),
-        ({"authorization": "Bearer sk-right"}, 200),
-        ({"authorization": "Bearer sk-right", "x-api-key": "sk-wrong"}, 200),
-        ({"authorization": "Bearer sk-wrong", "x-api-key": "sk-right"}, 401),
-        ({"authorization": "", "x-api-key": "sk-right"}, 401),
-        ({"x-api-key": "Bearer sk-right"}, 401),
-        ({"x-api-key": ""}, 401),
-    ],
-)
-async def test_a_key_in_either_header(tmp_path: Any, path: str, headers: dict[str, str], status: int) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sk-right\n")
-    async with serving(api_keys_file=keys) as (http, _):
-        assert (await http.post(path, json=body(max_tokens=5), headers=headers)).status_code == status

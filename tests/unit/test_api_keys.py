@@ -85,3 +85,23 @@ def test_keys_that_everybody_can_read_are_warned_of(
     file.chmod(mode)
     ApiKeys.from_file(file)
     assert ("can read the API keys" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", CHAT])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "sk-right"}, 200),
+        ({"authorization": "Bearer sk-right"}, 200),
+        ({"authorization": "Bearer sk-right", "x-api-key": "sk-wrong"}, 200),
+        ({"authorization": "Bearer sk-wrong", "x-api-key": "sk-right"}, 401),
+        ({"authorization": "", "x-api-key": "sk-right"}, 401),
+        ({"x-api-key": "Bearer sk-right"}, 401),
+        ({"x-api-key": ""}, 401),
+    ],
+)
+async def test_a_key_in_either_header(tmp_path: Path, path: str, headers: dict[str, str], status: int) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-right\n")
+    async with serving(api_keys_file=keys) as (http, _):
+        assert (await http.post(path, json=chat_body(max_tokens=5), headers=headers)).status_code == status
