@@ -193,6 +193,7 @@ class TargetActor(LoopActor):
                 tokens_per_s=telemetry.tokens_per_s,
                 step_ms=1e3 * (telemetry.step_s or 0.0),
                 num_preempted=telemetry.num_preempted,
+                num_failed_observations=telemetry.num_failed_observations,
                 slo=telemetry.attainment.counts(),
                 riders=followed,
                 drafting=self._loop.drafting(),

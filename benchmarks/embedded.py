@@ -300,7 +300,7 @@ class EmbeddedCluster:
         asyncio.run(run())
 
     def close(self) -> None:
-        """Raises RuntimeError when the target's loop has failed meanwhile; its own error is in the log."""
+        """Raises RuntimeError: the target's loop, or an observation of it, has failed meanwhile; the log has the error."""
         asyncio.run(self.client.close())
         self._target.stop()
         self.hang_up()
@@ -310,6 +310,8 @@ class EmbeddedCluster:
         if end != "stopped":
             raise RuntimeError(f"the embedded target failed: {end}")
         self.abort()  # the engine may serve others
+        if self.loop.telemetry.num_failed_observations:
+            raise RuntimeError("observations of rounds failed; the log shows the first")
 
     def __enter__(self) -> Self:
         return self

@@ -73,6 +73,7 @@ class TargetStatus:
     batch: HistogramCounts | None = None  # requests with a commit in a round
     num_cpus: float = 0.0  # reserved for all its ranks
     num_gpus: float = 0.0
+    num_failed_observations: int = 0  # of rounds, since the start
 
 
 @dataclass(frozen=True, slots=True)

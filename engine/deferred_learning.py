@@ -56,8 +56,11 @@ class DeferredLearning:
     def learn(self) -> None:
         """From the last pass, if that is still to be done."""
         record, self._newest = self._newest, None
-        if record is None:
-            return
+        if record is not None:
+            with self._telemetry.observing():
+                self._learn(record)
+
+    def _learn(self, record: PassRecord) -> None:
         counts, commits = record.counts, record.commits
         self._drafters.learn()
         if self._colocated and counts.num_sampled:

@@ -254,7 +254,8 @@ class TargetLoop:
         self._drafters.flush()  # they draft while this thread learns
         if commits:
             since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
-            self._draft_lengths.learn(PassFeedback(commits, self._drafters.judgements(), self._pass_s, end_s - since_s))
+            with self.telemetry.observing():
+                self._draft_lengths.learn(PassFeedback(commits, self._drafters.judgements(), self._pass_s, end_s - since_s))
         self._last_end_s = end_s if self._sequences else None
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
         of_plan = self._pass_costs.planned, begun.plan.best_left_out
@@ -369,7 +370,8 @@ class TargetLoop:
         self._drafters.publish(published, now_s)
         for sequence, commit in published:
             if self.spans is not None:
-                self.spans.note(sequence, commit, now_s)
+                with self.telemetry.observing():
+                    self.spans.note(sequence, commit, now_s)
             if commit.finish is None:
                 self._drafters.force(sequence)
             else:
@@ -390,7 +392,8 @@ class TargetLoop:
             self.telemetry.ended(len(sequence.token_ids) - sequence.prompt_len)
             self._slo.note_end()
             if self.spans is not None:
-                self.spans.end(sequence, self._clock())
+                with self.telemetry.observing():
+                    self.spans.end(sequence, self._clock())
 
     def _flush(self) -> None:
         self._drafters.flush()

@@ -1,8 +1,10 @@
 """What the round measures of itself and of its drafters."""
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from cluster import messages
@@ -15,6 +17,8 @@ from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts,
 from router.estimates.decayed import ema
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.scaling.report import NOTHING_SERVED, ServedCounts
+
+logger = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
@@ -64,6 +68,7 @@ class Telemetry:
     num_rows: int = 0
     num_committed: int = 0
     num_preempted: int = 0
+    num_failed_observations: int = 0
     served: ServedCounts = NOTHING_SERVED  # replaced as a whole
     attainment: Attainment = field(default_factory=Attainment)
     step_s: float | None = None
@@ -78,6 +83,18 @@ class Telemetry:
     _scores: dict[tuple[str, str], Positions] = field(default_factory=dict)
     _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """What a round measures, traces or learns within it changes no token: an error is counted and logged, each time that
+        their number has doubled, and the round goes on. Nothing else may be done within it."""
+        try:
+            yield
+        except Exception:
+            self.num_failed_observations += 1
+            num = self.num_failed_observations
+            if num & (num - 1) == 0:
+                logger.exception("a defect: an observation of a round has failed, the %d. since the start", num)
 
     def drafter(self, name: str) -> DrafterStats:
         stats = self.drafters.get(name)

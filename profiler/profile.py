@@ -19,6 +19,7 @@ from router.cost_model import CostModel, TableCost, relative_draft_cost
 
 FORMAT = 1  # of a Profile as JSON
 PREFIX = "profile"
+_LEAST_S = 1e-6  # of a pass: a profile's coefficients may all be 0, and rates are made of times
 WHOLE_DEVICE = "whole"  # the only partition so far
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -202,14 +203,14 @@ class ProfiledCost:
                 self._drafters[drafter.name] = [profile.drafters[key] for key in keys]
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        return self._step.at(num_rows, num_context)
+        return max(_LEAST_S, self._step.at(num_rows, num_context))
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
-        return self._prefill.at(num_rows, num_context)
+        return max(_LEAST_S, self._prefill.at(num_rows, num_context))
 
     def table(self, num_context: int) -> TableCost:
         knots = self._step.knots
-        return TableCost(knots, tuple([self._step.at(knot, num_context) for knot in knots]))
+        return TableCost(knots, tuple([self.step_s(knot, num_context) for knot in knots]))
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
         parts = self._drafters.get(drafter_of(drafter))

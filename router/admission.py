@@ -61,7 +61,8 @@ def predicted_ttft(
 
     def passes_s(num_tokens: int) -> float:
         added_s = _added_s(num_tokens, cost)
-        num_passes = max(ceil(num_tokens / num_free_rows), ceil(added_s / max_s))
+        num_full = ceil(num_tokens / MIN_CHUNK_LEN)  # a pass computes as many at any price
+        num_passes = max(ceil(num_tokens / num_free_rows), min(num_full, ceil(added_s / max_s)) if max_s > 0.0 else num_full)
         return added_s + num_passes * decode_s
 
     queue_s = passes_s(sum(s.num_left for s in before)) if before else 0.0

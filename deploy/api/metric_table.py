@@ -261,6 +261,14 @@ METRICS = (
         ),
         kind="counter",
     ),
+    replace(
+        target_gauge(
+            "failed_observations",
+            "Rounds in which measuring, tracing or learning failed; tokens do not depend on it.",
+            lambda t: t.num_failed_observations,
+        ),
+        kind="counter",
+    ),
     target_gauge("blocks", "Blocks of the KV cache.", lambda t: t.num_blocks),
     target_gauge("free_blocks", "Free blocks of the KV cache.", lambda t: t.num_free_blocks),
     target_gauge(

@@ -58,7 +58,9 @@ class Trial:
         return self._num_off > 0
 
     def note(self, is_used: bool, cost: float) -> None:
-        """A measured spell. ``cost`` is positive."""
+        """A measured spell. A cost of 0, by a clock that is too coarse, says nothing."""
+        if cost <= 0.0:
+            return
         if is_used:
             self._with_logs.append(math.log(cost))
         elif self._with_logs:  # a mean of logs: the log of a mean of several would be larger than that of one as noisy

@@ -107,7 +107,7 @@ class Rounds:
         return sequence
 
 
-def test_forced_tokens_are_proposed_until_they_prove_wrong_and_again_when_they_prove_right() -> None:
+def test_forced_tokens_are_proposed_until_they_prove_wrong_and_when_right_again() -> None:
     rounds = Rounds(Forcing())
     assert rounds.play(20)[FORCED] == 20
     rounds.grammar.is_right = False

@@ -26,7 +26,7 @@ from cluster.state import StateConflict, StateStore
 from cluster.state_file import FileStateStore
 from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing
-from profiler.latency import Kind
+from profiler.latency import Kind, Linear
 from profiler.profile import (
     DrafterProfile,
     Identity,
@@ -232,6 +232,15 @@ def test_costs_go_by_the_names_of_the_configuration() -> None:
     assert cost.catch_up_s("lookup", 100) == 0.0
     assert cost.draft_s("unheard-of", 1, 1) is None
     assert cost.catch_up_s("unheard-of", 1) is None
+
+
+def test_a_pass_takes_time_whatever_a_profile_says() -> None:
+    """Its coefficients may all be 0, and the loop divides by times."""
+    config = config_of()
+    profile, nothing = profile_of(config), Linear(Kind.PASS, 0.0, 0.0, 0.0)
+    empty = {name: getattr(profile, name).model_copy(update={"fit": nothing}) for name in ("step", "prefill")}
+    cost = ProfiledCost(profile.model_copy(update=empty), config)
+    assert min(cost.step_s(1, 0), cost.prefill_s(1, 0), cost.table(0).at(1)) > 0.0
 
 
 def test_a_drafter_with_other_options_than_were_measured_is_not_known() -> None:

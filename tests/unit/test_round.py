@@ -1,7 +1,9 @@
 """The round in two halves, as a simulation on a virtual clock runs it."""
 
+import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from cluster.transport.base import Event, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, Request, RoutingTable
 from engine.loop_status import StepReport
+from engine.request_spans import RequestSpans
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from engine.telemetry import Telemetry
@@ -18,6 +21,8 @@ from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
 from router.draft_length import PRICE_STEPS, DraftLengths
 from router.planner import PlannerSettings, StepPlanner
+from tests.support.simulated_cluster import SimulatedCluster, random_requests
+from tests.support.simulated_network import Faults
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 PASS_S = 0.04
@@ -294,3 +299,34 @@ def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clien
         clock.now_s += 0.06  # a hold is over by then
         loop.step(clock.now_s)
     assert seen == {"drafter": [0, 1, 3], "client": [1, 2, 3, 4]}, "before the last token a drafter is asked for nothing"
+
+
+class _Failing:
+    """Spans that cannot be recorded."""
+
+    def note(self, *of_commit: object) -> None:
+        raise RuntimeError("no span can be made")
+
+    def end(self, *of_request: object) -> None:
+        raise RuntimeError("no span can be ended")
+
+
+def test_what_a_round_measures_traces_or_learns_may_fail_and_no_token_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("a counter has no such place")
+
+    cluster = SimulatedCluster(3, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    monkeypatch.setattr(Telemetry, "record", fails)
+    monkeypatch.setattr(DraftLengths, "learn", fails)
+    cluster.loop.spans = cast(RequestSpans, _Failing())
+    requests = random_requests(random.Random(3))
+    for request in requests:
+        cluster.submit(request)
+    while cluster.unfinished:
+        cluster.turn()
+    assert [tuple(cluster.outcomes[one.id].token_ids) for one in requests] == [plain_run(one) for one in requests]
+    num = cluster.loop.telemetry.num_failed_observations
+    assert caplog.text.count("an observation of a round has failed") == num.bit_length() < num
+    assert "Traceback" in caplog.text

@@ -11,6 +11,7 @@ from router.admission import Departures, Load, exceeds_objective, predicted_ttft
 from router.cost_model import TableCost
 from router.plan import Capacity, SequenceView, SloProgress
 from router.slo import LATE_TOKENS
+from router.verify_length import MIN_CHUNK_LEN
 from tests.support.verification import RowsAttend
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row
@@ -59,6 +60,14 @@ def test_prompts_that_are_due_before_and_the_decode_load_come_on_top() -> None:
 def test_a_stream_with_an_objective_leaves_prompts_less_of_each_pass() -> None:
     stream = replace(decoding(1)[0], slo=SloProgress(None, 0.03, NOW_S - 0.03 * LATE_TOKENS, 1 + LATE_TOKENS))
     assert ttft_s(prompt(95), [stream]) == pytest.approx(0.095 + 5 * 0.01)  # 20 ms of each pass
+
+
+def test_a_prompt_fits_passes_of_flat_cost_beside_a_stream_that_is_behind() -> None:
+    """Nothing is left of the pass for prompts, and they take no time of it."""
+    flat = TableCost((1, 1001), (0.01, 0.01))
+    stream = replace(decoding(1)[0], slo=SloProgress(None, 0.01, NOW_S - 0.5, 1 + LATE_TOKENS))
+    predicted = predicted_ttft(prompt(96), [stream], Load(0, None), CAPACITY, flat, NOW_S)
+    assert predicted.prefill_s == pytest.approx(96 / MIN_CHUNK_LEN * 0.01)
 
 
 def test_what_decoding_attends_to_does_not_delay_a_prompt() -> None:

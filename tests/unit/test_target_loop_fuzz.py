@@ -251,6 +251,7 @@ def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int) -> 
         assert tuple(output) == (expected[: len(output)] if request_id in aborted else expected), request_id
     assert fuzz.loop.status().num_running == fuzz.loop.status().num_waiting == 0
     assert max(num for _, num in fuzz.verified) <= MAX_DRAFT_LEN
+    assert fuzz.loop.telemetry.num_failed_observations == 0
     return fuzz
 
 

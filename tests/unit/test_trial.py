@@ -25,6 +25,17 @@ def test_an_option_that_loses_is_off_soon_and_tried_ever_more_rarely() -> None:
     assert found.count(True) < 0.005 * len(found)
 
 
+def test_spells_that_a_coarse_clock_gives_no_time_say_nothing() -> None:
+    trial, other = Trial(128, 16_384), Trial(128, 16_384)
+    for i in range(200):
+        for one in (trial, other):
+            is_used = one.next()
+            if one is trial:
+                one.note(bool(is_used), 0.0)
+            one.note(bool(is_used), 0.9 if is_used else 1.0 + i % 2 / 100)
+    assert [trial.next() for _ in range(50)] == [other.next() for _ in range(50)]
+
+
 def test_one_that_saves_time_stays_on_and_is_compared() -> None:
     found = run_trial(0.9, 1.0, 2_000, noise=0.02)
     assert None not in found
