@@ -17,7 +17,7 @@ from cluster.logs import without_messages
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
-from deploy.api.dashboard.timelines import Timelines
+from deploy.api.dashboard.data import DashboardData
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
@@ -100,7 +100,7 @@ class CallResponse(Response):
         admission: Admission,
         budgets: Budgets,
         metrics: Metrics,
-        timelines: Timelines,
+        dashboard: DashboardData,
         settings: ApiSettings,
     ) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class CallResponse(Response):
         self._admission = admission
         self._budgets = budgets
         self._metrics = metrics
-        self._timelines = timelines
+        self._dashboard = dashboard
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +122,7 @@ class CallResponse(Response):
         num_reserved = self._call.num_reserved_tokens
         self._reserve(tenant, num_reserved, scope["state"])
         for choice in self._call.choices:
-            self._timelines.begin(choice.request, tenant.name)
+            self._dashboard.timelines.begin(choice.request, tenant.name)
         remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(remaining_s) as deadline, self._generation(tenant.name) as generation:
@@ -149,7 +149,8 @@ class CallResponse(Response):
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
                 self._metrics.record_domain(self._call.domain, choice.counts)
-                self._timelines.end(choice)
+                self._dashboard.timelines.end(choice)
+                self._dashboard.answers.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 

@@ -351,12 +351,12 @@ class Service:
             is_limited=is_limited(fields),
         )
         request.state.call = call
-        timelines = self.dashboard.timelines
-        return CallResponse(call, self._client, self._admission, self._budgets, self.metrics, timelines, self._settings)
+        return CallResponse(call, self._client, self._admission, self._budgets, self.metrics, self.dashboard, self._settings)
 
     def _on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         self.metrics.on_tokens(commit, num_needed, gap_s)
         self.dashboard.timelines.note(commit, num_needed)
+        self.dashboard.answers.note(commit)
 
     async def _checked(self, field: str, grammar: Grammar, info: ModelInfo, tenant: str) -> Grammar:
         """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""

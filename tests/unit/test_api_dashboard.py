@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,9 @@ from cluster.client import ClusterStatus, DrafterStatus, DraftingEffect, TargetS
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.slo import SloCounts
-from cluster.types import Commit, Request
+from cluster.types import Commit, FinishReason, Prefill, Request
+from deploy.api.choice import Choice, OutputOptions
+from deploy.api.dashboard.answers import RATIO, AnswerCounts
 from deploy.api.dashboard.history import MAX_SAMPLES, History
 from deploy.api.dashboard.pages import PAGE, page_paths
 from deploy.api.dashboard.timelines import MAX_REQUESTS, MAX_ROUNDS, MAX_SENT_ROUNDS, Timelines
@@ -117,24 +120,20 @@ console.log(JSON.stringify(seen));
 """
 
 
-def test_the_page_merges_what_replicas_of_the_api_answer() -> None:
-    """Their clocks differ. A third one is the successor of the one that has not answered for the longest time."""
+def _ran(script: str) -> Any:
+    """What a module prints that uses the page's own."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    ran = subprocess.run(
-        [
-            node,
-            "--input-type=module",
-            "--eval",
-            MERGED.replace("./store.js", f"{page_paths()[f'{PAGE}/store.js'].as_uri()}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    module = script.replace("./store.js", page_paths()[f"{PAGE}/store.js"].as_uri())
+    ran = subprocess.run([node, "--input-type=module", "--eval", module], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    one, both, again, replaced = json.loads(ran.stdout)
+    return json.loads(ran.stdout)
+
+
+def test_the_page_merges_what_replicas_of_the_api_answer() -> None:
+    """Their clocks differ. A third one is the successor of the one that has not answered for the longest time."""
+    one, both, again, replaced = _ran(MERGED)
     assert (one["query"], one["requests"]) == ("after=a.12.5", [["a", 2, 1, None]])
     assert (both["query"], both["numQueued"]) == ("after=a.12.5&after=b.11.9", 2)
     assert both["requests"] == [["b", 1, 1, None], ["a", 2, 1, None]], "the newest first, by one clock"
@@ -179,6 +178,10 @@ def test_samples_are_taken_while_the_app_runs() -> None:
     assert samples[0]["num_ready_targets"] == samples[0]["num_targets"] == 1
 
 
+async def _unused() -> ClusterStatus:
+    raise AssertionError
+
+
 def test_a_sample_sums_over_targets_and_drafters() -> None:
     slo = (SloCounts("interactive", num_answers=4, num_met=3, num_refused=1),)
     effect = DraftingEffect(decode_s=2.0, plain_s=3.0, rejected_s=0.5)
@@ -186,10 +189,7 @@ def test_a_sample_sums_over_targets_and_drafters() -> None:
     drafters = (DrafterStatus("a", "ngram", "ready", 2, 30, 20, 1.0), DrafterStatus("b", "suffix", "down", 0, 10, 1, None))
     status = ClusterStatus("m", "hedge", 1, (target, replace(target, name="target-1", state="down")), drafters)
 
-    async def unused() -> ClusterStatus:
-        raise AssertionError
-
-    history = History(unused, lambda: 7)
+    history = History(_unused, lambda: 7)
     for i in range(MAX_SAMPLES + 5):
         history.take(status, float(i))
     samples = history.samples(after=0)
@@ -200,6 +200,71 @@ def test_a_sample_sums_over_targets_and_drafters() -> None:
     assert (sample.kv_usage, sample.plain_s / sample.decode_s) == (0.25, 1.5)
     assert sample.slo == {"interactive": (8, 6, 2)}
     assert history.samples(after=sample.number - 1) == [sample]
+
+
+def test_answers_are_counted_between_samples() -> None:
+    """Their times within the width of a bucket, how they ended, and what of their prompts was cached; each answer once."""
+    answers = History(_unused, lambda: 0).answers
+    ends: list[tuple[FinishReason | None, float | None, bool]] = [
+        (FinishReason.STOP, 102.0, False),
+        (FinishReason.LENGTH, 102.0, False),
+        (None, 102.0, True),  # failed
+        (None, 102.0, False),  # cut off
+        (None, None, False),  # refused before its first token
+    ]
+    for finish, first_s, failed in ends:
+        choice = Choice(
+            0, Request("a", (1,), SamplingParams(max_tokens=8), 100.0), tokenizer(), model_info(), OutputOptions()
+        )
+        choice.first_token_s, choice.last_token_s, choice.num_tokens = first_s, first_s and first_s + 1.5, 4
+        choice.finish, choice.failed = finish, failed
+        answers.end(choice)
+    answers.note(Commit("a", 100, (5,), prefill=Prefill(60, 0.1, 0.2)))
+    answers.note(Commit("a", 101, (5,)))
+    counts = answers.take()
+    assert (counts.num_complete, counts.num_failed, counts.num_aborted) == (2, 1, 1)
+    assert (counts.num_prompt_tokens, counts.num_cached_tokens) == (100, 60)
+    for times, number, seconds in ((counts.ttft, 4, 2.0), (counts.tpot, 4, 0.5), (counts.e2e, 2, 3.5)):
+        ((bucket, counted),) = times.items()
+        assert counted == number
+        assert RATIO**bucket <= seconds < RATIO ** (bucket + 1)
+    assert answers.take() == AnswerCounts()
+
+
+FIGURES = """
+import { percentile, Store } from "./store.js";
+const now = Date.now() / 1000;
+const zeros = { tpot: {}, e2e: {}, num_complete: 0, num_failed: 0, num_aborted: 0 };
+const none = { ...zeros, num_prompt_tokens: 100, num_cached_tokens: 0 };
+const answers = (ttft, more) => ({ ttft, ...none, ...more });
+const answer = (epoch, samples) => ({
+  epoch, num_replicas: 2, version: 1, now_s: now, interval_s: 2, status: null, num_queued: 0,
+  requests: [], rounds: [], drafts: {},
+  samples: samples.map((one, i) => ({ number: i + 1, at_s: now - 2 * (samples.length - i), answers: one })),
+});
+const store = new Store();
+const failed = answers({}, { num_failed: 2 }), cached = answers({ "-10": 98 }, { num_cached_tokens: 60 });
+store.apply(answer("a", [answers({ 5: 1 }), failed, cached]));
+store.apply(answer("b", [answers({ 30: 1 })]));
+const all = store.answers(60);
+console.log(JSON.stringify({
+  all, recent: store.answers(3).ttft,
+  p50: percentile(all.ttft, 0.5), p99: percentile(all.ttft, 0.99), most: percentile(all.ttft, 1), none: percentile({}, 0.5),
+  series: store.answerSeries((one) => one.num_failed, 2).map(([, value]) => value),
+}));
+"""
+
+
+def test_the_page_merges_times_of_answers() -> None:
+    """Percentiles are those of all replicas together, and a series sums over the samples up to each point."""
+    found = _ran(FIGURES)
+    assert found["all"]["ttft"] == {"5": 1, "-10": 98, "30": 1}
+    assert (found["all"]["num_failed"], found["all"]["num_prompt_tokens"], found["all"]["num_cached_tokens"]) == (2, 400, 60)
+    assert found["recent"] == {"-10": 98, "30": 1}
+    bounds = [RATIO ** (bucket + 0.5) for bucket in (-10, 5, 30)]
+    assert [found["p50"], found["p99"], found["most"]] == pytest.approx(bounds)
+    assert found["none"] is None
+    assert found["series"] == [0, 2, 2]
 
 
 def test_timelines_are_bounded() -> None:

@@ -31,6 +31,7 @@ class DashboardData:
     ) -> None:
         self.timelines = Timelines()
         self._history = History(status, num_queued)
+        self.answers = self._history.answers
         self._status = status
         self._num_queued = num_queued
         self._num_replicas = num_replicas

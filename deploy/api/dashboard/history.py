@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
 from cluster.slo import summed
+from deploy.api.dashboard.answers import AnswerCounts, Answers
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,19 @@ class Sample:
     num_ready_drafters: int
     num_proposed: int
     num_accepted: int
+    num_rounds: int  # of requests that only decoded
     decode_s: float
     plain_s: float
     rejected_s: float
     slo: dict[str, tuple[int, int, int]]  # by class: answers, those that met their objectives, refused requests
+    answers: AnswerCounts  # of this process, since the sample before it
 
 
 class History:
     """``status`` and ``num_queued`` are asked for each sample. A cluster that does not answer leaves a gap."""
 
     def __init__(self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int]) -> None:
+        self.answers = Answers()
         self._status = status
         self._num_queued = num_queued
         self._num_taken = 0
@@ -84,10 +88,12 @@ class History:
                 num_ready_drafters=sum(one.state == "ready" for one in drafters),
                 num_proposed=sum(one.num_proposed for one in drafters),
                 num_accepted=sum(one.num_accepted for one in drafters),
+                num_rounds=sum(one.num_rounds for target in targets for one in target.drafting.by_load),
                 decode_s=sum(one.drafting.decode_s for one in targets),
                 plain_s=sum(one.drafting.plain_s for one in targets),
                 rejected_s=sum(one.drafting.rejected_s for one in targets),
                 slo={one.name: (one.num_answers, one.num_met, one.num_refused) for one in counts},
+                answers=self.answers.take(),
             )
         )
 

@@ -44,6 +44,12 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+/** Seconds with a unit. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return UNKNOWN;
+  return seconds < 1 ? `${number(1000 * seconds, seconds < 0.01 ? 1 : 0)} ms` : `${number(seconds, seconds < 10 ? 2 : 1)} s`;
+}
+
 export function share(part, whole) {
   return whole > 0 ? `${Math.round((100 * part) / whole)}%` : UNKNOWN;
 }

@@ -1,18 +1,27 @@
 // The plots below the playground. Each is a panel with a heading, a sentence of its figures now, and a picture.
 
 import { bars, curves } from "./charts.js";
-import { byId, html, number, share } from "./dom.js";
+import { byId, duration, html, number, share } from "./dom.js";
+import { percentile } from "./store.js";
 
 const STEP = 5; // samples over which a ratio is taken
 const LEAST_S = 0.2; // of decoding in them
+const LEAST_ROUNDS = 50; // of requests in them
+const WINDOW = 15; // samples whose answers make a percentile
 
 const percent = (value) => `${number(100 * value)}%`;
 const times = (value) => `${number(value, value < 10 ? 1 : 0)}×`;
 const count = (value) => number(value, Number.isInteger(value) ? 0 : 1);
 
 const PLOTS = [
+  { id: "ttft", title: "Time to first token", draw: (...given) => latency("ttft", ...given) },
+  { id: "tpot", title: "Time per token", draw: (...given) => latency("tpot", ...given) },
+  { id: "e2e", title: "End-to-end time", draw: (...given) => latency("e2e", ...given) },
+  { id: "queue", title: "Waiting requests", draw: queue },
+  { id: "cache", title: "KV cache", draw: cache },
+  { id: "ends", title: "Errors and aborts", draw: ends },
   { id: "load", title: "Draft length by load", draw: lengthByLoad },
-  { id: "speed", title: "Speed-up over K = 0", draw: speedUp },
+  { id: "speed", title: "Speed-up by drafting", draw: speedUp },
   { id: "wasted", title: "Wasted verification", draw: wasted },
   { id: "positions", title: "Acceptance by position", draw: positions },
   { id: "rate", title: "Tokens per second", draw: tokenRate },
@@ -80,11 +89,14 @@ function lengthByLoad(store, width, title) {
 }
 
 function speedUp(store, width, title) {
-  const points = store.ratioSeries("plain_s", "decode_s", STEP, LEAST_S);
+  const points = store.series((sample, before) => {
+    const decode = sample.decode_s - before.decode_s, rounds = sample.num_rounds - before.num_rounds;
+    return decode >= LEAST_S && rounds >= LEAST_ROUNDS ? (sample.plain_s - before.plain_s) / decode : null;
+  }, STEP);
   const last = points.at(-1)?.[1] ?? null;
   const now = last === null ? "no decoding lately" : `${number(last, 2)}× over the last ${STEP * store.interval} s`;
   const axis = { ...timeAxis(store), most: largest(points, 2) * 1.1, format: times, reference: 1 };
-  return { now: `${now}; K = 0 is predicted`, picture: curves(width, `${title}: ${now}`, [{ colour: "ca", points, area: true }], axis), legend: [] };
+  return { now: `${now}; the time without drafts is predicted`, picture: curves(width, `${title}: ${now}`, [{ colour: "ca", points, area: true }], axis), legend: [] };
 }
 
 function wasted(store, width, title) {
@@ -101,11 +113,58 @@ function positions(store, width, title) {
   const names = Object.keys(store.drafts).filter((name) => store.positionsOf(name).some(([, y]) => y !== null)).sort();
   const lines = names.map((name, i) => ({ colour: store.colourOf(name), dash: i % 3, points: store.positionsOf(name).filter(([, y]) => y !== null) }));
   const longest = Math.max(4, ...lines.flatMap((one) => one.points.map(([x]) => x)));
-  const ticks = [1, Math.ceil(longest / 2), longest].map((x) => [x, x === 1 ? "1st" : `${x}th`]);
+  const ticks = [1, Math.ceil(longest / 2), longest].map((x) => [x, ordinal(x)]);
   const axis = { xFrom: 1, xTo: longest, xTicks: ticks, most: 1, format: percent, dots: true };
   const firsts = lines.map((one, i) => `${names[i]} ${percent(one.points[0][1])}`).join(", ");
-  const now = names.length ? "of the drafts whose earlier tokens were accepted" : "no drafts verified yet";
+  const known = Object.keys(store.drafts).reduce((sum, name) => sum + store.lengthOf(name).drafts, 0);
+  const now = names.length ? "of the drafts whose earlier tokens were accepted"
+    : `${number(known)} drafts verified in answers of this process of the API, which are too few to show`;
   return { now, picture: curves(width, `${title}. First token: ${firsts || "none"}`, lines, axis), legend: names.map((name, i) => [lines[i].colour, name, i % 3]) };
+}
+
+const ordinal = (n) => {
+  const ending = n % 100 >= 11 && n % 100 <= 13 ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th";
+  return `${n}${ending}`;
+};
+
+function latency(kind, store, width, title) {
+  const lines = [["c0", "p50", 0.5, 0], ["c1", "p99", 0.99, 1]].map(([colour, name, part, dash]) => (
+    { colour, name, dash, points: store.answerSeries((answers) => percentile(answers[kind], part), WINDOW) }));
+  const [p50, p99] = lines.map((one) => duration(one.points.at(-1)?.[1] ?? null));
+  const now = `p50 ${p50}, p99 ${p99} of answers that ended in the last ${WINDOW * store.interval} s`;
+  const axis = { ...timeAxis(store), most: largest(lines.flatMap((one) => one.points), 0.001) * 1.1, format: duration };
+  return { now, picture: curves(width, `${title}: ${now}`, lines, axis), legend: lines.map((one) => [one.colour, one.name, one.dash]) };
+}
+
+function queue(store, width, title) {
+  const lines = [
+    { colour: "c0", name: "at the targets", dash: 0, area: true, points: store.series((one) => one.num_waiting) },
+    { colour: "c1", name: "in the API's queue", dash: 1, points: store.series((one) => one.num_queued) },
+  ];
+  const last = store.samples.at(-1);
+  const now = last ? `${number(last.num_waiting)} at the targets, ${number(last.num_queued)} in the API's queue; ${number(last.num_running)} run` : "no samples yet";
+  const axis = { ...timeAxis(store), most: largest(lines.flatMap((one) => one.points), 4) * 1.1, format: count };
+  return { now, picture: curves(width, `${title}: ${now}`, lines, axis), legend: lines.map((one) => [one.colour, one.name, one.dash]) };
+}
+
+function cache(store, width, title) {
+  const hits = ({ num_prompt_tokens: asked, num_cached_tokens: found }) => (asked ? found / asked : null);
+  const lines = [
+    { colour: "c0", name: "blocks in use", dash: 0, area: true, points: store.series((one) => one.kv_usage) },
+    { colour: "ca", name: "prompt tokens found in the prefix cache", dash: 1, points: store.answerSeries(hits, WINDOW) },
+  ];
+  const [used, found] = lines.map((one) => one.points.at(-1)?.[1] ?? null);
+  const now = `${used === null ? "–" : percent(used)} in use; ${found === null ? "no prompts lately" : `${percent(found)} of prompt tokens were cached`}`;
+  return { now, picture: curves(width, `${title}: ${now}`, lines, { ...timeAxis(store), most: 1, format: percent }), legend: lines.map((one) => [one.colour, one.name, one.dash]) };
+}
+
+function ends(store, width, title) {
+  const lines = [["cr", "failed", "num_failed", 0], ["cm", "cut off by the client", "num_aborted", 1]].map(([colour, name, field, dash]) => (
+    { colour, name, dash, step: true, points: store.answerSeries((answers) => answers[field] ?? 0, WINDOW) }));
+  const [failed, aborted] = lines.map((one) => number(one.points.at(-1)?.[1] ?? 0));
+  const now = `${failed} failed, ${aborted} cut off by their clients in the last ${WINDOW * store.interval} s`;
+  const axis = { ...timeAxis(store), most: largest(lines.flatMap((one) => one.points), 4) * 1.1, format: count };
+  return { now, picture: curves(width, `${title}: ${now}`, lines, axis), legend: lines.map((one) => [one.colour, one.name, one.dash]) };
 }
 
 function tokenRate(store, width, title) {

@@ -20,6 +20,30 @@ function difference(later, earlier, name) {
   return value >= 0 ? value : null;
 }
 
+/** Adds the counts of `more` to those of `sum`, bucket by bucket. */
+function add(sum, more) {
+  for (const [name, value] of Object.entries(more)) {
+    if (typeof value === "number") sum[name] = (sum[name] ?? 0) + value;
+    else {
+      sum[name] ??= {};
+      for (const [bucket, count] of Object.entries(value)) sum[name][bucket] = (sum[name][bucket] ?? 0) + count;
+    }
+  }
+}
+
+const RATIO = 1.1; // of the buckets' bounds, as in answers.py
+
+/** Seconds below which a share of the counted times lies, or null without any. */
+export function percentile(times, share) {
+  const buckets = Object.entries(times ?? {}).map(([bucket, count]) => [Number(bucket), count]).sort(([a], [b]) => a - b);
+  let rest = share * buckets.reduce((sum, [, count]) => sum + count, 0);
+  for (const [bucket, count] of buckets) {
+    rest -= count;
+    if (rest <= 1e-9) return RATIO ** (bucket + 0.5);
+  }
+  return null;
+}
+
 export class Store {
   constructor() {
     this.replicas = new Map(); // by epoch, in the order of their last answers
@@ -187,6 +211,24 @@ export class Store {
   numPlain(target) {
     const riding = Object.values(target.riders).reduce((sum, count) => sum + count, 0);
     return Math.max(0, target.num_running + target.num_waiting - riding);
+  }
+
+  /** Answers that ended in the last `seconds`: counts of times by bucket, and sums, of all replicas that are known. */
+  answers(seconds) {
+    const found = { ttft: {}, tpot: {}, e2e: {}, num_complete: 0, num_failed: 0, num_aborted: 0, num_prompt_tokens: 0, num_cached_tokens: 0 };
+    for (const { samples } of this.replicas.values()) {
+      for (const { answers } of samples.filter((one) => one.at_s > this.now - seconds)) add(found, answers);
+    }
+    return found;
+  }
+
+  /** Points of a figure of the answers that ended in the `step` samples up to each one, by the replica with the longest history. */
+  answerSeries(valueOf, step) {
+    return this.samples.map((sample, i, samples) => {
+      const found = {};
+      for (const { answers } of samples.slice(Math.max(0, i - step + 1), i + 1)) add(found, answers);
+      return [sample.at_s - this.now, valueOf(found)];
+    });
   }
 
   /** A drafter's colour, the same in all pictures. */

@@ -1,20 +1,28 @@
 // The figures at the top.
 
-import { byId, html, number, plural, share } from "./dom.js";
+import { byId, duration, html, number, plural, share } from "./dom.js";
+import { percentile } from "./store.js";
 
 const WINDOW_S = 60;
+const LEAST_ROUNDS = 300; // of requests, before a speed-up is shown: the first ones try what drafting costs
 
 export function showTiles(store) {
   const { targets, drafters } = store.status;
   const sum = (name) => targets.reduce((total, one) => total + one[name], 0);
-  const speedUp = store.ratio("plain_s", "decode_s", WINDOW_S);
+  const numRounds = targets.flatMap((one) => one.drafting.by_load).reduce((total, one) => total + one.num_rounds, 0);
+  const speedUp = numRounds < LEAST_ROUNDS ? null : store.ratio("plain_s", "decode_s", WINDOW_S);
+  const { ttft, tpot } = store.answers(WINDOW_S);
+  const slowest = (times) => `p50; p99 ${duration(percentile(times, 0.99))}, last minute`;
   const accepted = store.ratio("num_accepted", "num_proposed", WINDOW_S);
   const rejected = store.ratio("rejected_s", "decode_s", WINDOW_S);
   const ready = (list) => list.filter((one) => one.state === "ready").length;
   const [answers, met, refused] = attainment(targets);
   const tiles = [
     ["Tokens per second", number(sum("tokens_per_s")), "all targets"],
-    ["Speed-up", speedUp === null ? "–" : `${number(speedUp, 2)}×`, "over K = 0, predicted, last minute"],
+    ["Time to first token", duration(percentile(ttft, 0.5)), slowest(ttft)],
+    ["Time per token", duration(percentile(tpot, 0.5)), slowest(tpot)],
+    ["Speed-up", speedUp === null ? "–" : `${number(speedUp, 2)}×`,
+      numRounds < LEAST_ROUNDS ? `by drafting, after ${LEAST_ROUNDS} passes: ${number(numRounds)} so far` : "by drafting, predicted, last minute"],
     ["Accepted drafts", accepted === null ? "–" : `${number(100 * accepted)}%`, "of verified tokens, last minute"],
     ["Wasted verification", rejected === null ? "–" : `${number(100 * rejected, 1)}%`, "of decoding time, last minute"],
     ["Requests", number(sum("num_running")), `${number(sum("num_waiting") + store.numQueued)} waiting`],
