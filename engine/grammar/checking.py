@@ -1,15 +1,21 @@
-"""Checks grammars in a process of its own, which its parent ends when a check takes too long or takes the process down.
+"""Checks grammars in a process of its own, which forks for each check, so that limits can end one.
 
-Reads one JSON object a line, {"kind", "source"}, and writes {"error": null or why it is refused}. A grammar is refused that
-is malformed, that cannot be enforced, that no output seems to match, or whose masks take too long.
+On each of several sockets it reads one JSON object a line, {"kind", "source"}, and writes {"error": null or why the grammar
+is refused, "ended": null or the signal or status with which the check has ended, "cpu_s"}. A grammar is refused that is
+malformed, that cannot be enforced, that no output seems to match, or whose masks take too long.
 """
 
 import json
+import os
 import random
 import resource
+import selectors
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
@@ -70,15 +76,57 @@ def _slowness(compiled: CompiledGrammar) -> str | None:
     return None
 
 
-def main(folder: str, vocab_size: str, *eos_token_ids: str) -> None:
-    grammars = Grammars(GrammarVocabulary(Path(folder), int(vocab_size), [int(one) for one in eos_token_ids]))
+def main(folder: str, vocab_size: str, cpu_s: str, hang_s: str, *others: str) -> None:
+    eos_token_ids = [int(one) for one in others if one.isdigit()]
+    lines = [socket.socket(fileno=int(one.removeprefix("--line="))) for one in others if not one.isdigit()]
+    grammars = Grammars(GrammarVocabulary(Path(folder), int(vocab_size), eos_token_ids))
+    _ = grammars.vocabulary.string_masks  # for all checks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with selectors.DefaultSelector() as selector:
+        for line in lines:
+            selector.register(line, selectors.EVENT_READ, (line, line.makefile("rb")))
+            _write(line, {"ready": True})
+        while True:
+            for key, _ in selector.select():
+                line, questions = key.data
+                question = questions.readline()
+                if not question:
+                    return
+                if not os.fork():
+                    _answer(grammars, line, json.loads(question), int(cpu_s), float(hang_s))
+
+
+def _answer(grammars: Grammars, line: socket.socket, question: dict[str, str], cpu_s: int, hang_s: float) -> NoReturn:
+    """Makes the check in a process that limits end, and waits for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    read_end, write_end = os.pipe()
+    checking = os.fork()
+    if not checking:
+        _limit(cpu_s, hang_s)
+        error = refusal(grammars, Grammar(GrammarKind(question["kind"]), question["source"]))
+        os.write(write_end, json.dumps(error).encode())
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as answer:
+        found = answer.read()
+    _, status, usage = os.wait4(checking, 0)
+    ended = os.waitstatus_to_exitcode(status)
+    cpu = usage.ru_utime + usage.ru_stime
+    _write(line, {"error": json.loads(found) if not ended else None, "ended": abs(ended) or None, "cpu_s": cpu})
+    os._exit(0)
+
+
+def _limit(cpu_s: int, hang_s: float) -> None:
+    """Has this process ended by SIGXCPU, SIGALRM, or for want of memory."""
+    signal.setitimer(signal.ITIMER_REAL, hang_s)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + DATA_BYTES, used + DATA_BYTES))
-    print(json.dumps({"error": None}), flush=True)  # it is ready
-    for line in sys.stdin:
-        asked = json.loads(line)
-        error = refusal(grammars, Grammar(GrammarKind(asked["kind"]), asked["source"]))
-        print(json.dumps({"error": error}), flush=True)
+
+
+def _write(line: socket.socket, answer: dict[str, Any]) -> None:
+    line.sendall(json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from pydantic import ValidationError
 from cluster.errors import Overloaded
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
-from deploy.api import grammar_checker
+from deploy.api import grammar_checker, grammar_process
 from deploy.api.app import create_app
 from deploy.api.errors import ApiError
 from deploy.api.grammar_checker import GrammarChecker
+from deploy.api.grammar_process import Checked, GrammarProcess
 from deploy.api.schema import ChatRequest, CompletionRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
@@ -155,32 +157,51 @@ async def test_a_grammar_is_checked_before_it_reaches_a_target(tiny_model_folder
         assert len(cluster.requests) == 2
 
 
-@pytest.mark.slow
-async def test_a_check_that_takes_too_long_is_ended_and_the_next_one_runs(tiny_model_folder: Path) -> None:
-    info = ModelInfo(MODEL, 257, 256, (256,), "tiny")
-    checker = GrammarChecker(tiny_model_folder, info, retry_after_s=1.0)
-    await checker.check("guided_json", Grammar(GrammarKind.JSON_OBJECT))
-    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
-    checker._check_s = 0.0
-    for kind in (Overloaded, ApiError):
-        with pytest.raises(kind, match="takes more than 0 seconds"):
-            await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(many)))
-    checker._check_s = 60.0
-    await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+TINY = ModelInfo(MODEL, 257, 256, (256,), "tiny")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pattern", ["(.{1,1000}){1,1000}", "((a{1,1000}){1,1000}){1,1000}", "(((((a*)*)*)*)*)*b", "(" * 5000 + ")" * 5000]
-)
-async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it(
-    tiny_model_folder: Path, pattern: str
+async def test_a_check_is_limited_in_processor_time_and_the_next_one_runs(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused, or quick enough on this machine to be served: `engine.grammar.checking` measures that."""
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    monkeypatch.setattr(grammar_process, "CPU_S", 1)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    await checker.check("guided_json", Grammar(GrammarKind.JSON_OBJECT))
+    process = checker.process._process
+    for _ in range(2):
+        with pytest.raises(ApiError, match="takes more than 1 seconds of processor time") as refused:
+            await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wide)))
+        assert refused.value.status == HTTPStatus.BAD_REQUEST
+    await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+    assert checker.process._process is process
+
+
+@pytest.mark.slow
+async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loaded machine, or one without memory, has it."""
+    monkeypatch.setattr(grammar_process, "HANG_S", 0.001)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="SIGALRM"):
+            await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+    for ended, what in ((signal.SIGKILL, "SIGKILL"), (signal.SIGALRM, "SIGALRM")):
+        with pytest.raises(Overloaded, match=what):
+            checker.process._checked({"ended": ended, "cpu_s": 1.0})
+    for ended in (signal.SIGSEGV, signal.SIGABRT, 1):
+        assert checker.process._checked({"ended": ended, "cpu_s": 1.0}).refusal is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["(.{1,1000}){1,1000}", "(((((a*)*)*)*)*)*b", "(" * 5000 + ")" * 5000])
+async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    monkeypatch.setattr(grammar_process, "CPU_S", 1)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     try:
-        with suppress(Overloaded):  # the first check may fail
-            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
     except ApiError as refused:
         assert (refused.status, refused.param) == (HTTPStatus.BAD_REQUEST, "guided_regex")  # noqa: PT017
@@ -189,97 +210,141 @@ async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it
 
 
 @pytest.mark.slow
-async def test_a_check_whose_process_dies_refuses_the_grammar(tiny_model_folder: Path) -> None:
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
-    process = checker._running()
-    process.kill()
-    checker._running = lambda: process  # type: ignore[method-assign]
-    for kind in (Overloaded, ApiError):
-        with pytest.raises(kind, match="takes the compiler down"):
-            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
-
-
-@pytest.mark.parametrize("failure", [TimeoutError, ConnectionError])
-async def test_a_check_that_fails_once_refuses_no_grammar(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
-) -> None:
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
-    outcomes: list[Exception | None] = [failure(), None]
-
-    def refusal(grammar: Grammar) -> None:
-        if (outcome := outcomes.pop(0)) is not None:
-            raise outcome
-
-    monkeypatch.setattr(checker, "_refusal", refusal)
-    with pytest.raises(Overloaded):
-        await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
-    for _ in range(2):
-        await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
-    assert outcomes == []
-
-
-@pytest.mark.parametrize("failure", [TimeoutError, ConnectionError])
-@pytest.mark.parametrize(("refused_s", "expected"), [(60.0, 2), (0.0, 4)])
-async def test_a_check_that_fails_again_refuses_the_grammar_for_a_time(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception], refused_s: float, expected: int
-) -> None:
-    monkeypatch.setattr(grammar_checker, "REFUSED_S", refused_s)
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
-    num_checks = 0
-
-    def refusal(grammar: Grammar) -> None:
-        nonlocal num_checks
-        num_checks += 1
-        raise failure
-
-    monkeypatch.setattr(checker, "_refusal", refusal)
-    for kind in (Overloaded, ApiError, ApiError, ApiError):
-        with pytest.raises(kind):
-            await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
-    assert num_checks == expected
+async def test_a_process_that_has_ended_is_started_again(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
+    assert checker.process._process is not None
+    checker.process._process.kill()
+    checker.process._process.wait()
+    await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "b"))
 
 
 @pytest.mark.parametrize("command", ["sleep 60", "false", "/nowhere/python"])
 async def test_a_check_that_does_not_start_refuses_no_grammar(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "START_S", 0.05)
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
-    checker._command = command.split()
+    monkeypatch.setattr(grammar_process, "START_S", 0.05)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    checker.process._command = ["sh", "-c", command]
     for _ in range(2):
         with pytest.raises(Overloaded):
             await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
     assert not checker._known
 
 
-@pytest.mark.slow
-async def test_a_cancelled_check_is_not_made(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
-    begun, go_on, made = asyncio.Event(), threading.Event(), list[str]()
-    loop = asyncio.get_running_loop()
+class Held:
+    """Checks that end when they are told to. ``begun``: the patterns of those that have begun, in order."""
 
-    def refusal(grammar: Grammar) -> str | None:
-        made.append(grammar.source)
-        loop.call_soon_threadsafe(begun.set)
-        go_on.wait(60)
-        return None
+    def __init__(self, checker: GrammarChecker) -> None:
+        self.begun: list[str] = []
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._ends: dict[str, threading.Event] = {}
+        self._outcomes: dict[str, Checked | Overloaded] = {}
+        checker.process.check = self._check  # type: ignore[method-assign]
 
-    monkeypatch.setattr(checker, "_refusal", refusal)
-    checks = [asyncio.create_task(checker.check("guided_regex", Grammar(GrammarKind.REGEX, one))) for one in "abc"]
-    await begun.wait()
+    def _check(self, grammar: Grammar) -> Checked:
+        end = self._ends.setdefault(grammar.source, threading.Event())
+        self.begun.append(grammar.source)
+        self._loop.call_soon_threadsafe(self._changed.set)
+        assert end.wait(60)
+        outcome = self._outcomes[grammar.source]
+        if isinstance(outcome, Overloaded):
+            raise outcome
+        return outcome
+
+    async def wait_for(self, num_begun: int) -> None:
+        while len(self.begun) < num_begun:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def end(self, source: str, outcome: Checked | Overloaded | None = None) -> None:
+        self._outcomes[source] = outcome or Checked(None, 0.1)
+        self._ends.setdefault(source, threading.Event()).set()
+
+
+def checking(checker: GrammarChecker, source: str, tenant: str = "") -> asyncio.Task[None]:
+    return asyncio.create_task(checker.check("guided_regex", Grammar(GrammarKind.REGEX, source), tenant))
+
+
+async def test_a_slow_grammar_of_one_tenant_holds_up_no_other_tenant(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    checker.waiting.is_shared = True
+    held = Held(checker)
+    slow = [checking(checker, source, "greedy") for source in ("slow", "slower")]
+    await held.wait_for(1)
+    held.end("quick")
+    await checking(checker, "quick", "other")
+    assert held.begun == ["slow", "quick"]
+    held.end("slow", Checked("takes long", 5.0))
+    held.end("slower")
+    (refused, _) = await asyncio.gather(*slow, return_exceptions=True)
+    assert isinstance(refused, ApiError)
+
+
+async def test_next_is_the_tenant_whose_checks_took_the_least_time(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    checker.waiting.is_shared = True
+    held = Held(checker)
+    begun = [checking(checker, "a1", "a"), checking(checker, "b1", "b")]
+    await held.wait_for(2)
+    waiting = [checking(checker, *one) for one in (("a2", "a"), ("b2", "b"), ("a3", "a"), ("c1", "c"))]
+    await asyncio.sleep(0)
+    held.end("a1", Checked(None, 5.0))
+    await held.wait_for(3)
+    for source in ("b1", "c1", "b2", "a2", "a3"):
+        held.end(source, Checked(None, 0.01))
+    await asyncio.gather(*begun, *waiting)
+    assert held.begun[2] == "c1"
+    assert held.begun.index("b2") < held.begun.index("a2")
+
+
+async def test_calls_with_one_grammar_share_its_check(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 1)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    held = Held(checker)
+    calls = [checking(checker, "a") for _ in range(64)]
+    await held.wait_for(1)
+    calls[0].cancel()
+    held.end("a")
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in outcomes] == [asyncio.CancelledError, *[type(None)] * 63]
+    await checking(checker, "a")
+    assert held.begun == ["a"]
+    assert (checker.waiting.num_held, checker._checks) == (0, {})
+
+
+async def test_a_check_that_could_not_be_made_is_made_at_the_next_call(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    held = Held(checker)
+    held.end("a", Overloaded("try again later", 1.0))
+    for _ in range(3):
+        with pytest.raises(Overloaded):
+            await checking(checker, "a")
+    held.end("a")
+    await checking(checker, "a")
+    assert held.begun == ["a"] * 4
+
+
+async def test_a_cancelled_check_is_not_made(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    held = Held(checker)
+    checks = [checking(checker, one) for one in "abcd"]
+    await held.wait_for(2)
     assert await asyncio.to_thread(lambda: "the threads of others are free") != ""
-    checks[1].cancel()
-    await asyncio.wait(checks[1:2])
-    go_on.set()
-    await asyncio.gather(checks[0], checks[2])
-    assert made == ["a", "c"]
-    assert checker.waiting.num_held == 0
+    checks[2].cancel()
+    await asyncio.wait(checks[2:3])
+    again = checking(checker, "d")
+    for source in "abd":
+        held.end(source)
+    await asyncio.gather(*checks[:2], checks[3], again)
+    assert sorted(held.begun) == ["a", "b", "d"]
+    assert (checker.waiting.num_held, checker._checks, checker._queue) == (0, {}, {})
 
 
-@pytest.mark.slow
 async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(GrammarChecker, "_refusal", lambda *_: None if go_on.wait(60) else "waited too long")
+    monkeypatch.setattr(GrammarProcess, "check", lambda *_: Checked(None, 0.0) if go_on.wait(60) else None)
     async with serving(tiny_model_folder, request_timeout_s=0.2) as (http, cluster):
         response = await http.post("/v1/completions", json=completion_body(guided_regex="a"))
         go_on.set()
@@ -289,7 +354,7 @@ async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Pat
 
 async def test_too_many_waiting_checks_are_refused(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     with pytest.raises(Overloaded):
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
 
@@ -298,18 +363,13 @@ async def test_a_tenant_leaves_room_for_the_grammars_of_others(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
-    checker = GrammarChecker(tiny_model_folder, ModelInfo(MODEL, 257, 256, (256,), "tiny"), retry_after_s=1.0)
+    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     checker.waiting.is_shared = True
-    go_on = threading.Event()
-    monkeypatch.setattr(checker, "_refusal", lambda _: None if go_on.wait(60) else "waited too long")
-
-    def check(source: str, tenant: str) -> asyncio.Task[None]:
-        return asyncio.create_task(checker.check("guided_regex", Grammar(GrammarKind.REGEX, source), tenant))
-
-    greedy = [check(source, "greedy") for source in "abc"]
-    other = check("d", "other")
-    await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
-    go_on.set()
+    held = Held(checker)
+    greedy = [checking(checker, source, "greedy") for source in "abc"]
+    other = checking(checker, "d", "other")
+    for source in "abcd":
+        held.end(source)
     outcomes = await asyncio.gather(*greedy, other, return_exceptions=True)
     assert [type(one) for one in outcomes] == [type(None), type(None), Overloaded, type(None)]
     assert checker.waiting.num_held == 0

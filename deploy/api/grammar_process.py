@@ -1,0 +1,130 @@
+"""The process that checks grammars (`engine.grammar.checking`), for threads that each wait for one check."""
+
+import json
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGALRM, SIGKILL, SIGXCPU, Signals
+from typing import Any
+
+from cluster.errors import Overloaded
+from cluster.grammar import Grammar
+from cluster.types import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+NUM_AT_ONCE = 2  # checks
+CPU_S = 5  # of one check
+HANG_S = 60.0  # of one check, whatever the load of the machine
+START_S = 60.0  # of the process, which imports torch
+ANSWER_S = HANG_S + 10.0  # a process that has not answered by then has ended or hangs itself
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """``refusal``: why the grammar is refused, None: it is not. ``cpu_s``: processor time that the check took."""
+
+    refusal: str | None
+    cpu_s: float
+
+
+class GrammarProcess:
+    """Starts with the first check, again when it has ended, and ends with this object. Thread-safe.
+
+    Args:
+        folder: of the model.
+        retry_after_s: for the error of a check that could not be made.
+    """
+
+    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float) -> None:
+        arguments = (str(folder), str(info.vocab_size), str(CPU_S), str(HANG_S), *map(str, info.eos_token_ids))
+        self._command: Sequence[str] = (sys.executable, "-m", "engine.grammar.checking", *arguments)
+        self._retry_after_s = retry_after_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalize: Callable[[], object] = lambda: None  # ends the process and its lines
+        self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()  # lines of the process that runs
+
+    def check(self, grammar: Grammar) -> Checked:
+        """Waits for the check. Raises Overloaded: it could not be made, for a reason that is not the grammar's."""
+        line = self._line()
+        try:
+            line.settimeout(ANSWER_S)
+            line.sendall(json.dumps({"kind": grammar.kind, "source": grammar.source}).encode() + b"\n")
+            answer = _read(line)
+        except (OSError, ValueError) as error:
+            self._finalize()
+            logger.warning("the check of grammars has ended: %s", error)
+            raise self._failed("the check of the grammar has failed") from error
+        self._free.put(line)
+        return self._checked(answer)
+
+    def _checked(self, answer: dict[str, Any]) -> Checked:
+        """The process that makes one check is ended by a signal at its limits, and by SIGKILL where memory runs out."""
+        ended = answer["ended"]
+        if ended is None:
+            return Checked(answer["error"], answer["cpu_s"])
+        if ended == SIGXCPU:
+            return Checked(f"takes more than {CPU_S} seconds of processor time to compile", answer["cpu_s"])
+        if ended in (SIGALRM, SIGKILL):
+            raise self._failed(f"the check of the grammar was ended by {Signals(ended).name}")
+        return Checked("cannot be compiled: it takes the compiler down", answer["cpu_s"])
+
+    def _line(self) -> socket.socket:
+        """A line of the running process that no other thread uses. Raises Overloaded: it does not start."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                try:
+                    self._start()
+                except (OSError, ValueError) as error:
+                    self._finalize()
+                    logger.error("the check of grammars did not start: %s", error)
+                    raise self._failed("grammars cannot be checked now") from error
+            return self._free.get()
+
+    def _start(self) -> None:
+        self._finalize()
+        pairs = [socket.socketpair() for _ in range(NUM_AT_ONCE)]
+        theirs = [one.fileno() for _, one in pairs]
+        self._free = queue.SimpleQueue()
+        try:
+            # What it logs goes where this process's log goes.
+            command = (*self._command, *(f"--line={number}" for number in theirs))
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs)
+        finally:
+            for _, one in pairs:
+                one.close()
+        self._finalize = weakref.finalize(self, _end, self._process, [ours for ours, _ in pairs])
+        for ours, _ in pairs:
+            ours.settimeout(START_S)
+            _read(ours)
+            self._free.put(ours)
+
+    def _failed(self, what: str) -> Overloaded:
+        return Overloaded(f"{what}; try again later", self._retry_after_s)
+
+
+def _read(line: socket.socket) -> dict[str, Any]:
+    """Raises OSError, ValueError: the other end has ended, or does not answer."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        part = line.recv(2**16)
+        if not part:
+            raise ConnectionError("it has ended")
+        received += part
+    answer: dict[str, Any] = json.loads(received)
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes], lines: Sequence[socket.socket]) -> None:
+    process.kill()
+    process.wait()
+    for line in lines:
+        line.close()
