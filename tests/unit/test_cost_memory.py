@@ -18,9 +18,11 @@ from router.plan import Capacity
 from tests.support.memory_store import MemoryStateStore
 from tests.support.toys import ToyTarget
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 TABLE = TableCost((1, 8, 32), (0.01, 0.02, 0.05), 1e-6)
 STEEP = TableCost((1, 2, 8, 32), (0.001, 0.1, 0.1, 0.1))
-CONFIG = Config(target=TargetConfig(device="cpu"))
+CONFIG = Config(target=TargetConfig(device="cpu", dtype="bfloat16"))
 
 
 def test_a_kept_table_is_recalled_for_the_same_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
