@@ -1,6 +1,7 @@
 """Fixtures shared by suites."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts a wall time
+hypothesis.settings.register_profile("fast", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("tests")
 
 factory.LOCAL = EncodingNetwork()
@@ -56,6 +58,17 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def known_costs() -> Iterator[None]:
+    """Targets that are loaded from a configuration take their pass times from a table: to measure takes a second or two."""
+    from engine import loading
+    from router.cost_model import TableCost
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "measure_cost", lambda engine: TableCost((1, 8, 64), (0.01, 0.012, 0.03), 1e-7))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import helm_python as helm
 import kubernetes_validate
 import yaml
 from jsonschema import Draft7Validator
+from kubernetes_validate import utils
 from pydantic import BaseModel
 from ray.serve.schema import ServeDeploySchema
 
@@ -23,6 +24,7 @@ CHART = ROOT / "k8s" / "chart"
 CRDS = ROOT / "tests" / "data" / "kuberay"
 KUBERNETES = "1.34"
 Manifest = dict[str, Any]
+utils.schema_contents = cache(utils.schema_contents)  # megabytes of JSON, else read for each manifest
 INCREMENTAL: dict[str, Any] = {
     "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "clusterUpgradeOptions": {"gatewayClassName": "istio"}}
 }
@@ -194,7 +196,7 @@ def _broken(validator: Draft7Validator, manifest: Manifest) -> list[str]:
     return [f"{manifest.get('kind')}: {error.json_path}: {error.message[:300]}" for error in errors]
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(yaml.CSafeLoader):
     """Refuses a mapping with a key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     return BenchOptions(quick=True, model=str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)))
 
 
+@pytest.mark.slow
 def test_scores_are_what_driving_gives(options: BenchOptions) -> None:
     figures, table = score_bias.run(options)
     assert set(figures) == {"score_bias.ngram", "score_bias.suffix", "score_bias.table"}
@@ -26,6 +27,7 @@ def test_scores_are_what_driving_gives(options: BenchOptions) -> None:
     assert float(by_name["ngram"][2]) > 1.03, "the test needs drafts that are right"
 
 
+@pytest.mark.slow
 def test_scores_of_a_token_too_many_show(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     def inflated(request_id: str, base_len: int, num_matched: int, num_scored: int) -> DraftScore:
         return DraftScore(request_id, base_len, num_matched + 1, num_scored + 1)

@@ -227,6 +227,7 @@ def test_unfitted_isotonic_maps_leave_confidences_as_they_are() -> None:
 # ---- online
 
 
+@pytest.mark.slow
 def test_online_it_is_as_good_as_fitted() -> None:
     online = OnlineSurvival()
     for confidences, num_accepted in as_list(drafts(6_000, 2.0)):
@@ -289,7 +290,7 @@ def shifted(records: Records, offset: float) -> Records:
 @pytest.mark.parametrize("offset", [1.0, -1.0])
 def test_online_what_is_wrong_with_all_confidences_is_known_after_a_few_dozen_drafts(offset: float) -> None:
     """When most bins are still empty."""
-    test = shifted(drafts(10_000, 1.0, seed=1), offset)
+    test = shifted(drafts(3_000, 1.0, seed=1), offset)
     before, after = [], []
     for seed in range(10):
         online = OnlineSurvival()

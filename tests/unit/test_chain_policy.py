@@ -305,6 +305,7 @@ def test_chains_are_not_charged_with_prompts() -> None:
     assert {chain[-1] for chain in chains.values()} == {"large"}
 
 
+@pytest.mark.slow
 def test_what_was_found_out_is_forgotten_with_the_target_alone_and_not_while_requests_only_wait() -> None:
     """With the target alone nothing is learned: a chain that was slow once would never be tried again."""
     for num_tokens, is_tried in ((0, False), (10, True)):

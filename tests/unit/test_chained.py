@@ -34,6 +34,8 @@ from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 VOCAB_SIZE = 257
 PROMPT = tuple(range(40, 90))
 SAMPLED = SamplingParams(max_tokens=80, temperature=0.8, seed=5, ignore_eos=True)

@@ -141,7 +141,7 @@ frames = greetings | refusals | st.builds(Welcome, st.binary(max_size=40)) | st.
 
 
 @given(frames)
-@settings(max_examples=500)
+@settings(max_examples=5 * settings.default.max_examples)
 def test_every_frame_arrives_as_it_was_sent(frame: Frame) -> None:
     assert decode(encode(frame)) == frame
 
@@ -197,7 +197,7 @@ def test_what_the_wire_cannot_hold_is_refused(message: DraftRound | ProposalRoun
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500)
+@settings(max_examples=5 * settings.default.max_examples)
 def test_garbage_is_a_wire_error_or_a_frame(data: bytes) -> None:
     with suppress(WireError):
         assert isinstance(decode(data), Frame)

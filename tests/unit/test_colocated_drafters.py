@@ -22,6 +22,8 @@ from router.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 DEADLINE_S = 20.0
 
 
@@ -62,6 +64,7 @@ class _Wrong:
     def check_integrity(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_one_whose_gain_is_below_its_time_is_hardly_queried_and_catches_up_later(
     target: Path, plain: list[list[int]]
 ) -> None:

@@ -23,8 +23,11 @@ from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, NODES, config, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark
+from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("known_costs")
 
 PRECIOUS = TableCost((1,), (6000.0,))
 PATIENT = PlannerSettings(verification="all", max_hold_s=60.0, max_chunk_len=24)  # with PRECIOUS, all drafts are awaited
@@ -72,7 +75,7 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
             assert cluster.loop.telemetry.drafter(name).reply_s is not None
 
 
-@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("num_blocks", first(1, [9, 64]))
 def test_drafts_are_verified_also_when_sequences_are_preempted(
     target: Path, folder: Path, plain: list[list[int]], num_blocks: int
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_library_uses_only_instructions_of_its_level(name: str, tmp_path: Path
     assert {at for at in macros if hasattr(library, f"has_{at}")} == {at for at in macros if level.includes(at)}
 
 
+@pytest.mark.slow
 def test_importing_the_engine_sets_and_compiles_nothing(tmp_path: Path) -> None:
     code = (
         "import os; before = dict(os.environ)\n"

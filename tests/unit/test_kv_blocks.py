@@ -171,7 +171,9 @@ TestUnsharedLedger = UnsharedLedgerMachine.TestCase
 for case in (TestTightLedger, TestRoomyLedger, TestUnsharedLedger):
     # As long as one request is open, most dictionaries of several that are tried hold it twice.
     unlikely = [HealthCheck.filter_too_much]
-    case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=unlikely)
+    case.settings = settings(
+        max_examples=settings.default.max_examples, stateful_step_count=40, suppress_health_check=unlikely
+    )
 
 
 def compute(ledger: BlockLedger, request_id: str, token_ids: list[int]) -> int:

@@ -345,6 +345,7 @@ def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
     assert len(model.requests) <= 2 * GENERATION_SLOTS * 10
 
 
+@pytest.mark.slow
 def test_lbss_explores_at_once_after_an_idle_hour() -> None:
     """Slots in which nobody is served are no part of an epoch."""
     policy = build_policy(LbssPolicy(exploration_slots=4, chunk_slots=2))

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from cluster.config import Config, ModelConfig, TargetConfig
 from engine.loading import load_target
+
+pytestmark = pytest.mark.usefixtures("known_costs")
 
 
 def test_a_folder_is_served_under_its_name_up_to_its_own_length(tiny_model_folder: Path) -> None:

@@ -348,6 +348,7 @@ def simulated(max_outcomes: int, runner_up: float = 0.6) -> SimulationResult:
     return simulate(spec, build_policy(FixedPolicy(chain=("small",))), in_turn(requests, 1))
 
 
+@pytest.mark.slow
 def test_simulated_outcomes_raise_goodput_and_change_no_token() -> None:
     without, prepared, unknown = simulated(0), simulated(4), simulated(4, runner_up=0.0)
     assert prepared.num_tokens == without.num_tokens

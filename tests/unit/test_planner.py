@@ -265,7 +265,7 @@ sequences = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(sequences, st.integers(0, 60), st.integers(12, 64), st.sampled_from(sorted(VERIFICATION_POLICIES)))
 def test_no_plan_asks_for_more_than_there_is(
     batch: list[SequenceView], num_free: int, max_pass_tokens: int, verification: str

@@ -236,6 +236,7 @@ def test_a_folder_cut_off_in_the_middle_is_refused(tmp_path: Path) -> None:
         resolve_model(str(folder))
 
 
+@pytest.mark.slow
 def test_a_conversion_that_crashes_says_why(source: Path) -> None:
     """The real child process, on a file that is no GGUF."""
     with pytest.raises(ModelUnavailable, match=r"toy\.gguf could not be converted: \S+") as refused:

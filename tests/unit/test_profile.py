@@ -278,6 +278,7 @@ def test_told_costs_ascend_as_a_cascade_demands() -> None:
     assert list(drafter.options.costs) == sorted(drafter.options.costs)
 
 
+@pytest.mark.slow
 def test_it_can_be_drawn(tmp_path: Path) -> None:
     plot_profile(profile_of(config_of(NGRAM, MODEL)), tmp_path / "profile.png")
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")

@@ -47,6 +47,8 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Request
 from router.router import Router, SlotReport
 from tests.support.dspark import write_dspark
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
@@ -215,6 +217,7 @@ def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.
     assert cost.catch_up_s("small", 16) is not None
 
 
+@pytest.mark.slow
 def test_serving_corrects_the_profile(config: Config) -> None:
     from cluster.sampling_params import SamplingParams
     from cluster.types import Request

@@ -148,7 +148,7 @@ TENANTS = st.lists(
 COUNTS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(TENANTS, st.lists(st.lists(COUNTS, min_size=5, max_size=5), max_size=60))
 def test_whatever_is_wanted_limits_hold_and_nobody_is_evicted_while_in_use_or_soon_after_it_came(
     shapes: list[tuple[int, int, Stay, bool, float]], course: list[list[tuple[int, int, bool]]]

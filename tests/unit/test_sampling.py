@@ -70,7 +70,7 @@ def raced(logits: Tensor, vocab_size: int) -> CpuGumbelArgmax:
 @pytest.mark.parametrize(
     ("num_first_blocks", "kernel"), [(1, False), (8, False), pytest.param(8, True, marks=needs_compiler)]
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(data=st.data())
 def test_choices_equal_the_naive_sampler(num_first_blocks: int, kernel: bool, data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from(VOCAB_SIZES))

@@ -358,6 +358,7 @@ def trial_times(driven: Driven, seconds: int, acceptance_of_trial: float, load: 
     return starts
 
 
+@pytest.mark.slow
 def test_a_drafter_that_was_not_worth_it_is_tried_again_with_growing_pauses() -> None:
     driven = Driven(MANY, good=GOOD)
     driven.play(8.0, 900)

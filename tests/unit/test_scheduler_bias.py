@@ -26,7 +26,7 @@ ACCEPTANCE = 0.8  # sum of min(TARGET, DRAFTER)
 CONFIDENCE_AFTER = {A: 0.9, B: 0.0}
 COST = TableCost((1, 2, 3), (1.0, 1 / 0.5, 1 / 0.45))
 PROMPT = (A,)
-NUM_REQUESTS = 6_000
+NUM_REQUESTS = 3_000
 SOUND, BROKEN = 1e-4, 1e-9  # p-values, as in test_distribution
 
 

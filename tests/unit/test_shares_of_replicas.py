@@ -169,6 +169,7 @@ def write_audit(file: Path, name: str, together: Barrier) -> None:
         log.write(Outcome(name * LEN, "POST", CHAT, 200, 0.5, None, None, ""), 0.0)
 
 
+@pytest.mark.slow
 def test_audit_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     """Each line is longer than a page, and than a buffer of Python's."""
     file, spawn = tmp_path / "audit", multiprocessing.get_context("spawn")

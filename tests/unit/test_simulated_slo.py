@@ -86,6 +86,7 @@ def uniform(rate: float, num: int = 150, slo: Slo = TIGHT, seed: int = 0) -> lis
     ]
 
 
+@pytest.mark.slow
 def test_planning_by_objectives_raises_attainment_and_keeps_goodput() -> None:
     load = mixed(4.0)
     planned, blind = run(load), run(load, plans=False)
@@ -113,6 +114,7 @@ def test_best_effort_ends_beside_objectives_that_cannot_be_met() -> None:
     assert latest[0] == pytest.approx(latest[1], rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_target_refuses_what_it_could_not_begin_in_time_at_overload_alone() -> None:
     calm = run(uniform(4.0), sheds=True).attainment()["tight"]
     assert (calm.num_refused, calm.num_ttft_missed) == (0, 0)

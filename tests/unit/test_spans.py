@@ -47,6 +47,8 @@ from tests.support.toys import MODEL as TOY
 from tests.support.toys import VOCAB_SIZE, ToyTarget
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 SAMPLING = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -256,6 +256,7 @@ def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int) -> 
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.slow
 def test_no_proposal_ends_a_round_or_changes_a_token(
     engine: NativeTarget, truths: dict[str, tuple[int, ...]], seeds: range
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -150,7 +150,6 @@ def _forward(model: CausalModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_compiler)])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_choice_over_shards_is_the_whole_one(group: ThreadRanks, kernel: bool, data: st.DataObject) -> None:
     """For penalties, bias, masks, temperature, top-k, top-p, min-p and log-probabilities."""

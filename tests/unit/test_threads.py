@@ -28,6 +28,7 @@ print(num())
 """
 
 
+@pytest.mark.slow
 def test_no_team_is_left_behind() -> None:
     environment = {**os.environ, "PYTHONPATH": "."}
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, env=environment)

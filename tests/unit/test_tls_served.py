@@ -20,6 +20,8 @@ from tests.support.certificates import Authority
 from tests.support.settings import ALWAYS_DRAFTED
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 NODES = Inventory((Node("here", 4.0),))
 TOKEN = "secret"
 DEADLINE_S = 20.0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from router.cost_model import TableCost
 from router.verify_length import ranking
@@ -14,7 +14,6 @@ KNEE = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
 FLAT_THEN_STEEP = TableCost((1, 32, 64), (0.02, 0.02, 0.52))
 
 
-@settings(max_examples=100)
 @given(passes())
 def test_no_other_lengths_give_more_tokens_per_second(drawn: Drawn) -> None:
     lens = drawn.lens_of(decide("outrider", drawn.batch, drawn.context))
@@ -22,7 +21,6 @@ def test_no_other_lengths_give_more_tokens_per_second(drawn: Drawn) -> None:
     assert drawn.expected(lens) / drawn.seconds(sum(lens)) == pytest.approx(drawn.best_rate())
 
 
-@settings(max_examples=60)
 @given(passes(prompts=True))
 def test_no_other_split_between_drafts_and_prompts_is_better(drawn: Drawn) -> None:
     most = drawn.context.num_prompt_tokens

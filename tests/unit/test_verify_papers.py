@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from router.cost_model import TableCost
 from router.plan import SequenceView
@@ -95,7 +95,6 @@ def test_nothing_to_decode_is_nothing_to_verify(policy: str) -> None:
     assert (rows.verify_lens, rows.num_prompt_tokens) == ([], 9)
 
 
-@settings(max_examples=100)
 @given(passes())
 def test_no_policy_of_a_paper_beats_the_default(drawn: Drawn) -> None:
     def rate(policy: str) -> float:

@@ -226,13 +226,13 @@ def _field_names(descriptor: Descriptor) -> set[str]:
 
 
 @given(damaged() | st.binary(max_size=400))
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15 * settings.default.max_examples, suppress_health_check=[HealthCheck.too_slow])
 def test_damaged_bytes_are_refused_or_checked(data: bytes) -> None:
     _judge(data)
 
 
 @given(distorted())
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15 * settings.default.max_examples, suppress_health_check=[HealthCheck.too_slow])
 def test_valid_frames_of_any_values_are_refused_or_checked(data: bytes) -> None:
     _judge(data)
 
@@ -256,7 +256,7 @@ class _Pipe:
 
 
 @given(st.lists(damaged() | distorted() | seeds, min_size=1, max_size=5), st.booleans())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * settings.default.max_examples, suppress_health_check=[HealthCheck.too_slow])
 def test_no_frame_of_a_peer_without_the_secret_raises_or_links(frames: list[bytes], accepts: bool) -> None:
     pipe, mailbox = _Pipe(), Mailbox()
     link = StreamLink(pipe, Hello(Role.TARGET, "t", VOCAB_SIZE, "f" * 64, "secret"), mailbox, Limits(), "unix:///x", accepts)
