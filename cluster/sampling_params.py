@@ -11,6 +11,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 256  # each spelling counts
+MAX_BAD_WORD_LEN = 512  # tokens
 DICTATING_BIAS = 20.0  # nats: exceeds the differences among a target's plausible tokens
 
 
@@ -39,6 +41,7 @@ class SamplingParams:
     top_logprobs: int | None = None  # None: no log-probabilities; 0: the chosen token's only
     allowed_token_ids: tuple[int, ...] = ()  # (): all tokens
     prompt_logprobs: int | None = None  # as top_logprobs, of each prompt token but the first
+    bad_words: tuple[tuple[int, ...], ...] = ()  # no output holds one of them, unless the grammar leaves nothing else
     grammar: Grammar | None = None  # of the output; its end ends the request, also with ignore_eos or before min_tokens
 
     @property
@@ -76,6 +79,10 @@ class SamplingParams:
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
             reason = f"must have at most {MAX_ALLOWED_TOKENS} tokens"
             raise InvalidField("allowed_token_ids", len(self.allowed_token_ids), reason)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidField("bad_words", len(self.bad_words), f"must have at most {MAX_BAD_WORDS} spellings")
+        if not all(0 < len(word) <= MAX_BAD_WORD_LEN for word in self.bad_words):
+            raise InvalidField("bad_words", len(self.bad_words), f"must have 1 to {MAX_BAD_WORD_LEN} tokens each")
         if self.top_logprobs is not None:
             _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
@@ -89,7 +96,7 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits of single tokens are changed before temperature and filters, except by ``min_tokens``."""
-        return self.has_penalties or bool(self.logit_bias) or bool(self.allowed_token_ids)
+        return self.has_penalties or bool(self.logit_bias) or bool(self.allowed_token_ids) or bool(self.bad_words)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

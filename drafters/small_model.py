@@ -100,6 +100,7 @@ class SmallModel:
             top_logprobs=None,
             logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
             allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
+            bad_words=tuple(word for word in sampling.bad_words if max(word) < num_known),
         )
         is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
             sampling.allowed_token_ids

@@ -1,8 +1,8 @@
 """Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
-The order is: penalties, logit bias, allowed tokens, the masks of min_tokens and of a grammar, temperature, top-k, top-p,
-min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped together, so the
-result depends on the logits alone and not on a sort order.
+The order is: penalties, logit bias, allowed tokens, the masks of min_tokens, of a grammar and of bad words, temperature,
+top-k, top-p, min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped
+together, so the result depends on the logits alone and not on a sort order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,6 +68,7 @@ class Edits:
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
+    bad: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # rows, and tokens that complete a bad word there
     masks: Tensor | None = None  # of a grammar, by row (`engine.grammar.vocabulary`)
 
 
@@ -103,6 +104,13 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
 
         assert first_id == 0, "a request with a grammar is sampled over whole rows"
         apply_token_bitmask_inplace(x, edits.masks.to(x.device), vocab_size=x.shape[1])
+    if edits.bad is not None:
+        ids, rows = columns(edits.bad[1], edits.bad[0])
+        before = x[rows, ids]
+        x[rows, ids] = -torch.inf
+        if edits.masks is not None:  # what the grammar demands comes before bad words
+            is_stuck = torch.isneginf(x).all(-1)
+            x[rows, ids] = torch.where(is_stuck[rows], before, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Sampling for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
 
-z are the logits after penalties, bias, the masks of allowed_token_ids, min_tokens and a grammar, temperature, top-k, top-p
-and min-p, in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of
-equal ones. The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device
-and drafts.
+z are the logits after penalties, bias, the masks of allowed_token_ids, min_tokens, a grammar and bad words, temperature,
+top-k, top-p and min-p, in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the
+lowest id of equal ones. The token at a position is thus a function of logits, history, parameters and seed, independent of
+batch, device and drafts.
 
 Rows are processed in up to four groups, edited or not and with or without noise, so that a row pays only for what its
 request uses.
@@ -23,6 +23,7 @@ from torch import Tensor
 from cluster.sampling_params import SamplingParams
 from cluster.types import TokenLogprobs
 from engine.acceptance import common_prefix_len
+from engine.bad_words import BadWords
 from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
@@ -56,6 +57,7 @@ class SamplingState:
         if by_token := dict(sampling.logit_bias):
             self.bias = np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32)
         self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None
+        self.bad_words = BadWords(sampling.bad_words, token_ids[prompt_len:]) if sampling.bad_words else None
         self.grammar = grammar
         self._len = len(token_ids)
         if self.counts is not None:
@@ -87,6 +89,8 @@ class SamplingState:
         self._len += len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids, generated=True)
+        if self.bad_words is not None:
+            self.bad_words.extend(token_ids)
         if self.grammar is not None:
             self.grammar.advance(token_ids)
 
@@ -199,8 +203,9 @@ class Sampler:
             num_masked_rows = 0
         edits = None
         if sampling.edits_logits or num_masked_rows or masks is not None:
+            bad = None if state.bad_words is None else state.bad_words.completing(span.drafts, span.num_rows)
             edits = Edits(
-                sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, masks
+                sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, bad, masks
             )
         return SpanRows(span, slice(start, start + span.num_rows), edits)
 

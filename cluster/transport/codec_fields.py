@@ -104,6 +104,17 @@ def _split_bias(bias: tuple[tuple[int, float], ...]) -> dict[str, Any]:
     return {"logit_bias_token_ids": token_ids, "logit_bias_values": values}
 
 
+def _split_words(words: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    return {"bad_word_lens": [len(word) for word in words], "bad_word_token_ids": list(chain.from_iterable(words))}
+
+
+def _read_words(sampling: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
+    if sum(sampling.bad_word_lens) != len(sampling.bad_word_token_ids):
+        raise WireError("the columns of bad words differ in length")
+    token_ids = iter(sampling.bad_word_token_ids)
+    return tuple(tuple(islice(token_ids, length)) for length in sampling.bad_word_lens)
+
+
 def _split_logprobs(logprobs: tuple[TokenLogprobs, ...], name: str) -> dict[str, Any]:
     """As columns, so that no message is made per token."""
     if not logprobs:
@@ -142,6 +153,7 @@ _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
         _split_bias,
         lambda sampling: tuple(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
     ),
+    (SamplingParams, "bad_words"): (_split_words, _read_words),
     (Request, "slo"): (
         lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "slo_name": slo.name},
         lambda request: Slo(*[getattr(request, s) if request.HasField(s) else None for s in _SLO_FIELDS]),

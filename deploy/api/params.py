@@ -60,6 +60,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
                 raise bad_request("max_tokens", "may be 0 only with echo or prompt_logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
+    if fields.bad_words and fields.allowed_token_ids is not None:
+        raise bad_request("bad_words", "are not possible together with allowed_token_ids")
     for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
         check_tokens(field, token_ids or (), info)
 
@@ -116,6 +118,7 @@ def make_requests(
     settings: ApiSettings,
     tenant: str,
     grammar: Grammar | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
     trace: str = "",
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
@@ -128,7 +131,7 @@ def make_requests(
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar, bad_words)
             request_id = f"{call_id}-{len(requests)}"
             request = Request(request_id, prompt.token_ids, sampling, arrival_s, slo, chain, cache_salt=salt, trace=trace)
             requests.append(request)
@@ -157,6 +160,7 @@ def sampling_params(
     info: ModelInfo,
     settings: ApiSettings,
     grammar: Grammar | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
@@ -174,6 +178,7 @@ def sampling_params(
             prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
             grammar=grammar,
+            bad_words=bad_words,
             **_unchanged(fields, settings),
         )
     except InvalidField as error:

@@ -12,7 +12,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from cluster.config import Milliseconds, TtftMs
-from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from cluster.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+)
 from deploy.api.anthropic_fields import BLOCK_TAGS
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.fields import Hint, Strict, only, text_or
@@ -145,6 +152,7 @@ class GenerationFields(Strict):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    bad_words: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -165,7 +173,6 @@ class GenerationFields(Strict):
     guided_grammar: str | None = None
 
     # vLLM's fields that are not supported, each with the values that disable it.
-    bad_words: Annotated[Any, only([])] = None
     logits_processors: Annotated[Any, only([])] = None
     use_beam_search: Annotated[Any, only(False)] = None
     return_tokens_as_token_ids: Annotated[Any, only(False)] = None

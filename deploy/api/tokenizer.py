@@ -162,6 +162,10 @@ class Tokenizer:
         spelling = self._special.get(token_id)
         return self.token_bytes(token_id) if spelling is None else spelling.encode()
 
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """Of a short text."""
+        return self._encode(text, False, len(text))
+
     def special_id(self, spelling: str) -> int | None:
         """The special token of this spelling, if there is one."""
         return next((token_id for token_id, known in self._special.items() if known == spelling), None)

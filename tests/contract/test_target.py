@@ -133,6 +133,7 @@ def test_tokens_do_not_depend_on_drafts_or_holds(engine: TargetEngine, temperatu
         {"top_p": 0.8, "top_k": 20},
         {"min_p": 0.1},
         {"allowed_token_ids": tuple(range(40, 90))},
+        {"bad_words": (*((i,) for i in range(0, 240, 3)), *((i, i + 1) for i in range(1, 128)))},
         {"grammar": Grammar(GrammarKind.REGEX, "[a-f]{12}( [a-z]{3,9}){9}")},
         {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "boolean"}, "minItems": 9}')},
     ],
@@ -148,6 +149,21 @@ def test_parameters_hold_over_drafts(engine: TargetEngine, options: dict[str, ob
     assert drafted.num_accepted > 0
     without = prompts(f"{name}-without")
     assert by_index(play(engine, without, sampled(list(without), 0.9))) != by_index(plain), "the parameter does nothing"
+
+
+def test_a_bad_word_is_cut_where_its_last_token_would_come(engine: TargetEngine) -> None:
+    """A word of a plain answer, which drafts then propose over and over."""
+    asked = prompts("whole")
+    plain = play(engine, asked, sampled(list(asked), 0.9))
+    words = tuple(output[3:6] for output in by_index(plain))
+    again = prompts("cut")
+    cut = by_index(play(engine, again, sampled(list(again), 0.9, bad_words=words), perfect(plain, again)))
+    without = prompts("cut-without")
+    assert by_index(play(engine, without, sampled(list(without), 0.9, bad_words=words))) == cut
+    for before, output in zip(by_index(plain), cut, strict=True):
+        assert output[:5] == before[:5]
+        assert output[5] != before[5]
+        assert not any(output[i : i + 3] in words for i in range(len(output)))
 
 
 def test_logprobs_are_those_without_drafts(engine: TargetEngine) -> None:

@@ -22,6 +22,7 @@ def states(vocab_size: int) -> st.SearchStrategy[tuple[SamplingParams, list[int]
         logit_bias=st.just(()) | biases,
         stop_token_ids=st.just(()) | st.lists(token_id, max_size=2).map(tuple),
         allowed_token_ids=st.just(()) | st.lists(token_id, max_size=4).map(tuple),
+        bad_words=st.just(()) | st.lists(st.lists(token_id, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
         min_tokens=st.integers(0, 8),
         ignore_eos=st.booleans(),
         seed=st.integers(0, 2**64 - 1),

@@ -30,6 +30,7 @@ TEXT = "the answer is forty-two"
 
 OFF: dict[str, Any] = {
     "bad_words": [],
+    "truncate_prompt_tokens": None,
     "priority": 0,
     "prompt_logprobs": None,
     "logits_processors": [],
@@ -397,3 +398,10 @@ async def test_the_echo_of_a_cut_prompt_is_what_is_left() -> None:
     answer = await ask(COMPLETIONS, completion_body(echo=True, truncate_prompt_tokens=1))
     (last,) = token_ids("the answer is")[-1:]
     assert answer["choices"][0]["text"] == tokenizer().text_of([last]) + TEXT
+
+
+async def test_bad_words_are_sent_as_tokens_with_and_without_a_space() -> None:
+    for path, body in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+        request = await request_of(path, body(bad_words=["answer", " the", "the"]))
+        expected = tuple(token_ids(text) for text in ("answer", " answer", "the", " the"))
+        assert request.sampling.bad_words == expected

@@ -61,6 +61,7 @@ samplings = st.integers(1, 2**31 - 1).flatmap(
         seed=st.integers(0, MAX_SEED),
         top_logprobs=st.none() | st.integers(0, 20),
         allowed_token_ids=token_ids,
+        bad_words=st.lists(st.lists(uint32s, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
         prompt_logprobs=st.none() | st.integers(0, 20),
     )
 )

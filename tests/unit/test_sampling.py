@@ -40,6 +40,10 @@ def process(row: Tensor, history: Sequence[int], prompt_len: int, sampling: Samp
     if len(history) - prompt_len < sampling.min_tokens:
         for token_id in (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)):
             x[token_id] = -torch.inf
+    for word in sampling.bad_words:
+        output = history[prompt_len:]
+        if len(output) >= len(word) - 1 and (*output[len(output) + 1 - len(word) :],) == word[:-1]:
+            x[word[-1]] = -torch.inf
     if sampling.temperature == 0:
         return x
     z = (x - x.max()) / torch.tensor(sampling.temperature).clamp_min(1e-6)

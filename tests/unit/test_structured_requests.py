@@ -232,3 +232,12 @@ def test_a_preempted_request_goes_on_in_its_grammar(engine: NativeTarget) -> Non
         under_way.ended.result()
         assert running.loop.telemetry.num_preempted > 0
         assert [one.token_ids for one in under_way.completions] == [one.token_ids for one in plain]
+
+
+def test_a_bad_word_gives_way_where_the_grammar_leaves_nothing_else(cluster: EmbeddedCluster, engine: NativeTarget) -> None:
+    assert engine.grammars is not None
+    (a,) = [i for i, spelled in enumerate(engine.grammars.vocabulary.token_bytes) if spelled == b"a"]
+    grammar = Grammar(GrammarKind.REGEX, "(ab){9}[ac]{20}")
+    for i, drafting in enumerate((True, False, True, False)):
+        (done,) = cluster.complete([request(i // 2, grammar, drafting, bad_words=((a,),))])
+        assert text(engine, done) == "ab" * 9 + "c" * 20
