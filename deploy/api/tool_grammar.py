@@ -133,7 +133,7 @@ def _arguments(tool: Tool, strict: bool | None) -> Format:
 
 
 def _json(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def format_of(field: str, grammar: Grammar) -> Format:

@@ -1,6 +1,5 @@
 """Compiling grammars, with a cache per process."""
 
-import json
 import logging
 import threading
 from collections import OrderedDict
@@ -17,10 +16,10 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.grammar.closing import MAX_COST
+from engine.grammar.json_rules import reason_of, rules_of
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
-from engine.grammar.string_rules import SEPARATORS, grammar_of_schema
-from engine.grammar.tag_rules import checked_tag, with_string_rules
+from engine.grammar.tag_rules import checked_tag
 from engine.grammar.vocabulary import GrammarVocabulary
 
 logger = logging.getLogger(__name__)
@@ -94,22 +93,25 @@ class Grammars:
         found = self.known(grammar)
         if found is not None:
             return found
-        source, names = grammar.source, frozenset[str]()
+        source, names, counts_chars = grammar.source, frozenset[str](), False
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                source, names = checked(source)
+                schema, names = checked(source)
+                source, counts_chars = rules_of(schema)
+            case GrammarKind.JSON_OBJECT:
+                source, counts_chars = rules_of({"type": "object"})
             case GrammarKind.STRUCTURAL_TAG:
-                source, names = checked_tag(source)
+                source, names, counts_chars = checked_tag(source)
             case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:
-            native, counts_chars = self._compile(grammar.kind, source)
+            native = self._compile(grammar.kind, source)
             compiled = CompiledGrammar(grammar, native, self.vocabulary, names, counts_chars)
             whole = compiled.follow(()).shortest_end(WHOLE_COST)
             if whole is not None:
                 compiled = replace(compiled, shortest=whole, shortest_len=len(self.vocabulary.tokens_of(whole)) + 1)
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
-            raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
+            raise InvalidField(grammar.kind, grammar.source[:80], reason_of(error)) from error
         if compiled.num_bytes > MAX_BYTES:
             reason = f"takes {compiled.num_bytes >> 20} MiB compiled, at most {MAX_BYTES >> 20} are possible"
             raise InvalidField(grammar.kind, grammar.source[:80], reason)
@@ -140,25 +142,13 @@ class Grammars:
             if used is not None:
                 self._known[grammar] = used
 
-    def _compile(self, kind: GrammarKind, source: str) -> tuple[xgrammar.CompiledGrammar, bool]:
-        """Also: whether it counts the characters of strings."""
-        compiler = self._compiler
+    def _compile(self, kind: GrammarKind, source: str) -> xgrammar.CompiledGrammar:
         match kind:
-            case GrammarKind.JSON_OBJECT:
-                native = compiler.compile_json_schema(
-                    '{"type": "object"}', any_whitespace=False, separators=SEPARATORS, strict_mode=False
-                )
-                return native, False
-            case GrammarKind.JSON_SCHEMA:
-                native_grammar, counts_chars = grammar_of_schema(json.loads(source))
-                return compiler.compile_grammar(native_grammar), counts_chars
             case GrammarKind.REGEX:
-                return compiler.compile_regex(source), False
-            case GrammarKind.EBNF:
-                return compiler.compile_grammar(source), False
+                return self._compiler.compile_regex(source)
             case GrammarKind.STRUCTURAL_TAG:
-                tag, counts_chars = with_string_rules(source)
-                return compiler.compile_structural_tag(tag), counts_chars
+                return self._compiler.compile_structural_tag(source)
+        return self._compiler.compile_grammar(source)
 
 
 @cache
@@ -176,9 +166,3 @@ def known_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
     except ModelUnavailable as error:
         logger.warning("structured output is not available: %s", error)
         return None
-
-
-def _reason(error: Exception) -> str:
-    """Without the time and the place in xgrammar's source that its messages begin with."""
-    lines = str(error).strip().splitlines()
-    return (lines[0].split(": ", 1)[-1] if lines else type(error).__name__).strip()[:300]

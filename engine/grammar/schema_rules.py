@@ -1,31 +1,32 @@
 """Which JSON schemas and patterns can be enforced. xgrammar ignores some keywords, and some beside others, and would let
 invalid output pass: those are refused. A schema without a type gets the one that its keywords are about; formats that
-xgrammar does not know are annotations, as JSON Schema has it.
+xgrammar does not know are annotations, as JSON Schema has it. `schema_forms` rewrites schemas before.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.errors import InvalidField
+from engine.grammar.property_names import placeholder
+from engine.grammar.schema_forms import normal_form
+from engine.grammar.schema_merge import is_of
+from engine.grammar.schema_spellings import refused, types_of
 
-MAX_DEPTH = 64
+MAX_REFERENCES = 16  # of references that refer to references
 MAX_REPEATS = 4096  # of minLength, minItems and the like
 
-_NOTES = frozenset(
-    {"title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated", "readOnly", "writeOnly"}
-)
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_ALWAYS = _NOTES | _DEFINITIONS
+MAX_INTEGER = 2**63  # of the integers that xgrammar writes exactly
+
 # What is enforced beside the keyword that decides what kind of schema it is; the first that a schema has decides.
 _BESIDE: tuple[tuple[str, frozenset[str]], ...] = (
     ("$ref", frozenset()),
     ("const", frozenset({"type"})),
     ("enum", frozenset({"type"})),
     ("anyOf", frozenset()),
-    ("oneOf", frozenset()),
-    ("allOf", frozenset()),
+    ("oneOf", frozenset({"discriminator"})),
 )
 _OF_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
@@ -34,13 +35,15 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
-    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "object": frozenset(
+        {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
+    ),
 }
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _FORMATS = frozenset({"date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "hostname"})
 
 
-def checked(source: str) -> tuple[str, frozenset[str]]:
+def checked(source: str) -> tuple[Any, frozenset[str]]:
     """The schema to compile, all of whose outputs match ``source``, and the names that any of its objects require.
 
     Raises:
@@ -50,46 +53,46 @@ def checked(source: str) -> tuple[str, frozenset[str]]:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidField("json_schema", source[:80], f"is not JSON: {error}") from error
-    required = check_schema(schema)
-    return json.dumps(schema, ensure_ascii=False), required
+    return checked_schema(schema)
 
 
-def check_schema(schema: Any) -> frozenset[str]:
-    """Completes a schema to the one to compile. The names that any of its objects require. Raises as ``checked``."""
-    required: set[str] = set()
-    for path, one in _walk(schema, "#", 0):
-        _check(path, one, schema)
-        required.update(one.get("required", ()))
-    return frozenset(required)
+def checked_schema(schema: Any) -> tuple[Any, frozenset[str]]:
+    """As ``checked``, of a schema that is not text."""
+    found = normal_form(schema)
+    nodes = list(_walk(found, "#"))
+    for path, one in nodes:
+        _check(path, one, found)
+    for path, one in nodes:
+        _finish(path, one)
+    return found, frozenset(name for _, one in nodes for name in one.get("required", ()))
 
 
-def _walk(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _walk(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All schemas in one in normal form, each with its path."""
     if schema is True:
         return
-    if not isinstance(schema, dict):
-        raise _refused(path, "must be an object" if schema is not False else "allows nothing")
-    if depth > MAX_DEPTH:
-        raise _refused(path, f"lies deeper than {MAX_DEPTH} levels")
+    if schema is False:
+        raise refused(path, "allows nothing")
     yield path, schema
-    for key in ("properties", *_DEFINITIONS):
+    for key in ("properties", "$defs"):
         inner = schema.get(key, {})
         if not isinstance(inner, dict):
-            raise _refused(f"{path}/{key}", "must be an object")
+            raise refused(f"{path}/{key}", "must be an object")
         for name, one in inner.items():
-            yield from _walk(one, f"{path}/{key}/{name}", depth + 1)
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            yield from _walk(one, f"{path}/{key}/{name}")
+    for key in ("anyOf", "oneOf", "prefixItems"):
         several = schema.get(key, [])
         if not isinstance(several, list) or (key in schema and not several):
-            raise _refused(f"{path}/{key}", "must be a list of schemas")
+            raise refused(f"{path}/{key}", "must be a list of schemas")
         for i, one in enumerate(several):
-            yield from _walk(one, f"{path}/{key}/{i}", depth + 1)
-    for key in ("items", "additionalProperties"):
+            yield from _walk(one, f"{path}/{key}/{i}")
+    for key in ("items", "additionalProperties", "propertyNames"):
         if schema.get(key, False) is not False:
-            yield from _walk(schema[key], f"{path}/{key}", depth + 1)
+            yield from _walk(schema[key], f"{path}/{key}")
 
 
 def _check(path: str, schema: dict[str, Any], root: Any) -> None:
-    keys = schema.keys() - _ALWAYS
+    keys = schema.keys() - {"$defs"}
     for decider, beside in _BESIDE:
         if decider in keys:
             _refuse_others(path, keys - beside - {decider}, f"beside {decider}")
@@ -98,60 +101,60 @@ def _check(path: str, schema: dict[str, Any], root: Any) -> None:
     if "type" not in keys and keys:
         about = [one for one, own in _OF_TYPE.items() if keys <= own]
         if not about:
-            raise _refused(path, f"must give its type beside {sorted(keys)[0]}")
+            raise refused(path, f"must give its type beside {sorted(keys)[0]}")
         schema["type"] = "number" if "number" in about else about[0]
     if not isinstance(schema.get("format", ""), str):
-        raise _refused(f"{path}/format", "must be a string")
+        raise refused(f"{path}/format", "must be a string")
     if schema.get("format") not in _FORMATS:
         schema.pop("format", None)
-    types = _types(schema)
+    types = types_of(schema)
     if "type" in schema and not (types and all(isinstance(one, str) and one in _OF_TYPE for one in types)):
-        raise _refused(f"{path}/type", f"must be of {', '.join(_OF_TYPE)}")
+        raise refused(f"{path}/type", f"must be of {', '.join(_OF_TYPE)}")
     known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
     _refuse_others(path, keys - known - {"type"}, f"for the type {', '.join(types)}")
     _check_values(path, schema)
 
 
 def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -> None:
-    if decider == "$ref":
-        _resolve(path, schema["$ref"], root)
-    elif decider == "enum" and (not isinstance(schema["enum"], list) or not schema["enum"]):
-        raise _refused(f"{path}/enum", "must be a list of values")
-    elif decider in ("anyOf", "oneOf", "allOf") and not isinstance(schema[decider], list):
-        raise _refused(f"{path}/{decider}", "must be a list of schemas")
-    elif decider == "allOf" and len(schema["allOf"]) > 1:
-        raise _refused(f"{path}/allOf", "is supported with one schema only")
-    elif decider == "oneOf" and not _are_disjoint(schema["oneOf"]):
-        raise _refused(f"{path}/oneOf", "must have schemas of different types; use anyOf")
-    elif decider == "oneOf":
-        schema["anyOf"] = schema.pop("oneOf")
+    if decider == "enum" and (not isinstance(schema["enum"], list) or not schema["enum"]):
+        raise refused(f"{path}/enum", "must be a list of values")
+    if decider == "oneOf":
+        cases, told_by = schema.pop("oneOf"), schema.pop("discriminator", {}).get("propertyName")
+        for one in [_resolved(one, root) for one in cases if isinstance(told_by, str)]:
+            if isinstance(one, dict) and told_by in one.get("properties", {}):
+                one["required"] = list(dict.fromkeys((*one.get("required", ()), told_by)))
+        if not all(_are_disjoint(one, other, root) for i, one in enumerate(cases) for other in cases[:i]):
+            raise refused(f"{path}/oneOf", "must have schemas of which each value matches one at most; use anyOf")
+        schema["anyOf"] = cases
+    if decider in ("const", "enum") and not all(map(_is_exact, _numbers_in(schema[decider]))):
+        raise refused(f"{path}/{decider}", "has an integer of more than 64 bits")
     if "type" in schema and decider in ("const", "enum"):
         values = [schema["const"]] if decider == "const" else schema["enum"]
-        if not all(any(_is_of(value, one) for one in _types(schema)) for value in values):
-            raise _refused(f"{path}/{decider}", "has values of another type")
+        if not all(any(is_of(value, one) for one in types_of(schema)) for value in values):
+            raise refused(f"{path}/{decider}", "has values of another type")
 
 
 def _check_values(path: str, schema: dict[str, Any]) -> None:
     for key in _COUNTS:
         if isinstance(schema.get(key), float) and schema[key].is_integer():
             schema[key] = int(schema[key])
-        if key in schema and not (_is_of(schema[key], "integer") and 0 <= schema[key] <= MAX_REPEATS):
-            raise _refused(f"{path}/{key}", f"must be an integer from 0 to {MAX_REPEATS}")
+        if key in schema and not (is_of(schema[key], "integer") and 0 <= schema[key] <= MAX_REPEATS):
+            raise refused(f"{path}/{key}", f"must be an integer from 0 to {MAX_REPEATS}")
     if "pattern" in schema and schema.keys() & {"minLength", "maxLength", "format"}:
-        raise _refused(f"{path}/pattern", "is not supported together with minLength, maxLength or format")
+        raise refused(f"{path}/pattern", "is not supported together with minLength, maxLength or format")
     if "format" in schema and schema.keys() & {"minLength", "maxLength"}:
-        raise _refused(f"{path}/format", "is not supported together with minLength or maxLength")
+        raise refused(f"{path}/format", "is not supported together with minLength or maxLength")
     if "pattern" in schema:
         reason = "must be a string" if not isinstance(schema["pattern"], str) else pattern_fault(schema["pattern"])
         if reason is not None:
-            raise _refused(f"{path}/pattern", reason)
+            raise refused(f"{path}/pattern", reason)
     if schema.get("type") == "array" and not schema.keys() & {"items", "prefixItems"}:
         schema["items"] = True
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _refused(f"{path}/required", "must be a list of names")
+        raise refused(f"{path}/required", "must be a list of names")
     if not schema.get("properties", {}).keys() >= set(required):
-        raise _refused(f"{path}/required", "names a property that is not in properties")
+        raise refused(f"{path}/required", "names a property that is not in properties")
 
 
 def pattern_fault(pattern: str) -> str | None:
@@ -166,67 +169,103 @@ def pattern_fault(pattern: str) -> str | None:
     return None
 
 
-def _resolve(path: str, reference: Any, root: Any) -> None:
-    at = root
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise _refused(f"{path}/$ref", "must begin with #/: references to other documents are not followed")
-    for part in reference.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(at, dict) or name not in at:
-            raise _refused(f"{path}/$ref", f"{reference[:80]!r} is not in the schema")
-        at = at[name]
+def _finish(path: str, schema: dict[str, Any]) -> None:
+    """Rewrites what xgrammar enforces in another form alone."""
+    values = _values(schema)
+    if values is not None and any(isinstance(value, dict | list) and value for value in values):
+        for key in ("const", "enum", "type"):
+            schema.pop(key, None)
+        schema["anyOf"] = [_constant(value) for value in values]
+    names, others = schema.get("properties", {}), schema.get("additionalProperties", False)
+    if "propertyNames" in schema:
+        if names:
+            raise refused(f"{path}/propertyNames", "is not supported beside properties")
+        if schema["propertyNames"].get("type") != "string":
+            raise refused(f"{path}/propertyNames", "must describe strings")
+        schema.setdefault("additionalProperties", True)
+    elif names and others is not False:
+        schema["propertyNames"] = {"const": placeholder(names)}
+    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
+        raise refused(f"{path}/minProperties", "is not supported beyond 1 and the number of required properties")
+    for key, whole in (("minimum", math.ceil), ("maximum", math.floor)) if schema.get("type") == "integer" else ():
+        exclusive = "exclusive" + key.capitalize()
+        for bound in (key, exclusive):
+            if isinstance(schema.get(bound), float) and math.isfinite(schema[bound]):
+                is_whole = schema[bound].is_integer()
+                schema[bound if is_whole else key] = whole(schema.pop(bound))
 
 
-def _are_disjoint(schemas: list[Any]) -> bool:
-    """Whether no value matches two of them, as far as types and constants tell."""
-    seen: list[set[str]] = []
-    for one in schemas:
-        if not isinstance(one, dict):
-            return False
-        if "const" in one or "enum" in one:
-            values = [one["const"]] if "const" in one else one["enum"]
-            kinds = {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else set[str]()
-        else:
-            kinds = set(map(str, _types(one)))
-        if not kinds or any(kinds & other for other in seen):
-            return False
-        seen.append(kinds)
-    constants = {kind for kinds in seen for kind in kinds if kind not in _OF_TYPE}
-    types = {kind for kinds in seen for kind in kinds if kind in _OF_TYPE}
-    if {"integer", "number"} <= types:
+def _resolved(schema: Any, root: Any) -> Any:
+    """What a chain of references refers to; {}, which is all, for one without an end."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        schema = root if schema["$ref"] == "#" else root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+    return {}
+
+
+def _are_disjoint(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
+    """Whether no value matches both, as far as types, constants and properties with constants tell."""
+    one, other = _resolved(one, root), _resolved(other, root)
+    if not isinstance(one, dict) or not isinstance(other, dict) or depth > MAX_REFERENCES:
         return False
-    return not any(_is_of(json.loads(value), one) for value in constants for one in types)
+    for this, that in ((one, other), (other, one)):
+        for kind in ("anyOf", "oneOf"):
+            if isinstance(this.get(kind), list):
+                return all(_are_disjoint(case, that, root, depth + 1) for case in this[kind])
+        values = _values(this)
+        if values is not None and _values(that) is None:
+            return "type" in that and not any(is_of(value, kind) for value in values for kind in types_of(that))
+    mine, others = _values(one), _values(other)
+    if mine is not None and others is not None:
+        return not {json.dumps(value, sort_keys=True) for value in mine} & {
+            json.dumps(value, sort_keys=True) for value in others
+        }
+    types = [{"number" if kind == "integer" else str(kind) for kind in _types_about(this)} for this in (one, other)]
+    if not all(types) or types[0] != {"object"} or types[1] != {"object"}:
+        return bool(all(types)) and not types[0] & types[1]
+    named = {name for this in (one, other) for name in this.get("required", ()) if isinstance(name, str)}
+    inner, others_inner = one.get("properties", {}), other.get("properties", {})
+    return any(
+        name in inner and name in others_inner and _are_disjoint(inner[name], others_inner[name], root, depth + 1)
+        for name in named
+    )
 
 
-def _types(schema: Mapping[str, Any]) -> list[Any]:
-    types = schema.get("type", [])
-    return types if isinstance(types, list) else [types]
+def _constant(value: Any) -> dict[str, Any]:
+    """The schema of one value, which xgrammar would write without spaces."""
+    if isinstance(value, dict) and value:
+        properties = {name: _constant(one) for name, one in value.items()}
+        return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
+    if isinstance(value, list) and value:
+        items = [_constant(one) for one in value]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+    return {"const": value}
 
 
-def _is_of(value: Any, type_name: str) -> bool:
-    match type_name:
-        case "boolean":
-            return isinstance(value, bool)
-        case "integer":
-            return not isinstance(value, bool) and (
-                isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-            )
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "string":
-            return isinstance(value, str)
-        case "null":
-            return value is None
-        case "array":
-            return isinstance(value, list)
-        case _:
-            return isinstance(value, dict)
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _types_about(schema: Mapping[str, Any]) -> list[Any]:
+    return types_of(schema) if "type" in schema else ["object"] if "properties" in schema else []
+
+
+def _numbers_in(value: Any) -> Iterator[int]:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(one)
+    elif isinstance(value, int):
+        yield value
+
+
+def _is_exact(number: int) -> bool:
+    return -MAX_INTEGER <= number < MAX_INTEGER
 
 
 def _refuse_others(path: str, keys: "set[str] | frozenset[str]", where: str) -> None:
     if keys:
-        raise _refused(f"{path}/{sorted(keys)[0]}", f"is not supported {where}")
-
-
-def _refused(path: str, reason: str) -> InvalidField:
-    return InvalidField("json_schema", path, f"at {path}: {reason}")
+        raise refused(f"{path}/{sorted(keys)[0]}", f"is not supported {where}")

@@ -7,13 +7,10 @@ BLOCK characters, so that few rules are needed and few are followed at once.
 """
 
 import copy
-import json
 import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
-
-import xgrammar
 
 from engine.grammar.json_pattern import json_spelling
 
@@ -29,48 +26,20 @@ _COUNTED = re.compile(rf'"\\"{_MARK}_(\d+)_(\d*)\\""')
 _PATTERN = re.compile(rf'"\\"{_MARK}_([0-9a-f]*)\\""')
 _NEAR = re.compile("\\\\(?:u\\{0*|U00|U)10fff[def]|udbff|[\U0010fffd-\U0010ffff]", re.IGNORECASE)  # of `NEVER_RAW`
 _KEYS = frozenset({"minLength", "maxLength", "pattern"})
-# As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
-SEPARATORS = (", ", ": ")
+NEAR = "the characters U+10FFFD to U+10FFFF are not possible beside strings with bounds"
 
 
-def grammar_of_schema(schema: Any) -> tuple[xgrammar.Grammar, bool]:
-    """The grammar of a schema that `schema_rules` lets pass, on one line; and whether it counts the characters of strings.
-
-    Raises ValueError, RuntimeError: it cannot be enforced; says why.
-    """
-    found = ebnf_of_strings(schema, None, on_one_line=True)
-    if found is None:
-        return _native_grammar(schema, None, on_one_line=True), False
-    return xgrammar.Grammar.from_ebnf(found[0]), found[1]
+def is_near(text: str) -> bool:
+    """Whether a grammar beside counted strings tells `NEVER_RAW` from other characters, too."""
+    return _NEAR.search(text) is not None
 
 
-def ebnf_of_strings(schema: Any, max_whitespace: int | None, *, on_one_line: bool) -> tuple[str, bool] | None:
-    """As ``grammar_of_schema``, in EBNF; None: xgrammar's own grammar has right strings.
-
-    Args:
-        max_whitespace: characters of whitespace in a row, where there is not one line; None: any number.
-    """
+def with_placeholders(schema: Any) -> Any:
+    """A copy of a schema that `schema_rules` lets pass, with constants for the strings that get rules."""
     replaced = copy.deepcopy(schema)
     for one in _schemas(replaced):
         _replace(one)
-    if replaced == schema:
-        return None
-    return _with_rules(str(_native_grammar(replaced, max_whitespace, on_one_line)))
-
-
-def _native_grammar(schema: Any, max_whitespace: int | None, on_one_line: bool) -> xgrammar.Grammar:
-    return xgrammar.Grammar.from_json_schema(
-        json.dumps(schema, ensure_ascii=False),
-        any_whitespace=not on_one_line,
-        separators=SEPARATORS if on_one_line else None,
-        max_whitespace_cnt=max_whitespace,
-    )
-
-
-def refuse_near(text: str) -> None:
-    """Raises ValueError: a grammar beside counted strings tells `NEVER_RAW` from other characters, too."""
-    if _NEAR.search(text):
-        raise ValueError("the characters U+10FFFD to U+10FFFF are not possible beside strings with bounds")
+    return replaced
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -78,13 +47,13 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(schema, dict):
         return
     yield schema
-    for key in ("properties", "$defs", "definitions"):
+    for key in ("properties", "$defs"):
         for one in schema.get(key, {}).values():
             yield from _schemas(one)
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+    for key in ("anyOf", "prefixItems"):
         for one in schema.get(key, ()):
             yield from _schemas(one)
-    for key in ("items", "additionalProperties"):
+    for key in ("items", "additionalProperties", "propertyNames"):
         yield from _schemas(schema.get(key))
 
 
@@ -103,9 +72,11 @@ def _replace(schema: dict[str, Any]) -> None:
         schema["const"] = text
 
 
-def _with_rules(ebnf: str) -> tuple[str, bool]:
-    """The grammar with rules for the placeholders, and whether it counts characters."""
-    refuse_near(ebnf)
+def with_strings(ebnf: str) -> tuple[str, bool]:
+    """The grammar with rules for the placeholders, and whether it counts characters.
+
+    Raises ValueError: a string cannot be enforced; says why.
+    """
     bounds, patterns = set[tuple[int, int | None]](), dict[str, str]()
 
     def counted(found: re.Match[str]) -> str:
@@ -119,6 +90,8 @@ def _with_rules(ebnf: str) -> tuple[str, bool]:
         return patterns.setdefault(found[1], f"pattern_{len(patterns)}")
 
     ebnf = _PATTERN.sub(matched, _COUNTED.sub(counted, ebnf))
+    if bounds and is_near(ebnf):
+        raise ValueError(NEAR)
     if _MARK in ebnf:
         raise ValueError("a string of the schema has no rule")
     rules = list(_counted_rules(bounds)) if bounds else []

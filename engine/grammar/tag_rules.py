@@ -5,51 +5,57 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.grammar.schema_rules import MAX_DEPTH, check_schema, pattern_fault
-from engine.grammar.string_rules import ebnf_of_strings, refuse_near
+from engine.grammar.json_rules import rules_of
+from engine.grammar.property_names import is_placed_in
+from engine.grammar.schema_forms import MAX_DEPTH
+from engine.grammar.schema_rules import checked_schema, pattern_fault
+from engine.grammar.string_rules import NEAR, is_near, with_placeholders
 
 _MAX_SHOWN = 60
 
 
-def checked_tag(source: str) -> tuple[str, frozenset[str]]:
-    """The structural tag to compile, all of whose outputs match ``source``; and the names that its schemas require.
+def checked_tag(source: str) -> tuple[str, frozenset[str], bool]:
+    """The structural tag to compile, all of whose outputs match ``source``; the names that its schemas require; and whether
+    it counts the characters of strings.
 
     Raises:
         InvalidField: it is not JSON, not a structural tag, or holds what cannot be enforced; says in which tag.
     """
-    tag, names = _parsed(source), set[str]()
-    for place, one in _formats(tag["format"], "", 0):
-        if one.get("type") == "json_schema":
-            try:
-                names |= check_schema(one.get("json_schema"))
-            except InvalidField as error:
-                raise _refused(f"{place}{error.reason}") from error
+    tag, names, counts_chars = _parsed(source), set[str](), False
+    for place, one in list(_formats(tag["format"], "", 0)):
+        try:
+            if one.get("type") == "json_schema":
+                schema, required = checked_schema(one.get("json_schema"))
+                names |= required
+                counts_chars = _write_rules(one, schema) or counts_chars
+        except InvalidField as error:
+            raise _refused(f"{place}{error.reason}") from error
         if one.get("type") == "regex":
             pattern = one.get("pattern")
             fault = pattern_fault(pattern) if isinstance(pattern, str) else "must have a pattern"
             if fault is not None:
                 raise _refused(f"{place}{fault}")
-    return json.dumps(tag, ensure_ascii=False), frozenset(names)
+    if counts_chars and is_near(source):
+        raise _refused(NEAR)
+    return json.dumps(tag, ensure_ascii=False), frozenset(names), counts_chars
 
 
-def with_string_rules(source: str) -> tuple[str, bool]:
-    """A structural tag of ``checked_tag``, whose schemas are grammars where xgrammar's own would have wrong strings; and
-    whether one counts the characters of strings. Raises as `string_rules.grammar_of_schema`."""
-    tag, counts_chars = json.loads(source), False
-    for place, one in _formats(tag["format"], "", 0):
-        if one.get("type") != "json_schema":
-            continue
-        found = ebnf_of_strings(one["json_schema"], one.get("max_whitespace_cnt"), on_one_line=False)
-        if found is None:
-            continue
-        if one.get("excludes") or one.get("any_order") or one.get("style", "json") != "json":
-            raise _refused(f"{place}must have strings without bounds and patterns beside excludes, any_order and a style")
-        one.clear()
-        one.update(type="grammar", grammar=found[0])
-        counts_chars = counts_chars or found[1]
-    if counts_chars:
-        refuse_near(source)
-    return json.dumps(tag, ensure_ascii=False), counts_chars
+def _write_rules(one: dict[str, Any], schema: Any) -> bool:
+    """Turns the format of a schema into that of a grammar: JSON on one line. Whether it counts the characters of strings."""
+    for option in ("any_order", "excludes"):
+        if one.get(option):
+            raise _refused(f"{option} is not supported: what the schema requires would not be enforced")
+    if one.get("style", "json") != "json":
+        one["json_schema"] = schema
+        if is_placed_in(json.dumps(schema)) or with_placeholders(schema) != schema:
+            raise _refused(
+                "strings with bounds or patterns, and additionalProperties beside properties, have the style json"
+            )
+        return False
+    rules, counts_chars = rules_of(schema)
+    one.clear()
+    one |= {"type": "grammar", "grammar": rules}
+    return counts_chars
 
 
 def schemas_of(source: str) -> list[tuple[str, str]]:

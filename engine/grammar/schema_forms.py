@@ -1,0 +1,230 @@
+"""Rewrites a JSON schema to the keywords that `schema_rules` checks: references in any spelling, older drafts, OpenAPI,
+annotations, and what several schemas demand at once. All that matches the rewritten schema matches the given one.
+"""
+
+import re
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from engine.grammar.schema_merge import NotMergeable, merged
+from engine.grammar.schema_spellings import plain, refused, types_of
+
+MAX_DEPTH = 64
+MAX_SCHEMAS = 16384  # in one; a schema that others refer to counts again where it is merged
+
+_DATA = frozenset({"const", "enum", "default", "examples", "example"})  # hold no schemas
+_SETS = ("properties", "patternProperties")
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_ANY_NAME = frozenset({"", ".*"})
+_ANY_LINE = frozenset({"^.*$", "^(.*)$"})
+
+
+def normal_form(schema: Any) -> Any:
+    """A new schema, whose references are ``#`` or begin with ``#/$defs/``.
+
+    Raises:
+        InvalidField: it is not a schema, or demands what cannot be rewritten; says at which path.
+    """
+    return _Document(schema).normal()
+
+
+class _Document:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._bases: dict[int, str] = {}  # by id() of each object: the URI from which its references start
+        self._addresses: dict[str, Any] = {"": root}
+        self._index()
+        self._names: dict[int, str] = {}  # of definitions, by id() of what they define
+        self._waiting: list[tuple[str, Any]] = []  # definitions that are not rewritten yet
+        self._num_schemas = 0
+
+    def normal(self) -> Any:
+        found, definitions = self._node(self._root, "", "#", 0), dict[str, Any]()
+        while self._waiting:
+            name, target = self._waiting.pop()
+            definitions[name] = self._node(target, "", f"#/$defs/{name}", 0)
+        return {**found, "$defs": definitions} if definitions and isinstance(found, dict) else found
+
+    def _index(self) -> None:
+        stack = [(self._root, "")]
+        while stack:
+            one, base = stack.pop()
+            if isinstance(one, list):
+                stack += [(inner, base) for inner in one]
+            if not isinstance(one, dict):
+                continue
+            own = one.get("$id")
+            if isinstance(own, str) and own.startswith("#"):  # an anchor, until draft 7
+                self._addresses.setdefault(base + own, one)
+            elif isinstance(own, str):
+                base = _joined(base, own).removesuffix("#")
+                self._addresses.setdefault(base, one)
+            for anchor in (one.get("$anchor"), one.get("$dynamicAnchor")):
+                if isinstance(anchor, str):
+                    self._addresses.setdefault(f"{base}#{anchor}", one)
+            self._bases[id(one)] = base
+            stack += [(inner, base) for key, inner in one.items() if key not in _DATA]
+
+    def _node(self, one: Any, base: str, path: str, depth: int, *, inline: bool = False) -> Any:
+        """``inline``: the result, and none of its alternatives, is a reference."""
+        if isinstance(one, bool):
+            return one
+        if not isinstance(one, dict):
+            raise refused(path, "must be an object")
+        self._num_schemas += 1
+        if depth > MAX_DEPTH:
+            raise refused(path, f"lies deeper than {MAX_DEPTH} levels")
+        if self._num_schemas > MAX_SCHEMAS:
+            raise refused(path, f"is one of more than {MAX_SCHEMAS} schemas")
+        base = self._bases.get(id(one), base)
+        schema = plain(one, path)
+        if schema.get("nullable") is True:
+            return self._node(_nullable(schema), base, path, depth + 1, inline=inline)
+        if "not" in schema and schema["not"] in (True, {}):
+            return False
+        for key in _SETS:
+            if isinstance(schema.get(key), dict):
+                inner = schema[key].items()
+                schema[key] = {name: self._node(one, base, f"{path}/{key}/{name}", depth + 1) for name, one in inner}
+        for key in ("items", "additionalProperties", *_UNEVALUATED, "propertyNames"):
+            if key in schema:
+                schema[key] = self._node(schema[key], base, f"{path}/{key}", depth + 1, inline=key == "propertyNames")
+        return self._of_parts(schema, base, path, depth, inline=inline)
+
+    def _of_parts(self, schema: dict[str, Any], base: str, path: str, depth: int, *, inline: bool) -> Any:
+        """What ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` demand together with the keywords beside them."""
+        rest: dict[str, Any] = {key: schema.pop(key) for key in _UNEVALUATED if key in schema}
+        reference, listed = schema.pop("$ref", None), schema.pop("allOf", [])
+        _check_list(listed, path, "allOf")
+        kinds = [kind for kind in ("anyOf", "oneOf") if kind in schema]
+        is_single = (reference is not None) + len(listed) + len(kinds) + bool(schema.keys() - {*kinds, "discriminator"}) == 1
+        inline = inline or not is_single or bool(rest)
+        parts = []
+        if reference is not None:
+            parts.append(self._reference(reference, base, path, depth, inline=inline))
+        parts += [self._node(one, base, f"{path}/allOf/{i}", depth + 1, inline=inline) for i, one in enumerate(listed)]
+        for kind in kinds:
+            cases = schema.pop(kind)
+            _check_list(cases, path, kind)
+            listed = [self._node(one, base, f"{path}/{kind}/{i}", depth + 1, inline=inline) for i, one in enumerate(cases)]
+            listed = [one for one in listed if one is not False]
+            told_by = {"discriminator": schema.pop("discriminator")} if kind == "oneOf" and "discriminator" in schema else {}
+            parts.append({kind: listed, **told_by} if listed else False)
+        found: Any = _of_one(schema, path)
+        for part in parts:
+            try:
+                found = merged(found, part)
+            except NotMergeable as error:
+                raise refused(path, f"what it demands at once cannot be merged: {error}") from error
+        return _closed(found, rest, path)
+
+    def _reference(self, reference: Any, base: str, path: str, depth: int, *, inline: bool) -> Any:
+        target, last = self._target(reference, base, f"{path}/$ref")
+        if inline or isinstance(target, bool):
+            return self._node(target, base, path, depth + 1, inline=True)
+        if target is self._root:
+            return {"$ref": "#"}
+        if id(target) not in self._names:
+            name = re.sub(r"[^\w.-]", "_", last, flags=re.ASCII) or "_"
+            while name in self._names.values():
+                name += "_"
+            self._names[id(target)] = name
+            self._waiting.append((name, target))
+        return {"$ref": f"#/$defs/{self._names[id(target)]}"}
+
+    def _target(self, reference: Any, base: str, path: str) -> tuple[Any, str]:
+        """What a reference refers to, and the last part of its address."""
+        if not isinstance(reference, str):
+            raise refused(path, "must be a string")
+        address = unquote(_joined(base, reference)).removesuffix("#")
+        if address in self._addresses:
+            return self._addresses[address], re.split("[/#]", address)[-1]
+        document, _, pointer = address.partition("#")
+        if document not in self._addresses:
+            raise refused(path, f"refers to {reference[:80]!r}: references to other documents are not followed")
+        at, parts = self._addresses[document], pointer.split("/")
+        if parts[0]:
+            raise refused(path, f"{reference[:80]!r} is not in the schema")
+        for part in parts[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+                at = at[int(name)]
+            elif isinstance(at, dict) and name in at:
+                at = at[name]
+            else:
+                raise refused(path, f"{reference[:80]!r} is not in the schema")
+        return at, parts[-1]
+
+
+def _joined(base: str, reference: str) -> str:
+    return base.partition("#")[0] + reference if reference.startswith("#") else urljoin(base, reference)
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI 3.0: null, too."""
+    rest = {key: value for key, value in schema.items() if key != "nullable"}
+    values = rest.get("enum", [None])
+    if "const" in rest or not isinstance(values, list) or None not in values:
+        return rest
+    if "enum" in rest:
+        rest["enum"] = [value for value in values if value is not None]
+    return {"anyOf": [rest, {"type": "null"}]}
+
+
+def _check_list(listed: Any, path: str, key: str) -> None:
+    if not isinstance(listed, list) or (key != "allOf" and not listed):
+        raise refused(f"{path}/{key}", "must be a list of schemas")
+
+
+def _of_one(schema: dict[str, Any], path: str) -> Any:
+    """Without what one schema says in several keywords."""
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict) and len(patterns) == 1 and schema.get("additionalProperties", False) is False:
+        pattern, inner = next(iter(patterns.items()))
+        if pattern in _ANY_NAME or (pattern in _ANY_LINE and "additionalProperties" not in schema):
+            del schema["patternProperties"]
+            schema["additionalProperties"] = inner
+        elif not schema.keys() & {"properties", "propertyNames"}:
+            del schema["patternProperties"]
+            schema |= {"propertyNames": {"pattern": pattern}, "additionalProperties": inner}
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and ("enum" in names or "const" in names):
+        del schema["propertyNames"]
+        given, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+        listed = [names["const"]] if "const" in names else names["enum"]
+        schema["properties"] = {name: given.get(name, other) for name in listed if isinstance(name, str)}
+        schema["additionalProperties"] = False
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if (
+        isinstance(required, list)
+        and isinstance(properties, dict)
+        and not schema.keys() & {"propertyNames", "patternProperties"}
+    ):
+        missing = [name for name in required if isinstance(name, str) and name not in properties]
+        if missing:
+            schema["properties"] = properties | dict.fromkeys(missing, schema.get("additionalProperties", True))
+    for name, one in tuple(schema.get("properties", {}).items()) if isinstance(properties, dict) else ():
+        if one is False:
+            if isinstance(required, list) and name in required:
+                return False
+            if schema.get("additionalProperties", False) is False:
+                schema["properties"].pop(name)
+    return schema
+
+
+def _closed(found: Any, rest: dict[str, Any], path: str) -> Any:
+    """With what ``unevaluatedProperties`` and ``unevaluatedItems`` say of all that was merged."""
+    if not rest or isinstance(found, bool):
+        return found
+    for kind in ("anyOf", "oneOf"):
+        if kind in found:
+            return {**found, kind: [_closed(one, rest, path) for one in found[kind]]}
+    closed = dict(found)
+    types = types_of(found)
+    for key, own, name in (
+        ("unevaluatedProperties", "additionalProperties", "object"),
+        ("unevaluatedItems", "items", "array"),
+    ):
+        if key in rest and own not in closed and (not types or name in types) and not closed.keys() & {"const", "enum"}:
+            closed[own] = rest[key]
+    return closed

@@ -1,0 +1,139 @@
+"""What one schema says, without its annotations, older spellings, and demands that demand nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import InvalidField
+
+OF_STRING = frozenset({"minLength", "maxLength", "pattern", "format"})
+OF_NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+OF_ARRAY = frozenset(
+    {
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+        *("contains", "minContains", "maxContains", "unevaluatedItems"),
+    }
+)
+OF_OBJECT = frozenset(
+    {
+        *("properties", "required", "additionalProperties", "propertyNames", "patternProperties", "minProperties"),
+        *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+    }
+)
+_OF_TYPE: Mapping[str, frozenset[str]] = {
+    "string": OF_STRING,
+    "integer": OF_NUMBER,
+    "number": OF_NUMBER,
+    "array": OF_ARRAY,
+    "object": OF_OBJECT,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_OF_A_TYPE = OF_STRING | OF_NUMBER | OF_ARRAY | OF_OBJECT
+_KEYWORDS = _OF_A_TYPE | {
+    *(
+        "type",
+        "const",
+        "enum",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+    ),
+    *("nullable", "discriminator", "extends", "disallow", "divisibleBy"),
+}
+_BY_LETTERS = {key.lower(): key for key in _KEYWORDS}
+# Values with which a keyword demands nothing.
+_EMPTY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("minLength", "minItems", "minProperties"), (0,)),
+    **dict.fromkeys(("patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (True, {})),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "pattern": ("", "[\\s\\S]*", "^[\\s\\S]*$"),
+    "required": ([],),
+}
+_MAX_SHOWN = 160  # characters of a path
+_NEVER = frozenset({"uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum", "not"})  # demand nothing as false
+
+
+def plain(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A copy with the keywords of draft 2020-12 that demand something, ``nullable: true`` and ``discriminator``.
+
+    Raises:
+        InvalidField: a keyword is misspelt.
+    """
+    found = {key: value for key, value in schema.items() if _is_keyword(key, path)}
+    _modernise(found)
+    types = types_of(found)
+    if types and all(isinstance(one, str) and one in _OF_TYPE for one in types):
+        known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
+        found = {key: value for key, value in found.items() if key in known or key not in _OF_A_TYPE}
+    return {key: value for key, value in found.items() if not _is_empty(key, value)}
+
+
+def _is_keyword(key: str, path: str) -> bool:
+    """Whether it is none of the annotations, which are all keywords that JSON Schema does not know."""
+    likely = _BY_LETTERS.get(key.lower().replace("_", "").replace("-", ""))
+    if likely not in (None, key) and key not in ("Not", "If"):
+        raise refused(f"{path}/{key}", f"is not known; write {likely}")
+    return key in _KEYWORDS
+
+
+def _is_empty(key: str, value: Any) -> bool:
+    if key in _NEVER and value is False:
+        return True
+    if isinstance(value, dict) and key in ("propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+        value = {inner: one for inner, one in value.items() if inner in _KEYWORDS}
+    return any(value == one and type(value) is type(one) for one in _EMPTY.get(key, ()))
+
+
+def _modernise(schema: dict[str, Any]) -> None:
+    if isinstance(schema.get("items"), list):  # until draft 2019-09
+        schema["prefixItems"] = schema.pop("items")
+        if "additionalItems" in schema:
+            schema["items"] = schema["additionalItems"]
+        if not schema["prefixItems"]:
+            del schema["prefixItems"]
+    schema.pop("additionalItems", None)  # beside another ``items`` it demands nothing
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if schema.get(exclusive) is True and bound in schema:  # draft 4, OpenAPI 3.0
+            schema[exclusive] = schema.pop(bound)
+    if "if" not in schema or not schema.keys() & {"then", "else"}:
+        for key in ("if", "then", "else"):
+            schema.pop(key, None)
+    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
+        for key in ("contains", "minContains", "maxContains"):
+            schema.pop(key, None)
+    if "const" in schema and isinstance(schema.get("enum"), list) and schema["const"] in schema["enum"]:
+        del schema["enum"]
+    if "discriminator" in schema and not ("oneOf" in schema and isinstance(schema["discriminator"], dict)):
+        del schema["discriminator"]
+    _whole_numbers(schema)
+
+
+def _whole_numbers(schema: dict[str, Any]) -> None:
+    """Removes ``multipleOf`` where being an integer is as much."""
+    step, types = schema.get("multipleOf"), types_of(schema)
+    if not isinstance(step, int | float) or isinstance(step, bool) or step <= 0:
+        return
+    if step == 1 and "number" in types:
+        types = list(dict.fromkeys("integer" if one == "number" else one for one in types))
+        schema["type"] = types if len(types) > 1 else types[0]
+    if "number" not in types and "integer" in types and (1 / step).is_integer():
+        del schema["multipleOf"]
+
+
+def types_of(schema: Mapping[str, Any]) -> list[Any]:
+    types = schema.get("type", [])
+    return types if isinstance(types, list) else [types]
+
+
+def refused(path: str, reason: str) -> InvalidField:
+    if len(path) > _MAX_SHOWN:
+        path = f"{path[: _MAX_SHOWN // 2]}...{path[-_MAX_SHOWN // 2 :]}"
+    return InvalidField("json_schema", path, f"at {path}: {reason}")
