@@ -205,7 +205,7 @@ def test_bounds_hold_in_tags_between_free_text(grammars: Grammars) -> None:
 @pytest.mark.parametrize("how", [{"style": "qwen_xml"}, {"excludes": ["b"]}, {"any_order": True}])
 def test_bounds_beside_what_would_drop_them_are_refused(grammars: Grammars, how: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
-    with pytest.raises(InvalidField, match="have the style json|is not supported: what"):
+    with pytest.raises(InvalidField, match=r"have the style json|is not supported: what"):
         grammars.compile(tag_of({"type": "json_schema", "json_schema": schema, **how}))
 
 
