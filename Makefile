@@ -14,6 +14,7 @@ ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo
 VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
 CLIENTS := .clients
+CODEX := $(CLIENTS)/node_modules/.bin/codex
 
 .PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit lock
 .DELETE_ON_ERROR:
@@ -105,8 +106,12 @@ $(VENV)/.browser: $(VENV)/.dev
 	touch $@
 
 # Other people's clients against a real server: langchain-tests, lm-eval, aiperf, schemathesis, in an environment of their own.
-test-clients: setup $(VENV)/.dev $(CLIENTS)/.installed
-	OUTRIDER_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest $(ARGS) tests/cluster/test_clients.py tests/unit/test_api_fuzz.py
+test-clients: setup $(VENV)/.dev $(CLIENTS)/.installed $(CODEX)
+	OUTRIDER_CLIENTS=$(CURDIR)/$(CLIENTS) OUTRIDER_CODEX=$(CURDIR)/$(CODEX) $(BIN)/pytest $(ARGS) tests/cluster/test_clients.py \
+	    tests/unit/test_api_fuzz.py tests/unit/test_codex.py
+
+$(CODEX):
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex@0.171.0
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)

@@ -64,6 +64,7 @@ SAMPLING = SamplingParams(
     top_logprobs=2,
     allowed_token_ids=(1, 2, 3),
     prompt_logprobs=1,
+    bad_words=((1,), (2, 3)),
     grammar=Grammar(GrammarKind.REGEX, "[a-z]+"),
 )
 LOGPROBS = (TokenLogprobs(-0.5, ((1, -0.5), (2, -1.0)), 1), TokenLogprobs(-2.0, ((3, -0.25),), 4))
