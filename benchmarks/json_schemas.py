@@ -3,7 +3,9 @@ unions and bounds."""
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 Schema = dict[str, Any]
 
@@ -37,6 +39,56 @@ _PATTERNS = (
 )
 _FORMATS = ("date", "time", "date-time", "email", "ipv4", "uuid", "uri")
 MAX_DEPTH = 3
+LENGTHS = (1, 2, 20, 64, 127, 129, 200, 300, 1000, 4000)
+
+Short = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Author(BaseModel):
+    name: Short
+    biography: str | None = Field(default=None, max_length=2000)
+
+
+class Article(BaseModel):
+    title: str = Field(max_length=200)
+    slug: str = Field(pattern="^[a-z0-9-]{1,80}$")
+    summary: str = Field(min_length=20, max_length=300)
+    authors: list[Author] = Field(min_length=1, max_length=50)
+    tags: list[Short] = Field(max_length=200)
+    labels: dict[str, Annotated[str, Field(max_length=100)]]
+
+
+def bounded_schemas() -> list[Schema]:
+    """Strings and lists with bounds from 1 to 4,000, alone and as pydantic writes them."""
+    string, words = {"type": "string"}, {"type": "array", "items": {"type": "string", "maxLength": 200}}
+    alone = [
+        schema | bounds
+        for num in LENGTHS
+        for schema, bounds in (
+            (string, {"maxLength": num}),
+            (string, {"minLength": num}),
+            (string, {"minLength": num, "maxLength": num}),
+            (string, {"minLength": num // 2, "maxLength": num}),
+            (words, {"maxItems": num}),
+        )
+    ]
+    several = {f"f{num}": string | {"maxLength": num} for num in LENGTHS}
+    return [*alone, {"type": "object", "properties": several}, Author.model_json_schema(), Article.model_json_schema()]
+
+
+def escaping_schemas() -> list[Schema]:
+    """Strings that JSON spells with escapes, each beside one with a bound."""
+    note = {"type": "string", "minLength": 1, "maxLength": 12}
+    patterns = (
+        '^"[a-z ]+"$',
+        r"^C:\\[a-z]+\\[a-z]+$",
+        "^[a-z]+\\n[a-z]+$",
+        r"^\S+$",
+        r'^["\\\t\u0001]{2,6}$',
+        "^[^a-z]{1,9}$",
+    )
+    texts = [{"type": "string", "pattern": pattern} for pattern in patterns]
+    return [{"type": "object", "properties": {"text": text, "note": note}, "required": ["text", "note"]} for text in texts]
 
 
 def make_schemas(num: int, seed: int = 0) -> list[Schema]:
@@ -53,7 +105,9 @@ def _any(rng: random.Random, depth: int) -> Schema:
 
 
 def _string(rng: random.Random) -> Schema:
-    bounds = rng.choice(({}, {"maxLength": 20}, {"minLength": 3, "maxLength": 12}, {"minLength": 2}))
+    bounds = rng.choice(
+        ({}, {"maxLength": 20}, {"minLength": 3, "maxLength": 12}, {"minLength": 2}, {"maxLength": 200}, {"maxLength": 4000})
+    )
     return {"type": "string", **bounds}
 
 

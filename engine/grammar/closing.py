@@ -40,6 +40,9 @@ _FILLERS = (b"a", b"0", b"A")
 _NUM_FILLERS: tuple[int, ...] = (*range(1, 17), 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
+Goal = Callable[[NDArray[np.int32], bytes], bool]  # of the mask at a place, and of the bytes that lead there
+
+
 @dataclass(slots=True)
 class JsonScan:
     """Whether bytes end inside a string of JSON."""
@@ -103,7 +106,7 @@ class Closing:
         self._known_texts.clear()
         try:
             if not self._is_greedy:
-                return self._search(matcher, self._vocabulary.allows_end)
+                return self._search(matcher, lambda mask, _: self._vocabulary.allows_end(mask))
             return self._of_json(matcher, scan)
         except _TooDearError:
             return None
@@ -217,10 +220,14 @@ class Closing:
         known = self._known_texts.get(place)
         if known is not None and matcher.fork().accept_string(known + b'"'):
             return known
-        found = self._repeated(matcher) or self._search(matcher, lambda mask: 0x22 in self._vocabulary.allowed_bytes(mask))
+        found = self._repeated(matcher) or self._search(matcher, self._ends_text)
         if found:
             self._known_texts[place] = found
         return found
+
+    def _ends_text(self, mask: NDArray[np.int32], out: bytes) -> bool:
+        is_escaped = (len(out) - len(out.rstrip(b"\\"))) % 2 == 1
+        return not is_escaped and 0x22 in self._vocabulary.allowed_bytes(mask)
 
     def _repeated(self, matcher: GrammarMatcher) -> bytes | None:
         """One character as often as it takes."""
@@ -246,7 +253,7 @@ class Closing:
                 return None
         return None
 
-    def _search(self, matcher: GrammarMatcher, is_goal: Callable[[NDArray[np.int32]], bool]) -> bytes | None:
+    def _search(self, matcher: GrammarMatcher, is_goal: Goal) -> bytes | None:
         """Over few bytes first, then, if that has found nothing at two thirds of what may still be spent, over more."""
         spared = self._cost_left // 3
         self._cost_left -= spared
@@ -257,16 +264,14 @@ class Closing:
         self._cost_left += spared
         return self._search_over(MANY, matcher, is_goal) if found is None else found
 
-    def _search_over(
-        self, num_bytes: int, matcher: GrammarMatcher, is_goal: Callable[[NDArray[np.int32]], bool]
-    ) -> bytes | None:
+    def _search_over(self, num_bytes: int, matcher: GrammarMatcher, is_goal: Goal) -> bytes | None:
         """Breadth first, states with the same mask once per length."""
         self._fill(matcher)
         nodes = [(matcher.fork(), self._mask.copy(), b"")]
         for _ in range(MAX_BYTES):
             following: dict[bytes, tuple[GrammarMatcher, NDArray[np.int32], bytes]] = {}
             for state, mask, out in nodes:
-                if is_goal(mask):
+                if is_goal(mask, out):
                     return out
                 for byte in samples(self._vocabulary.allowed_bytes(mask), num_bytes):
                     child = state.fork()
@@ -303,13 +308,15 @@ def _is_in_string(allowed: NDArray[np.int64]) -> bool:
 
 
 def samples(allowed: NDArray[np.int64], num_bytes: int = MANY) -> list[int]:
-    """Bytes to try for all allowed ones: of letters and digits a few, since patterns seldom tell them apart."""
+    """Bytes to try for all allowed ones: of letters and digits a few, since patterns seldom tell them apart; a backslash
+    last, where many are tried."""
     every: list[int] = allowed.tolist()
     plain = [byte for byte in every if byte < 128 and byte != 0x5C]
     if not plain:
         return every[:num_bytes]
+    escape = [0x5C] if num_bytes == MANY and 0x5C in every else []
     if len(plain) <= num_bytes:
-        return plain
+        return [*plain, *escape]
     chars = [chr(byte) for byte in plain]
     few = [
         char
@@ -317,4 +324,4 @@ def samples(allowed: NDArray[np.int64], num_bytes: int = MANY) -> list[int]:
         for char in list(filter(kind, chars))[: 2 if num_bytes == MANY else 1]
     ]
     others = sorted((char for char in chars if not char.isalnum()), key=lambda char: (char not in _SEPARATORS, char))
-    return [ord(char) for char in (*few, *(others if num_bytes == MANY else others[:num_bytes]))]
+    return [*(ord(char) for char in (*few, *(others if num_bytes == MANY else others[:num_bytes]))), *escape]

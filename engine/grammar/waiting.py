@@ -134,4 +134,5 @@ class PendingGrammars:
 
 
 def _too_slow() -> GrammarRefusal:
-    return GrammarRefusal(f"its grammar was not compiled within {COMPILE_S:g} seconds")
+    """The API's check has limited what it costs: this machine is loaded."""
+    return GrammarRefusal(f"its grammar was not compiled within {COMPILE_S:g} seconds; try again later", is_busy=True)

@@ -16,4 +16,5 @@ def test_answers_are_valid_end_and_do_not_depend_on_drafts(model_folder: object,
     fractions = {name: figure for name, figure in result.figures.items() if "fraction" in name}
     assert set(fractions.values()) == {1.0}
     assert len(fractions) == 6
+    assert 0 < result.figures["compile_cpu_s.max"] < 1
     assert result.figures["structured_speedup.batch_1"] > 0

@@ -157,6 +157,15 @@ def test_an_escape_is_one_character(
         assert not takes(found, f'"{text}"'), text
 
 
+@pytest.mark.parametrize("pattern", ['^"[a-z ]+"$', r"^C:\\[a-z]+\\[a-z]+$", r"^[a-z]+\n[a-z]+$", r'^["\\]{3}x$', r"^a\\$"])
+def test_an_end_is_found_through_escapes(grammars: Grammars, pattern: str) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 1}
+    grammar = compiled(grammars, schema)
+    jsonschema.validate(json.loads(grammar.shortest), schema)
+    tag = tag_of({"type": "json_schema", "json_schema": schema})
+    jsonschema.validate(json.loads(grammars.compile(tag).shortest), schema)
+
+
 @pytest.mark.parametrize("pattern", [r"\bword\b", r"(a)\1", r"\p{L}", r"\cA", "[b-a]", "[]", r"^[\ud800]$", "[a"])
 def test_patterns_that_cannot_be_spelled_are_refused(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(InvalidField):

@@ -75,7 +75,7 @@ def test_a_compile_that_takes_too_long_holds_up_no_other(slow: SlowGrammars) -> 
     slow.may_end[B].set()
     refused = waiter.finished(waiting.COMPILE_S)
     assert list(refused) == ["a"]
-    assert refused["a"] == GrammarRefusal("its grammar was not compiled within 30 seconds")
+    assert refused["a"] == GrammarRefusal("its grammar was not compiled within 30 seconds; try again later", is_busy=True)
     assert isinstance(waiter.next_finished(waiting.COMPILE_S)["b"], CompiledGrammar)
     assert waiter.pending.refusal(A) == refused["a"]
     slow.may_end[A].set()
