@@ -32,8 +32,8 @@ class ModelConfig(Section):
 
     name: str = Field(default="smollm2-135m", min_length=1)  # an embedded model (`outrider models`), or a folder
     max_model_len: Count = 2048  # prompt and output together; at most the model's own
-    # auto: calls without sampling parameters get those of the model's generation_config.json; none: OpenAI's defaults.
-    generation_config: Literal["auto", "none"] = "auto"
+    # model: calls without sampling parameters get those of the model's generation_config.json; none: OpenAI's defaults.
+    generation_config: Literal["model", "none"] = "model"
 
 
 LONG_PASS = 2048  # rows, as vLLM takes by default

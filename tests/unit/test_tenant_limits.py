@@ -1,6 +1,7 @@
 """Limits of tenants: budgets, refusals and refunds, and shares of the queue."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,17 @@ def test_tenants_cannot_make_any_number_of_series() -> None:
     text = metrics.render(None).decode()
     assert text.count("outrider_tenant_over_budget_total{") == MAX_TENANTS + 1
     assert f'outrider_tenant_over_budget_total{{budget="tokens",tenant="other"}} {MAX_TENANTS}.0' in text
+
+
+async def test_a_call_without_a_limit_reserves_less_than_the_context(tmp_path: Path) -> None:
+    """And is charged in the end for what it used."""
+    async with limited(tmp_path, tokens_per_minute=4000) as (http, cluster):
+        cluster.info = replace(cluster.info, max_model_len=100_000)
+        answer = await http.post(CHAT, json=chat_body(), headers=auth("sk-one"))
+        assert answer.status_code == 200, answer.text
+        assert cluster.requests[0].sampling.max_tokens > 99_000
+        headers = (await http.post(CHAT, json=chat_body(max_tokens=1), headers=auth("sk-one"))).headers
+        used = answer.json()["usage"]["total_tokens"]
+        assert 4000 - 2 * used - 1 <= int(headers["x-ratelimit-remaining-tokens"]) < 4000
+        refused = await http.post(CHAT, json=chat_body(max_tokens=50_000), headers=auth("sk-one"))
+        assert refused.json()["error"]["code"] == "tokens_per_minute_exceeded"
