@@ -1,10 +1,11 @@
 """Reads a YAML file into a pydantic model and reports all problems at once.
 
-Each problem names the line, the path of the key and the value; an unknown key names the nearest known one.
+Each problem names the line, the path of the key and the value; an unknown key or name comes with the nearest known one.
 """
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +151,10 @@ def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Prob
         loc, message = (*loc, "kind"), f"must be one of {context['expected_tags']}, got {context['tag']!r}"
     elif kind == "value_error":
         message = str(context["error"])  # from our validators, which name the value
+    elif kind == "literal_error":
+        choices = str(context["expected"])
+        nearest = _nearest(str(detail["input"]), re.findall("'([^']+)'", choices), 0.6)
+        message = f"must be {choices}{nearest and f' ({nearest})'}{got}"
     else:
         text = detail["msg"].removesuffix(" (strict)").replace("Input should be", "must be")
         message = text.replace("a valid dictionary or object to extract fields from", "a section of keys") + got
@@ -165,9 +170,14 @@ def _line(loc: Loc, lines: dict[Loc, int]) -> int | None:
 
 def _unknown_key(key: str, owner: type[BaseModel] | None) -> str:
     known = list(owner.model_fields) if owner else []
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"known here: {', '.join(known)}"
+    hint = _nearest(key, known) or f"known here: {', '.join(known)}"
     return f"unknown key; {hint}"
+
+
+def _nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+    """A question for the known name that is close, if there is one."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def _dotted(loc: Loc) -> str:

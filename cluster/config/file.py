@@ -135,6 +135,49 @@ class TransportConfig(Section):
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$", max_length=256)]
 
 
+# `deploy.api.tool_formats.registry` and `deploy.api.tools` hold them; most are names of vLLM's parsers.
+ToolCallParser = Literal[
+    "none",
+    "hermes",
+    "qwen3_json",
+    "granite4",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+    "mistral_v11",
+    "openai",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "kimi_k2",
+    "glm45",
+    "glm47",
+    "qwen3_coder",
+    "qwen3_xml",
+    "minimax_m2",
+    "granite",
+    "pythonic",
+    "llama4_pythonic",
+    "gemma3",
+    "olmo3",
+]
+ReasoningParser = Literal[
+    "none",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax_m2",
+    "olmo3",
+    "mistral",
+    "seed_oss",
+    "openai_gptoss",
+]
+
+
 class ApiConfig(Section):
     """The HTTP server and its limits."""
 
@@ -155,8 +198,8 @@ class ApiConfig(Section):
     )
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
     # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.
-    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = None
-    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = None
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
     at_most = (("replicas", "max_concurrent_requests"), ("replicas", "max_queued_requests"))
 

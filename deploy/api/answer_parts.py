@@ -5,7 +5,7 @@ The parts do not depend on how the text is split: text that may begin a marker i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class CallStart:
 
     index: int
     name: str
+    id: str | None = None  # as the model writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,26 @@ class Arguments:
 
 
 Part = Text | Reasoning | CallStart | Arguments
+Opening = Literal["answer", "reasoning", "either"]  # what an answer begins with
 
 
 class PartParser(Protocol):
-    is_cut: bool  # after the end: amid the arguments of a call
+    @property
+    def is_cut(self) -> bool:
+        """After the end: whether that was amid the arguments of a call."""
 
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self) -> list[Part]:
         """What was held back, at the end of the answer."""
+
+
+class ReasoningParser(PartParser, Protocol):
+    """A parser of whole answers."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
 
 
 class PlainText:

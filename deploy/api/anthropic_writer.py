@@ -104,9 +104,9 @@ class AnthropicWriter:
                 yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
                 self._blocks[-1]["thinking"] += text
                 yield self._delta(type="thinking_delta", thinking=text)
-            case CallStart(index, name):
+            case CallStart(name=name):
                 yield from self._end_block()
-                yield from self._begin({"type": "tool_use", "id": call_id(self._choice, index), "name": name, "input": {}})
+                yield from self._begin({"type": "tool_use", "id": call_id(self._choice, part), "name": name, "input": {}})
             case Arguments(_, text):
                 self._arguments += text
                 yield self._delta(type="input_json_delta", partial_json=text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
-from deploy.api.answer_parts import AnswerParser, CallStart, Part, merged
+from deploy.api.answer_parts import CallStart, Part, ReasoningParser, merged
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.stops import StopMatcher
@@ -58,7 +58,7 @@ class OutputOptions:
     skip_special_tokens: bool = True  # they add no text
     include_stop: bool = False  # the stop string or token is part of the text
     echo: str | None = None  # text put before the answer
-    new_parser: Callable[[], AnswerParser] | None = None  # of tool calls and reasoning
+    new_parser: Callable[[], ReasoningParser] | None = None  # of tool calls and reasoning
     shown: Collection[int] = ()  # special tokens that are text
     short_ids: bool = False  # of tool calls
     prompt_logprobs: bool = False  # report them, beside what ``echo`` reports

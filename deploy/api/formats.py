@@ -91,7 +91,7 @@ class ChatFormat(_Format):
                     fields["reasoning_content"] = fields.get("reasoning_content", "") + text
                 case CallStart(index, name):
                     function = {"name": name, "arguments": ""}
-                    calls[index] = {"index": index, "id": call_id(choice, index), "type": "function", "function": function}
+                    calls[index] = {"index": index, "id": call_id(choice, part), "type": "function", "function": function}
                 case Arguments(index, text):
                     call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                     call["function"]["arguments"] += text
@@ -203,9 +203,11 @@ def parts_of(choice: Choice, delta: Delta) -> Sequence[Part]:
     return (Text(delta.text),) if delta.text else ()
 
 
-def call_id(choice: Choice, index: int) -> str:
-    """The id of a tool call. Letters and digits at its end, nine of which Mistral's templates ask for."""
-    digest = hashlib.sha256(f"{choice.request.id} {index}".encode()).hexdigest()
+def call_id(choice: Choice, call: CallStart) -> str:
+    """The model's id of a tool call, or a new one with letters and digits at its end: Mistral's templates ask for nine."""
+    if call.id is not None:
+        return call.id
+    digest = hashlib.sha256(f"{choice.request.id} {call.index}".encode()).hexdigest()
     return digest[:9] if choice.options.short_ids else f"call_{digest[:24]}"
 
 

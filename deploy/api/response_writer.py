@@ -116,7 +116,6 @@ class ResponseWriter:
             yield from self._end_item("incomplete" if is_cut else "completed")
 
     def _add(self, part: Part) -> Iterator[Event]:
-        index = len(self._items) - 1
         match part:
             case Text(text):
                 yield from self._begin("message")
@@ -127,10 +126,10 @@ class ResponseWriter:
                 yield from self._begin("reasoning")
                 self._items[-1]["content"][0]["text"] += text
                 yield self._at("response.reasoning_text.delta", content_index=0, delta=text)
-            case CallStart(index, name):
+            case CallStart():
                 yield from self._end_item()
                 self._input = ""
-                self._items.append(self._call_item(index, name))
+                self._items.append(self._call_item(part))
                 yield self._at("response.output_item.added", item=dict(self._items[-1]))
             case Arguments(_, text):
                 if self._items[-1]["type"] == "custom_tool_call":
@@ -139,14 +138,14 @@ class ResponseWriter:
                     self._items[-1]["arguments"] += text
                     yield self._at("response.function_call_arguments.delta", delta=text)
 
-    def _call_item(self, index: int, name: str) -> dict[str, Any]:
-        tool = self._tools.get(name)
+    def _call_item(self, call: CallStart) -> dict[str, Any]:
+        tool = self._tools.get(call.name)
         is_custom = tool is not None and tool.is_custom
         item: dict[str, Any] = {
             "type": "custom_tool_call" if is_custom else "function_call",
             "id": f"{'ctc' if is_custom else 'fc'}_{self._id[5:]}_{len(self._items)}",
-            "call_id": call_id(self._choice, index),
-            "name": name if tool is None else tool.name,
+            "call_id": call_id(self._choice, call),
+            "name": call.name if tool is None else tool.name,
             "input" if is_custom else "arguments": "",
             "status": "in_progress",
         }

@@ -194,10 +194,11 @@ class Service:
             fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
         asked = self._form.grammar(use, opening, grammar_of(fields))
+        new_parser = self._form.new_parser(use, opening)
         options = OutputOptions(
-            new_parser=self._form.new_parser(use, opening),
-            shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
-            short_ids=self._form.calls == "mistral",
+            new_parser=new_parser,
+            shown=() if new_parser is None else self._form.shown,
+            short_ids=self._form.calls is not None and self._form.calls.short_ids,
         )
         return await self._call(request, fields, [prompt], self._chat_format, options, asked, translated)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cluster.config import ApiConfig, ObservabilityConfig, SloConfig
+from cluster.config import ApiConfig, ObservabilityConfig, ReasoningParser, SloConfig, ToolCallParser
 
 # Calls beyond those running or queued: bodies being received, answers being sent.
 SPARE_CALLS = 64
@@ -35,8 +35,8 @@ class ApiSettings:
     status_ttl_s: float = 1.0  # how long the cluster's status is cached
     retry_after_s: float = 1.0  # Retry-After of 429 and 503
     unknown_fields: Literal["warn", "refuse"] = _DEFAULTS.unknown_fields
-    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = _DEFAULTS.tool_call_parser
-    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = _DEFAULTS.reasoning_parser
+    tool_call_parser: ToolCallParser | None = _DEFAULTS.tool_call_parser
+    reasoning_parser: ReasoningParser | None = _DEFAULTS.reasoning_parser
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
     slo: SloConfig = _NO_CLASSES  # classes that calls may name
     observability: ObservabilityConfig = _UNOBSERVED

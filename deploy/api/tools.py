@@ -3,22 +3,22 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from cluster.grammar import Grammar, GrammarKind
-from deploy.api.answer_parts import AnswerParser, PlainText
-from deploy.api.chat_template import ChatTemplate
+from deploy.api.answer_parts import AnswerParser, Opening, PlainText, ReasoningParser
 from deploy.api.errors import bad_request
+from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, format_of, marker_of, pattern, sequence, spelled, tag
 from deploy.api.messages import NamedTool, Tool
+from deploy.api.reasoning import REASONING, reasoning_in
 from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_named
 from deploy.api.tokenizer import Tokenizer
-from deploy.api.tool_grammar import Format, ToolGrammar, format_of, marker_of
-from deploy.api.tool_parsers import TOOL_PARSERS
+from deploy.api.tool_formats import harmony
+from deploy.api.tool_formats.form import CallForm
+from deploy.api.tool_formats.registry import HARMONY, HERMES, form_of, name_in
+from deploy.api.tool_grammar import ToolGrammar
 
-REASONING = ("<think>", "</think>")
-_MARKERS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *REASONING, "<tool_call>", "</tool_call>")
 _TAIL_TOKENS = 16  # of a prompt, in which reasoning may begin or end
 
 
@@ -41,32 +41,33 @@ class AnswerForm:
     """How answers of the served model are written.
 
     Args:
-        calls: name of the form of tool calls (`tool_parsers`); None: not known.
-        with_args: Mistral's newer form, ``[TOOL_CALLS]name[ARGS]{...}``.
-        thinks: answers may begin with reasoning.
+        calls: the form of tool calls; None: not known.
+        reasoning: begin and end of reasoning; None: answers have none.
         always: they begin with it, whatever the prompt ends with.
+        on_channels: all of an answer is harmony's messages.
     """
 
-    calls: str | None = "hermes"
-    with_args: bool = False
-    thinks: bool = False
+    calls: CallForm | None = HERMES
+    reasoning: tuple[str, str] | None = None
     always: bool = False
+    on_channels: bool = False
     marker_ids: dict[str, int] = field(default_factory=dict)  # special tokens that are markers
+    shown: frozenset[int] = frozenset()  # special tokens that the parser is to see
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: ApiSettings) -> "AnswerForm":
         """As configured, or as the chat template shows."""
         template = tokenizer.chat_template
-        source = "" if template is None else template.source
-        calls = settings.tool_call_parser
-        reasoning = settings.reasoning_parser
-        return cls(
-            calls=None if calls == "none" else _form_in(template) if calls is None else calls,
-            with_args="[ARGS]" in source,
-            thinks=REASONING[1] in source if reasoning is None else reasoning != "none",
-            always=reasoning == "deepseek_r1",
-            marker_ids={marker: i for marker in _MARKERS if (i := tokenizer.special_id(marker)) is not None},
-        )
+        name = settings.tool_call_parser or name_in(template) or "none"
+        thinks = settings.reasoning_parser or reasoning_in("" if template is None else template.source)
+        calls = None if name == "none" else form_of(name, template)
+        on_channels = thinks == "openai_gptoss" or calls is HARMONY
+        reasoning = REASONING.get("openai_gptoss" if on_channels else thinks)
+        markers = {*(calls.markers if calls else ()), *(reasoning or ()), *(HARMONY.markers if on_channels else ())}
+        marker_ids = {marker: i for marker in sorted(markers) if (i := tokenizer.special_id(marker)) is not None}
+        inner = [tokenizer.special_id(marker) for marker in (calls.inner_markers if calls else ())]
+        shown = frozenset([*marker_ids.values(), *(i for i in inner if i is not None)])
+        return cls(calls, reasoning, thinks == "deepseek_r1", on_channels, marker_ids, shown)
 
     def use_of(self, fields: ChatRequest) -> ToolUse:
         """Raises ApiError: a choice of tools that are not given, or tools for a model whose calls cannot be parsed."""
@@ -89,27 +90,32 @@ class AnswerForm:
             return ToolUse(tools, True, bool(fields.parallel_tool_calls) and choice == "required")
         return ToolUse(tools, False, fields.parallel_tool_calls is not False)
 
-    def new_parser(self, use: ToolUse, opening: "Opening") -> Callable[[], AnswerParser] | None:
+    def new_parser(self, use: ToolUse, opening: Opening) -> Callable[[], ReasoningParser] | None:
         """Makes a parser for each choice of a call; None: answers are content alone."""
-        thinks = self.thinks and opening != "answer"
-        if not use.tools and not thinks:
+        if self.on_channels:
+            return lambda: harmony.HarmonyParser(use.tools if self.calls is HARMONY else (), opening)
+        markers = None if opening == "answer" else self.reasoning
+        calls = self.calls if use.tools else None
+        if calls is None and markers is None:
             return None
-        names = [tool.function.name for tool in use.tools]
-        form = TOOL_PARSERS[self.calls] if use.tools and self.calls else None
         return lambda: AnswerParser(
-            PlainText() if form is None else form(names), REASONING if thinks else None, is_open=opening == "reasoning"
+            PlainText() if calls is None else calls.parser(use.tools), markers, is_open=opening == "reasoning"
         )
 
-    def opening(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> "Opening":
+    def opening(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Opening:
         """What an answer to the prompt begins with."""
-        if not self.thinks:
+        if self.reasoning is None:
             return "answer"
         tail = tokenizer.text_of(prompt_ids[-_TAIL_TOKENS:]).rstrip()
-        if tail.endswith(REASONING[1]):
+        begin, end = self.reasoning
+        if self.on_channels:
+            is_next = tail.endswith(f"{harmony.START}assistant")
+            return "either" if is_next else "reasoning" if tail.endswith(begin) else "answer"
+        if tail.endswith(end):
             return "answer"
-        return "reasoning" if self.always or tail.endswith(REASONING[0]) else "either"
+        return "reasoning" if self.always or tail.endswith(begin) else "either"
 
-    def grammar(self, use: ToolUse, opening: "Opening", asked: tuple[str, Grammar] | None) -> tuple[str, Grammar] | None:
+    def grammar(self, use: ToolUse, opening: Opening, asked: tuple[str, Grammar] | None) -> tuple[str, Grammar] | None:
         """The grammar of the whole answer, and the field that asks for it.
 
         Args:
@@ -123,56 +129,40 @@ class AnswerForm:
             content = tools.calls()
         elif asked is not None:
             field = asked[0]
-            if tools is None and (not self.thinks or opening == "answer"):
+            if tools is None and (self.reasoning is None or opening == "answer"):
                 return asked
-            content = format_of(*asked)
+            content = sequence([*self._text_begin(opening), format_of(*asked)])
             if tools is not None:
-                content = {"type": "or", "elements": [tools.calls(), content]}
+                content = any_of([tools.calls(), content])
         elif tools is not None and use.is_constrained:
             content = tools.text_or_calls()
         else:
             return None
-        parts = [*self._reasoning_format(opening), content]
-        tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts} if len(parts) > 1 else content}
-        return field, grammar_named(field, GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+        whole = {"type": "structural_tag", "format": sequence([*self._reasoning_format(opening), content])}
+        return field, grammar_named(field, GrammarKind.STRUCTURAL_TAG, json.dumps(whole, ensure_ascii=False))
 
     def _tool_grammar(self, use: ToolUse) -> ToolGrammar | None:
         if self.calls is None or not use.tools:
             return None
-        return ToolGrammar(self.calls, self.with_args, self.marker_ids, use.tools, use.parallel)
+        return ToolGrammar(self.calls, self.marker_ids, use.tools, use.parallel)
 
-    def _reasoning_format(self, opening: "Opening") -> list[Format]:
-        if not self.thinks or opening == "answer":
+    def _text_begin(self, opening: Opening) -> list[Format]:
+        """What stands between reasoning and content."""
+        if not self.on_channels or opening == "answer":
             return []
-        begin, end = (marker_of(marker, self.marker_ids) for marker in REASONING)
-        thought = {
-            "type": "tag",
-            "begin": "" if opening == "reasoning" else begin,
-            "content": {"type": "any_text"},
-            "end": [f"{end}\n\n", end] if isinstance(end, str) else end,
-        }
-        return [thought if opening == "reasoning" else {"type": "optional", "content": thought}, *_after(end)]
+        return spelled([HARMONY.text_begin], self.marker_ids)
 
-
-def _after(end: str | Format) -> list[Format]:
-    """The blank line after reasoning that a token ends."""
-    return [] if isinstance(end, str) else [{"type": "regex", "pattern": r"(\n\n)?"}]
-
-
-Opening = Literal["answer", "reasoning", "either"]
-
-
-def _form_in(template: ChatTemplate | None) -> str | None:
-    """The form of calls that a template teaches. One that knows no tools is given `tool_prompts`."""
-    if template is None:
-        return None
-    source = template.source
-    if not template.knows_tools:
-        return "hermes"
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
-        return "hermes"
-    if "<|python_tag|>" in source or '"parameters": ' in source:
-        return "llama3_json"
-    return None
+    def _reasoning_format(self, opening: Opening) -> list[Format]:
+        if self.reasoning is None or opening == "answer":
+            return []
+        end = marker_of(self.reasoning[1], self.marker_ids)
+        ends = [f"{end}\n\n", end] if isinstance(end, str) and not self.on_channels else end
+        pieces: list[str | Format] = [tag("", ANY_TEXT, ends)]
+        if self.on_channels:
+            pieces.append(f"{harmony.START}assistant")
+        elif not isinstance(end, str):  # the blank line after reasoning that a token ends
+            pieces.append(pattern(r"(\n\n)?"))
+        if opening == "reasoning":
+            return spelled(pieces, self.marker_ids)
+        thought = sequence(spelled([self.reasoning[0], *pieces], self.marker_ids))
+        return [{"type": "optional", "content": thought}]

@@ -131,26 +131,33 @@ async def test_a_prompt_that_ends_reasoning_has_none() -> None:
         assert "reasoning_content" not in choice["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_on_channels_are_reasoning_content_and_calls(stream: bool) -> None:
+    """Their markers are special tokens of the test's tokenizer, or text; neither is content."""
+    template = CHAT_TEMPLATE + "{# <|channel|><|message|> #}{% if tools %}{% endif %}"
+    begun = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    called = f'{begun}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{{"city": "東京"}}'
+    for text, expected in ((f"{begun}<|channel|>final<|message|>the answer", "the answer"), (called, None)):
+        async with answering(text, template) as (http, _):
+            fields = {"tools": TOOLS, "max_tokens": 200}
+            if stream:
+                message, finish = await streamed(http, **fields)
+                calls = [{name: call[name] for name in ("name", "arguments")} for call in message["calls"].values()]
+            else:
+                (choice,) = (await http.post(CHAT, json=chat_body(**fields))).json()["choices"]
+                message, finish = choice["message"], choice["finish_reason"]
+                calls = [call["function"] for call in message.get("tool_calls", ())]
+            assert (message["reasoning_content"], message.get("content")) == ("why", expected)
+            assert calls == ([] if expected else [{"name": "get_weather", "arguments": '{"city": "東京"}'}])
+            assert finish == ("stop" if expected else "tool_calls")
+
+
 def form_of(template: str = CHAT_TEMPLATE, **settings: Any) -> AnswerForm:
     return AnswerForm.of(Tokenizer(fast_tokenizer(), ChatTemplate(template, {})), ApiSettings(**settings))
 
 
-TEMPLATES = {
-    "hermes": "{{ tools }} <tool_call>",
-    "mistral": "{{ tools }} [TOOL_CALLS]",
-    "llama3_json": '{{ tools }} {"name": function name, "parameters": ...}',
-    None: "{{ tools }} <tool_call><function=name>",
-}
-
-
-@pytest.mark.parametrize("calls", TEMPLATES)
-def test_the_form_of_calls_is_the_template_s(calls: str | None) -> None:
-    assert form_of(TEMPLATES[calls]).calls == calls
-    assert form_of(TEMPLATES[calls], tool_call_parser="mistral").calls == "mistral"
-
-
 def test_tools_of_an_unknown_form_are_refused() -> None:
-    form = form_of(TEMPLATES[None])
+    form = form_of("{{ tools }} <call>")
     fields = ChatRequest.model_validate(chat_body(tools=TOOLS))
     with pytest.raises(ApiError, match=r"tools: .*tool_call_parser"):
         form.use_of(fields)

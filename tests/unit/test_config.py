@@ -122,6 +122,8 @@ zzz: 1
         ("slo: {default: fast}", "slo", 1, "default must be one of classes (there are none), got 'fast'"),
         ("slo:\n  classes: {custom: {}}", "slo", 1, "classes must not be named 'custom'"),
         ("slo:\n  classes:\n    fast: {tpot_ms: 0}", "slo.classes.fast.tpot_ms", 3, "greater than or equal to 0.001, got 0"),
+        ("api: {tool_call_parser: qwen_coder}", "api.tool_call_parser", 1, "(did you mean 'qwen3_coder'?), got 'qwen_c"),
+        ("api: {reasoning_parser: gptoss}", "api.reasoning_parser", 1, "(did you mean 'openai_gptoss'?), got 'gptoss'"),
         ("slo:\n  classes:\n    fast: {tpt_ms: 5}", "slo.classes.fast.tpt_ms", 3, "did you mean 'tpot_ms'?"),
         ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
         ("target: {engine: vllm, max_pass_tokens: -5}", "target.max_pass_tokens", 1, "equal to 1 or 'auto', got -5"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.grammar import Grammar, GrammarKind
+from deploy.api.reasoning import THINK
 from deploy.api.tools import AnswerForm, ToolUse
 from engine.grammar.compiling import Grammars, grammars_of
 from engine.grammar.state import GrammarState
@@ -30,7 +31,7 @@ def grammars(tiny_model_folder: Path) -> Grammars:
 def state(grammars: Grammars) -> GrammarState:
     """Of an answer whose prompt opened the reasoning."""
     asked = ("response_format", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
-    found = AnswerForm(thinks=True).grammar(ToolUse(), "reasoning", asked)
+    found = AnswerForm(reasoning=THINK).grammar(ToolUse(), "reasoning", asked)
     assert found is not None
     return GrammarState(grammars.compile(found[1]), (), 200)
 

@@ -1,18 +1,24 @@
 """Grammars of answers with tool calls and reasoning, and that their calls are parsed."""
 
 import json
+import random
 import re
 from collections.abc import Collection
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 import xgrammar
 
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from deploy.api.answer_parts import CallStart
+from deploy.api.answer_parts import Arguments, CallStart, Opening, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool
-from deploy.api.tools import REASONING, AnswerForm, Opening, ToolUse
+from deploy.api.reasoning import REASONING, THINK
+from deploy.api.tool_formats.registry import CALL_FORMS, HARMONY
+from deploy.api.tools import AnswerForm, ToolUse
+from engine.grammar.tag_rules import checked_tag
 
 PARIS = '{"city": "Paris"}'
 PARAMETERS = {
@@ -28,7 +34,7 @@ NOW = Tool.model_validate({"type": "function", "function": {"name": "now"}})
 LOOSE = Tool.model_validate({"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}})
 
 EOS = 256
-MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", *REASONING)
+MARKERS = (*sorted({marker for form in CALL_FORMS.values() for marker in form.markers}), *THINK)
 IDS = {marker: EOS + 1 + i for i, marker in enumerate(MARKERS)}
 # As `engine.grammar.vocabulary` spells them: 256 one-byte tokens, the end, and special tokens that are no text.
 VOCABULARY = [*(bytes([i]) for i in range(256)), b"", *(b"\xff%d" % i for i in IDS.values())]
@@ -36,28 +42,67 @@ COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=len(VOCABULARY), stop_token_ids=[EOS]),
     max_threads=1,
 )
-# Form, whether Mistral's newer one, markers that are special tokens, a call, and what separates two.
-FORMS: dict[str, tuple[str, bool, tuple[str, ...], str, str]] = {
-    "hermes": ("hermes", False, (), '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "\n"),
-    "hermes, special": (
-        "hermes",
-        False,
-        ("<tool_call>", "</tool_call>"),
-        '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
+DSML = "｜DSML｜"
+HARMONY_CALL = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s"
+# A call, what separates two, and what stands before the first and after the last.
+FORMS: dict[str, tuple[str, str, str, str]] = {
+    "hermes": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "\n", "", ""),
+    "mistral": ('{"name": "%s", "arguments": %s}', ", ", "[TOOL_CALLS] [", "]"),
+    "mistral_v11": ("[TOOL_CALLS]%s[ARGS]%s", "", "", ""),
+    "llama3_json": ('{"name": "%s", "parameters": %s}', "; ", "", ""),
+    "granite": ('{"name": "%s", "arguments": %s}', ", ", "<|tool_call|>[", "]"),
+    "deepseek_v3": (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>",
         "\n",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
     ),
-    "mistral": ("mistral", False, (), '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]', ", "),
-    "mistral, special": (
-        "mistral",
-        False,
-        ("[TOOL_CALLS]",),
-        '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]',
-        ", ",
+    "deepseek_v31": (
+        "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
     ),
-    "mistral 11": ("mistral", True, (), "[TOOL_CALLS]%s[ARGS]%s", ""),
-    "mistral 11, special": ("mistral", True, ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]%s[ARGS]%s", ""),
-    "llama3_json": ("llama3_json", False, (), '{"name": "%s", "parameters": %s}', "; "),
+    "kimi_k2": (
+        "<|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek_v32": (
+        f'<{DSML}invoke name="%s">\n%s</{DSML}invoke>',
+        "\n",
+        f"<{DSML}function_calls>\n",
+        f"\n</{DSML}function_calls>",
+    ),
+    "glm45": ("<tool_call>%s\n%s</tool_call>", "\n", "", ""),
+    "qwen3_coder": ("<tool_call>\n<function=%s>\n%s</function>\n</tool_call>", "\n", "", ""),
+    "minimax_m2": ('<invoke name="%s">\n%s</invoke>', "\n", "<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+    "pythonic": ("%s(%s)", ", ", "[", "]"),
+    "gemma3": ("%s(%s)", "\n", "```tool_code\n", "\n```"),
 }
+# One argument where it is not JSON. In `deepseek_v32` it is a string.
+ELEMENTS = {
+    "deepseek_v32": f'<{DSML}parameter name="%s" string="true">%s</{DSML}parameter>\n',
+    "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n",
+    "qwen3_coder": "<parameter=%s>%s</parameter>\n",
+    "minimax_m2": '<parameter name="%s">%s</parameter>\n',
+    "pythonic": '%s="%s"',
+    "gemma3": '%s="%s"',
+}
+
+
+def arguments_in(form: str, **arguments: str) -> str:
+    if form not in ELEMENTS:
+        return json.dumps(arguments)
+    return "".join(ELEMENTS[form] % item for item in arguments.items())
+
+
+def calls_in(form: str, *calls: tuple[str, dict[str, str]]) -> str:
+    call, separator, begin, end = FORMS[form]
+    written = [call % (name, arguments_in(form, **arguments)) for name, arguments in calls]
+    # A tool without a schema may be called with any arguments, as an object that is unpacked.
+    return f"{begin}{separator.join(written)}{end}"
 
 
 def accepts(asked: tuple[str, Grammar] | None, text: str, special: Collection[str] = ()) -> bool:
@@ -71,56 +116,135 @@ def accepts(asked: tuple[str, Grammar] | None, text: str, special: Collection[st
     return all(matcher.accept_token(i) for i in token_ids) and matcher.accept_token(EOS)
 
 
-def two_calls(form: str) -> str:
-    _, with_args, _, call, separator = FORMS[form]
-    first, second = call % ("get_weather", PARIS), call % ("now", "{}")
-    if form.startswith("mistral") and not with_args:  # one list
-        return f"{first[:-1]}{separator}{second.removeprefix('[TOOL_CALLS] [')}"
-    return f"{first}{separator}{second}"
-
-
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("thinks", [False, True], ids=["", "thinks"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_each_choice_of_tools_allows(form: str, thinks: bool) -> None:
-    calls, with_args, special, call, _ = FORMS[form]
-    special += REASONING if thinks and special else ()
-    answers = AnswerForm(calls, with_args, thinks, marker_ids={marker: IDS[marker] for marker in special})
+def test_what_each_choice_of_tools_allows(form: str, thinks: bool, special: bool) -> None:
+    markers = (*CALL_FORMS[form].markers, *(THINK if thinks else ())) if special else ()
+    ids = {marker: IDS[marker] for marker in markers}
+    answers = AnswerForm(CALL_FORMS[form], THINK if thinks else None, marker_ids=ids)
     opening: Opening = "either" if thinks else "answer"
-    good = call % ("get_weather", PARIS)
+    good = calls_in(form, ("get_weather", {"city": "Paris"}))
     texts = {
         "a call": good,
-        "wrong arguments": call % ("get_weather", '{"town": "Paris"}'),
-        "unknown tool": call % ("other", "{}"),
-        "unlisted argument of a tool that is not strict": call % ("now", '{"zone": 1}'),
-        "two calls": two_calls(form),
+        "a call without arguments": calls_in(form, ("now", {})),
+        "wrong arguments": calls_in(form, ("get_weather", {"town": "Paris"})),
+        "unknown tool": calls_in(form, ("other", {})),
+        "two calls": calls_in(form, ("get_weather", {"city": "Paris"}), ("now", {})),
         "text": "Just { text",
         "empty": "",
         "text, then a call": f"Let me see. {good}",
     }
+    if form in ("pythonic", "gemma3"):
+        texts["two calls"] = texts["two calls"].replace("now()", "now(**{})")
+        texts["a call without arguments"] = texts["a call without arguments"].replace("now()", "now(**{})")
 
     def allowed(use: ToolUse) -> set[str]:
         asked = answers.grammar(use, opening, None)
         for begin in ("<think>{Well}</think>", "<think>Well.\n</think>\n\n") if thinks else ():
-            assert accepts(asked, begin + good, special)
-        return {name for name, text in texts.items() if accepts(asked, text, special)}
+            assert accepts(asked, begin + good, markers)
+        return {name for name, text in texts.items() if accepts(asked, text, markers)}
 
     tools = (WEATHER, NOW)
-    chosen = {"a call", "unlisted argument of a tool that is not strict", "text", "empty", "text, then a call"}
-    assert allowed(ToolUse(tools, forced=True, parallel=False)) == {"a call"}
-    assert allowed(ToolUse(tools, forced=True)) == {"a call", "two calls"}
+    one = {"a call", "a call without arguments"}
+    chosen = {*one, "text", "empty", "text, then a call"}
     assert allowed(ToolUse(tools, parallel=False)) == chosen
     assert allowed(ToolUse(tools)) == {*chosen, "two calls"}
+    if form in ("pythonic", "gemma3"):  # a forced call is written without the braces
+        texts = {name: text.replace("**{}", "") for name, text in texts.items()}
+    assert allowed(ToolUse(tools, forced=True, parallel=False)) == one
+    assert allowed(ToolUse(tools, forced=True)) == {*one, "two calls"}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_the_grammar_allows_is_parsed(form: str) -> None:
-    calls, with_args, *_ = FORMS[form]
-    new_parser = AnswerForm(calls, with_args).new_parser(ToolUse((WEATHER, NOW)), "answer")
+    new_parser = AnswerForm(CALL_FORMS[form]).new_parser(ToolUse((WEATHER, NOW)), "answer")
     assert new_parser is not None
     parser = new_parser()
-    parts = [*parser.feed(two_calls(form)), *parser.end()]
+    text = calls_in(form, ("get_weather", {"city": "Paris"}), ("now", {}))
+    parts = merged([*parser.feed(text), *parser.end()])
     assert [part.name for part in parts if isinstance(part, CallStart)] == ["get_weather", "now"]
+    assert [json.loads(part.text) for part in parts if isinstance(part, Arguments)] == [{"city": "Paris"}, {}]
     assert not parser.is_cut
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+def test_calls_and_answers_on_channels(special: bool) -> None:
+    markers = HARMONY.markers if special else ()
+    ids = {marker: IDS[marker] for marker in markers}
+    answers = AnswerForm(HARMONY, REASONING["openai_gptoss"], on_channels=True, marker_ids=ids)
+    call, thought = HARMONY_CALL % ("get_weather", PARIS), "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    wrong, final = HARMONY_CALL % ("get_weather", "{}"), "<|channel|>final<|message|>"
+
+    def allowed(use: ToolUse, asked: tuple[str, Grammar] | None = None) -> list[str]:
+        grammar = answers.grammar(use, "either", asked)
+        texts = [call, wrong, f"{final}Text.", f"{final}{PARIS}", PARIS]
+        found = [text for text in texts if accepts(grammar, text, markers)]
+        assert found == [text for text in texts if accepts(grammar, thought + text, markers)]
+        return found
+
+    asked = ("response_format", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PARAMETERS)))
+    assert allowed(ToolUse((WEATHER,), forced=True)) == [call]
+    assert allowed(ToolUse((WEATHER,))) == [call, f"{final}Text.", f"{final}{PARIS}"]
+    assert allowed(ToolUse(), asked) == [f"{final}{PARIS}"]
+    assert allowed(ToolUse((WEATHER,)), asked) == [call, f"{final}{PARIS}"]
+    opened = answers.grammar(ToolUse((WEATHER,), forced=True), "reasoning", None)
+    assert accepts(opened, f"Hm.<|end|><|start|>assistant{call}", markers)
+
+
+PROPERTIES = {
+    "city": {"type": "string", "enum": ["Paris", "東京"]},
+    "code": {"$ref": "#/$defs/Code"},
+    "days": {"type": "integer"},
+    "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+    "day": {"type": "string", "format": "date"},
+    "text": {"type": "string"},
+}
+FULL: dict[str, Any] = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "$defs": {"Code": {"type": "string", "pattern": "^[A-Z]+$"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("required", [[], ["days"], ["city", "code", "days", "note", "day", "text"]], ids=len)
+@pytest.mark.parametrize("form", FORMS)
+def test_random_answers_of_a_grammar_are_valid_calls(form: str, required: list[str]) -> None:
+    schema = {**FULL, "required": required}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
+    answers = AnswerForm(CALL_FORMS[form])
+    asked = answers.grammar(ToolUse((tool,), forced=True, parallel=False), "answer", None)
+    assert asked is not None
+    compiled = COMPILER.compile_structural_tag(checked_tag(asked[1].source)[0])
+    rng, end = random.Random(form), ELEMENTS.get(form, '"').partition("%s")[2].partition("%s")[2].strip().encode() or b'"'
+    for _ in range(3):
+        text = random_text(compiled, end, rng)
+        parser = CALL_FORMS[form].parser([tool])
+        start, arguments = merged([*parser.feed(text), *parser.end()])
+        assert isinstance(start, CallStart)
+        assert isinstance(arguments, Arguments)
+        assert start.name == "f"
+        jsonschema.validate(json.loads(arguments.text), schema)
+
+
+def random_text(compiled: xgrammar.CompiledGrammar, end: bytes, rng: random.Random) -> str:
+    """Of ASCII where there is a choice. What has begun to look like the end of a value mostly becomes one."""
+    matcher = xgrammar.GrammarMatcher(compiled)
+    mask = xgrammar.allocate_token_bitmask(1, len(VOCABULARY))
+    spelled = bytearray()
+    while not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")[: EOS + 1]).tolist()
+        num_begun = max((n for n in range(1, len(end)) if spelled.endswith(end[:n])), default=0)
+        is_end = end[num_begun] in allowed and rng.random() < (0.98 if num_begun else 0.2)
+        likely = [end[num_begun]] if is_end else [ord('"')] if ord('"') in allowed and rng.random() < 0.2 else []
+        printable = [i for i in allowed if 32 <= i < 127 or i in (10, EOS)]
+        chosen = EOS if EOS in allowed else rng.choice(likely or printable or allowed)
+        assert matcher.accept_token(chosen)
+        if chosen != EOS:
+            spelled.append(chosen)
+    return spelled.decode(errors="replace")
 
 
 def test_no_grammar_where_nothing_is_enforced() -> None:
@@ -129,7 +253,7 @@ def test_no_grammar_where_nothing_is_enforced() -> None:
 
 
 def test_a_text_of_llama_begins_neither_with_a_brace_nor_with_its_marker() -> None:
-    asked = AnswerForm("llama3_json").grammar(ToolUse((WEATHER,)), "answer", None)
+    asked = AnswerForm(CALL_FORMS["llama3_json"]).grammar(ToolUse((WEATHER,)), "answer", None)
     for text in ('{"city": 1}', ' {"city": 1}', '<|python_tag|>{"city": 1}'):
         assert not accepts(asked, text)
     for text in ("<", "<p>", "\n\n- a", "[{"):
@@ -138,7 +262,7 @@ def test_a_text_of_llama_begins_neither_with_a_brace_nor_with_its_marker() -> No
 
 def test_one_named_tool() -> None:
     asked = AnswerForm().grammar(ToolUse((NOW,), forced=True, parallel=False), "answer", None)
-    call = FORMS["hermes"][3]
+    call = FORMS["hermes"][0]
     assert accepts(asked, call % ("now", "{}"))
     assert not accepts(asked, call % ("now", '{"zone": 1}')), "a forced call matches also where it is not strict"
     assert not accepts(asked, call % ("get_weather", PARIS))
@@ -155,7 +279,7 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda grammar: str(grammar.kind))
 def test_a_grammar_begins_after_the_reasoning(asked: Grammar) -> None:
-    form, field_and_grammar = AnswerForm(thinks=True), ("response_format", asked)
+    form, field_and_grammar = AnswerForm(reasoning=THINK), ("response_format", asked)
     assert form.grammar(ToolUse(), "answer", field_and_grammar) is field_and_grammar
     opened = form.grammar(ToolUse(), "reasoning", field_and_grammar)
     assert accepts(opened, f'It is "Paris", is it?</think>{PARIS}')
@@ -172,7 +296,7 @@ def test_a_grammar_begins_after_the_reasoning(asked: Grammar) -> None:
 def test_tools_may_be_called_instead_of_an_answer_of_a_grammar(asked: Grammar) -> None:
     found = AnswerForm().grammar(ToolUse((LOOSE, NOW)), "answer", ("response_format", asked))
     assert accepts(found, PARIS)
-    assert accepts(found, FORMS["hermes"][3] % ("now", "{}"))
+    assert accepts(found, FORMS["hermes"][0] % ("now", "{}"))
     assert not accepts(found, "Just text.")
 
 
@@ -188,7 +312,10 @@ def test_tools_may_be_called_instead_of_an_answer_of_a_grammar(asked: Grammar) -
 )
 def test_a_malformed_source_is_refused_where_it_becomes_part_of_another(kind: GrammarKind, source: str, reason: str) -> None:
     asked: tuple[str, Grammar] = ("guided_json", Grammar(kind, source))
-    for form, use, opening in ((AnswerForm(), ToolUse((NOW,)), "answer"), (AnswerForm(thinks=True), ToolUse(), "either")):
+    for form, use, opening in (
+        (AnswerForm(), ToolUse((NOW,)), "answer"),
+        (AnswerForm(reasoning=THINK), ToolUse(), "either"),
+    ):
         with pytest.raises(ApiError, match=f"guided_json: {reason}") as refused:
             form.grammar(use, "answer" if opening == "answer" else "either", asked)
         assert refused.value.param == "guided_json"

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 import pytest
 
 from deploy.api.answer_parts import AnswerParser, Arguments, CallStart, Part, PlainText, Reasoning, Text, merged
-from deploy.api.tool_parsers import TOOL_PARSERS
+from deploy.api.messages import Tool
+from deploy.api.tool_formats.registry import CALL_FORMS
 
 THINK = ("<think>", "</think>")
+TOOLS = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in ("add", "get_weather")]
 
 
 def parse(form: str, pieces: Sequence[str], reasoning: bool = False, is_open: bool = False) -> list[Part]:
-    tools = TOOL_PARSERS[form](["add", "get_weather"]) if form else PlainText()
+    tools = CALL_FORMS[form].parser(TOOLS) if form else PlainText()
     parser = AnswerParser(tools, THINK if reasoning else None, is_open=is_open)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return merged([*parts, *parser.end()])
@@ -157,7 +159,7 @@ def test_nothing_is_lost_of_random_text() -> None:
     alphabet += ["[TOOL_CALLS]", "<|python_tag|>", ";", '"parameters"', '\\"', "<", "</think>", "<think>"]
     for _ in range(1500):
         text = "".join(rng.choices(alphabet, k=rng.randrange(1, 16)))
-        for form in TOOL_PARSERS:
+        for form in ("hermes", "llama3_json", "mistral"):
             for reasoning, is_open in ((False, False), (True, False), (True, True)):
                 whole = parse(form, [text], reasoning, is_open)
                 assert parse(form, list(text), reasoning, is_open) == whole, (form, text)
@@ -166,13 +168,13 @@ def test_nothing_is_lost_of_random_text() -> None:
 
 
 def test_whitespace_before_text_that_is_no_call_is_kept() -> None:
-    parser = TOOL_PARSERS["hermes"]([])
+    parser = CALL_FORMS["hermes"].parser([])
     parts = [part for piece in ["<tool_call>", *["    "] * 100, "text"] for part in parser.feed(piece)]
     assert merged([*parts, *parser.end()]) == [Text("<tool_call>" + " " * 400 + "text")]
 
 
 def test_a_name_that_never_begins_its_arguments_is_text() -> None:
-    parser = TOOL_PARSERS["mistral"]([])
+    parser = CALL_FORMS["mistral"].parser([])
     parts = [part for piece in ["[TOOL_CALLS]name[", *["1234567890"] * 30] for part in parser.feed(piece)]
     assert parts, "nothing was released before the end"
     assert merged([*parts, *parser.end()]) == [Text("[TOOL_CALLS]name[" + "1234567890" * 30)]

@@ -1,0 +1,37 @@
+"""What is known of one family's form of tool calls: its markers, its parser, and the parts of its grammar."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from deploy.api.answer_parts import PartParser
+from deploy.api.grammar_parts import Format
+from deploy.api.messages import Tool
+
+
+class CallForm(ABC):
+    """A grammar of calls is ``begin``, calls with ``separator`` between them, ``end``.
+
+    Strings among the pieces of a grammar are literal text; markers in them that are special tokens become tokens.
+    """
+
+    markers: tuple[str, ...] = ()  # spellings that may be special tokens
+    inner_markers: tuple[str, ...] = ()  # those that a grammar writes as text all the same
+    trigger = ""  # text from which on an answer is calls; "": text never becomes a call
+    begin = ""  # of all calls
+    separator = ""
+    end = ""
+    no_call = ""  # without a trigger: a pattern of the answers that are text
+    repeats = True  # several calls in one answer are possible
+    short_ids = False  # of calls: nine letters and digits
+    text_begin = ""  # before content
+
+    @abstractmethod
+    def parser(self, tools: Sequence[Tool]) -> PartParser: ...
+
+    @abstractmethod
+    def call(self, tool: Tool, strict: bool | None) -> Sequence[str | Format]:
+        """The pieces of one call.
+
+        Args:
+            strict: the arguments match the tool's schema; otherwise they are any object.
+        """
