@@ -25,6 +25,7 @@ _CHAR = re.compile(
     rf'[^"\\\x00-\x1f{NEVER_RAW}]|\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEFef][0-9A-Fa-f]{{3}}|[Dd](?:[0-7][0-9A-Fa-f]{{2}}'
     r"|[89ABab][0-9A-Fa-f]{2}\\u[Dd][C-Fc-f][0-9A-Fa-f]{2})))"
 )
+_PLAIN = re.compile(rb"[ !#-\[\]-\x7f]*")
 _BEGUN = ("\\", "\\u")  # escapes
 
 
@@ -33,7 +34,7 @@ class StringMasks:
 
     def __init__(self, token_bytes: Sequence[bytes], ids: dict[bytes, int]) -> None:
         num_words = -(-len(token_bytes) // 32)
-        of_text = np.zeros((MAX_CHARS + 1, num_words), np.int32)  # by characters that may follow: the tokens of so many
+        texts: defaultdict[int, list[int]] = defaultdict(list)
         ends: defaultdict[int, list[int]] = defaultdict(list)
         passes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for token_id, spelled in enumerate(token_bytes):
@@ -43,8 +44,11 @@ class StringMasks:
             elif rest and num_chars <= MAX_CLOSING and rest[1:] in ids:
                 passes[num_chars].append((token_id, ids[rest[1:]]))
             elif not rest and 0 < num_chars <= MAX_CHARS:
-                _allow(of_text[num_chars], np.array([token_id]))
-        self._of_text = np.bitwise_or.accumulate(of_text, axis=0)
+                texts[num_chars].append(token_id)
+        of_text = np.zeros((MAX_CHARS + 1, num_words), np.int32)
+        for num_chars, token_ids in texts.items():
+            _allow(of_text[num_chars], np.array(token_ids))
+        self._of_text = np.bitwise_or.accumulate(of_text, axis=0)  # by characters that may follow
         # By the characters of a token before the quote: those that end with it, and those that go on, with the ids of that.
         self._ends = [np.array(ends[num], np.int64) for num in range(MAX_CLOSING + 1)]
         self._passes = [np.array(passes[num], np.int64).reshape(-1, 2).T for num in range(MAX_CLOSING + 1)]
@@ -94,6 +98,8 @@ def _fits(matcher: GrammarMatcher, text: bytes) -> bool:
 def _chars(spelled: bytes) -> tuple[int, bytes]:
     """How many characters of a counted string these bytes begin with, one that is begun at their end included; and the rest
     from the quote that ends the string on. (0, b""): a string cannot hold them."""
+    if _PLAIN.fullmatch(spelled):
+        return len(spelled), b""
     decoder = getincrementaldecoder("utf-8")()
     try:
         text = decoder.decode(spelled)
