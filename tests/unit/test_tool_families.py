@@ -338,6 +338,12 @@ def test_names_and_arguments_are_passed_on_as_they_arrive(form: str) -> None:
     assert len(arrived) == 100
 
 
+@pytest.mark.parametrize("begun", ["<tool_call>name", "<tool_call>name\n<arg_key>city</arg_key>"])
+def test_whitespace_without_end_is_not_held_back(begun: str) -> None:
+    parser = CALL_FORMS["glm45"].parser(TOOLS)
+    assert any(parser.feed(piece) for piece in [begun, *[" " * 100] * 20])
+
+
 @pytest.mark.parametrize("form", WRITTEN)
 def test_a_call_that_is_cut_says_so_and_keeps_its_text(form: str) -> None:
     text = WRITTEN[form]("get_weather", {"city": "abcdefgh"})

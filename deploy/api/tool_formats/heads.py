@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+MAX_HEAD_LEN = 1024  # more is held back for no head
 NAME = r"[\w.-]{1,256}"
 
 

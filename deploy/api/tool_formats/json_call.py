@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Sequence
 
 from deploy.api.answer_parts import Arguments, CallStart
-from deploy.api.tool_formats.heads import Head
+from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
 from deploy.api.tool_formats.scanner import CallReader
 
 _KEYS = ("arguments", "parameters")
@@ -68,7 +68,7 @@ class HeadedCall(CallReader):
         self.raw += head
         written = self.raw.rstrip()
         if not brace:
-            self.done = not any(head.partial.fullmatch(written) for head in self._heads)
+            self.done = len(self.raw) > MAX_HEAD_LEN or not any(head.partial.fullmatch(written) for head in self._heads)
             return ""
         found = next((match for head in self._heads if (match := head.full.fullmatch(written))), None)
         if found is None:
@@ -100,7 +100,7 @@ class HeadedCall(CallReader):
         if rest.startswith(self._tail):
             self.done = True
             return rest[len(self._tail) :] if self._tail else self._after
-        if self._tail.startswith(rest):
+        if self._tail.startswith(rest) and len(self._after) <= MAX_HEAD_LEN:
             return ""
         self.done = True
         return self._after

@@ -7,7 +7,7 @@ from typing import Any
 
 from deploy.api.answer_parts import Arguments, CallStart
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.heads import Head
+from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
 from deploy.api.tool_formats.scanner import CallReader, Scanner
 from deploy.api.tool_formats.values import FORMATS, STRING, json_of_value, resolved, types_of
 
@@ -73,12 +73,14 @@ class XmlCall(CallReader):
             return self._read_value()
         head = self._elements.head if self._state == "head" else self._elements.parameter
         rest = self._held.lstrip() if self._state == "between" else self._held
+        self._held = rest
         if self._state == "between" and rest.startswith(self._elements.end):
             return self._close(rest[len(self._elements.end) :])
         found = head.full.match(rest)
         if found is None:
             ends = self._state == "between" and self._elements.end.startswith(rest)
-            return False if ends or head.partial.fullmatch(rest) else self._close(self._held)
+            may_come = len(rest) <= MAX_HEAD_LEN and head.partial.fullmatch(rest)
+            return False if ends or may_come else self._close(rest)
         self._held = rest[found.end() :]
         if self._state == "head":
             self._start(found["name"])
