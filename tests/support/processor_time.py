@@ -40,7 +40,8 @@ class ProcessorTime:
             self.tests_s[item.nodeid] = processor_s() - start_s
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.total_s += processor_s()
+        # Workers are children of their controller, and have told what they took.
+        self.total_s += time.process_time() if self.total_s else processor_s()
         told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if told is not None:
             told[KEY] = self.tests_s, self.total_s

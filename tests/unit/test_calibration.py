@@ -287,6 +287,7 @@ def shifted(records: Records, offset: float) -> Records:
     return Records(odds / (1 + odds), records.num_verified, records.num_accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [1.0, -1.0])
 def test_online_what_is_wrong_with_all_confidences_is_known_after_a_few_dozen_drafts(offset: float) -> None:
     """When most bins are still empty."""

@@ -61,6 +61,7 @@ def pool(folder: Path, verifier: SmallModel) -> ModelDrafter:
 CHAINS = [(), ("ngram",), ("shallow",), ("ngram", "shallow"), ("twin",), ("unknown",), ("ngram", "twin")]
 
 
+@pytest.mark.slow
 def test_changing_proposers_never_changes_the_drafts(folder: Path) -> None:
     led, alone = pool(folder, small_model(folder)), ModelDrafter(small_model(folder))
     rng = random.Random(4)

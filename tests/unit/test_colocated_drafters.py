@@ -78,6 +78,7 @@ def test_one_whose_gain_is_below_its_time_is_hardly_queried_and_catches_up_later
     assert 0 < drafter.num_asked < num_rounds / 2
 
 
+@pytest.mark.slow
 def test_one_that_nobody_was_with_is_queried_at_once_for_its_first_request(target: Path, plain: list[list[int]]) -> None:
     """Rounds of requests without it do not count as its trials."""
     engine, model = engine_of(target, (0, 2))
@@ -126,6 +127,7 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
     assert len(noted) > len(told) / 2
 
 
+@pytest.mark.slow
 def test_whether_prompts_wait_is_known_before_drafts_are_asked_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of 200 tokens comes while two requests decode, and is computed in chunks of 24: in seven passes at least as
     many of its tokens are left as were computed."""

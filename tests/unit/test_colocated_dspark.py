@@ -59,6 +59,7 @@ def options(folder: Path) -> DSparkOptions:
     return DSparkOptions(path=str(folder), dtype="float32", kv_cache_gb=0.01, min_survival=0.0)
 
 
+@pytest.mark.slow
 def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
     target: Path, folder: Path, other: Path, plain: list[list[int]]
 ) -> None:
@@ -92,6 +93,7 @@ def test_drafts_are_verified_also_when_sequences_are_preempted(
     drafter.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_drafter_whose_link_was_killed_follows_again(target: Path, folder: Path, plain: list[list[int]]) -> None:
     """A killed link is found again; what was followed is opened anew."""
     engine, model = engine_of(target, (0, 2))

@@ -136,6 +136,7 @@ class Served:
         return self.commits
 
 
+@pytest.mark.slow
 def test_proposals_of_a_remote_model_get_shorter_when_the_price_of_a_row_rises(folder: Path) -> None:
     """The tiny model's confidences are low, so little is drafted at a price until they are calibrated."""
 
@@ -157,6 +158,7 @@ def test_proposals_of_a_remote_model_get_shorter_when_the_price_of_a_row_rises(f
     assert lens_before_and_after(build_draft_lengths(FixedLength(num_tokens=MAX_LEN), max_lens)) == ({MAX_LEN}, {MAX_LEN})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [1.0, 0.0], ids=["kept in step", "catches up"])
 def test_without_a_budget_a_request_is_decoded_plainly_and_acceptance_is_at_once_what_it_was(
     folder: Path, spare: float

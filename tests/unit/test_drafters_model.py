@@ -131,6 +131,7 @@ def test_a_chain_hands_out_what_its_verifier_would(folder: Path, index: int, sam
         chain.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
     """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
     verifier, alone = small_model(folder), small_model(folder)

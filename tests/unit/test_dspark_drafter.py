@@ -58,7 +58,7 @@ def model(target: Path) -> CausalModel:
     return load_model(target, "float32")
 
 
-@pytest.fixture(params=first(3, VARIANTS))
+@pytest.fixture(params=first(2, VARIANTS))
 def folder(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
     return write_dspark(tmp_path / "drafter", target, **VARIANTS[request.param])
 

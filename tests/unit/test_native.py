@@ -242,6 +242,7 @@ def test_log_probabilities_are_the_models(model: CausalModel, target: NativeTarg
     assert [token for token, _ in outcome.logprobs[0].top] == expected.topk(3).indices.tolist()
 
 
+@pytest.mark.slow
 def test_calibration_measures_a_monotone_table_and_leaves_nothing_behind(target: NativeTarget) -> None:
     cost = measure_cost(target)
     assert cost.rows == tuple(rows for rows in ROWS if rows <= LIMITS.max_pass_tokens)

@@ -49,10 +49,13 @@ def test_many_short_tests_fail_the_run(pytester: pytest.Pytester, monkeypatch: p
     done.stdout.fnmatch_lines(["ERROR all tests take more than 0 s"])
 
 
-def test_workers_tell_what_their_tests_took() -> None:
+def test_workers_tell_what_their_tests_took(monkeypatch: pytest.MonkeyPatch) -> None:
     node = SimpleNamespace(workeroutput={processor_time.KEY: ({"test_a": 2.0}, 7.0)})
     measured = processor_time.ProcessorTime()
     measured.pytest_testnodedown(node)
     measured.pytest_testnodedown(object())  # of one that crashed
     assert measured.tests_s == {"test_a": 2.0}
     assert measured.total_s == 7.0
+    monkeypatch.setattr(processor_time, "processor_s", lambda: pytest.fail("workers would count twice"))
+    measured.pytest_sessionfinish(SimpleNamespace(config=object(), exitstatus=pytest.ExitCode.OK))  # type: ignore[arg-type]
+    assert measured.total_s > 7.0

@@ -57,7 +57,8 @@ def served(
     return simulate(spec, chain, Load(requests(), concurrency), until_s=20.0)
 
 
-@pytest.mark.parametrize("concurrency", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_model_that_costs_more_than_it_gains_is_left_to_its_trials(concurrency: int) -> None:
     """It takes two passes and is right where the lookup is: 3 tokens a round by the lookup alone."""
     num_right = {"lookup": 2, "model": 3}

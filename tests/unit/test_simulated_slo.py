@@ -96,6 +96,7 @@ def test_planning_by_objectives_raises_attainment_and_keeps_goodput() -> None:
     assert planned.attainment()["batch"].num_answers == blind.attainment()["batch"].num_answers == len(load) / 3
 
 
+@pytest.mark.slow
 def test_requests_without_objectives_are_planned_as_before() -> None:
     load = [replace(request, slo=Slo()) for request in mixed(4.0, 60)]
     planned, blind = run(load, sheds=True), run(load, plans=False)
@@ -104,6 +105,7 @@ def test_requests_without_objectives_are_planned_as_before() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_best_effort_ends_beside_objectives_that_cannot_be_met() -> None:
     """And as soon as if the others had none."""
     hopeless = run(mixed(4.0, 60, tight=Slo(0.001, 0.001, "tight")))
@@ -127,6 +129,7 @@ def test_a_target_refuses_what_it_could_not_begin_in_time_at_overload_alone() ->
     assert len(refusals) == counts.num_refused
 
 
+@pytest.mark.slow
 def test_no_overload_refuses_requests_without_objectives() -> None:
     for slo in (Slo(), Slo(tpot_s=0.05, name="tight"), Slo(name="batch")):
         outcome = run(uniform(14.0, 60, slo), sheds=True)

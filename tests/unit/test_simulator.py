@@ -164,6 +164,7 @@ class CountingBehind(DraftByCost):
         return super().seconds(drafter, batch)
 
 
+@pytest.mark.slow
 def test_drafters_in_step_need_not_catch_up() -> None:
     load = requests(8, 100.0, output_len=200)
     behind = []
