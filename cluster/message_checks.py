@@ -175,7 +175,7 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
             return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
         if not _known([token for token, _ in tops], vocab_size):
             return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"
-    if commit.error is None and commit.finish in (FinishReason.ERROR, FinishReason.OVERLOADED, FinishReason.ABORT):
+    if commit.error is None and commit.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
         return f"a commit that ends with {commit.finish} and no reason"
     return None
 

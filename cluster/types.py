@@ -84,6 +84,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # given up by its target, which stops or fails: another may continue it; Commit.error says why
     ERROR = "error"  # the engine failed on this request; Commit.error says why
     OVERLOADED = "overloaded"  # refused: the queue is full
+    REFUSED = "refused"  # what the request asks for is not possible; Commit.error says why
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Commit:
     drafter: str | None = None  # of the proposal at hand, even if it was empty or not verified
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
-    error: str | None = None  # the reason of ERROR, OVERLOADED and ABORT
+    error: str | None = None  # the reason of ERROR, OVERLOADED, REFUSED and ABORT
     prefill: Prefill | None = None  # with the first tokens of a request, and with some refusals
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 

@@ -34,6 +34,7 @@ def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOut
         num_accepted,
         chosen.logprobs[:num_tokens],
         error=chosen.error if num_tokens == num_accepted else None,
+        is_refused=chosen.is_refused,
     )
 
 

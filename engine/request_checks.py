@@ -45,7 +45,7 @@ def refusal(
     elif grammar is not None and grammars is None:
         error = "this target has no structured output; its log says why"
     elif refused is not None:
-        finish, error = FinishReason.OVERLOADED if refused.is_busy else FinishReason.ERROR, refused.reason
+        finish, error = FinishReason.OVERLOADED if refused.is_busy else FinishReason.REFUSED, refused.reason
     else:
         error = request_fault(request, model.vocab_size)
     return None if error is None else Commit(request.id, request.committed_len, (), finish=finish, error=error)

@@ -311,7 +311,7 @@ class TargetLoop:
             self._refuse(sequence, GrammarRefusal(f"it cannot be continued: {error}"))
 
     def _refuse(self, sequence: LiveSequence, refused: GrammarRefusal) -> None:
-        finish = FinishReason.OVERLOADED if refused.is_busy else FinishReason.ERROR
+        finish = FinishReason.OVERLOADED if refused.is_busy else FinishReason.REFUSED
         request_id = sequence.request.id
         self._gateways.publish([Commit(request_id, len(sequence.token_ids), (), finish=finish, error=refused.reason)])
         self._end(request_id)
@@ -375,7 +375,7 @@ class TargetLoop:
             if commit.finish is None:
                 self._drafters.force(sequence)
             else:
-                if sequence.has_slo and commit.finish is not FinishReason.ERROR:
+                if sequence.has_slo and commit.finish not in (FinishReason.ERROR, FinishReason.REFUSED):
                     self._slo.note_answer(sequence, now_s)
                 self._end(commit.request_id)
         commits = [commit for _, commit in published]

@@ -124,6 +124,7 @@ class Chosen:
     logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
     confidences: tuple[float, ...] = ()  # if the caller wants them: the probability of each token
     error: str | None = None
+    is_refused: bool = False  # the request masks all tokens, by its grammar or by tokens and words that it forbids
     runners_up: tuple[tuple[int, ...], ...] = ()  # of drafters that want them: the next choices at each position, best first
 
 
@@ -381,7 +382,8 @@ def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) 
     kept = slice(rows.start, rows.stop)
     confidences = () if picks.confidences is None else tuple(picks.confidences[kept].tolist())
     of_rows = tuple(logprobs[row] for row in rows if row in logprobs)
-    return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error)
+    is_refused = error is not None and highest[len(rows)] == -np.inf
+    return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error, bool(is_refused))
 
 
 def _fitting(member: SpanRows, chosen: Chosen) -> Chosen:

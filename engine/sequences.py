@@ -185,7 +185,7 @@ class Sequences:
         sequence = self._live[span.request_id]
         base_len = len(sequence.token_ids)
         if outcome.error is not None:
-            sequence.finish = FinishReason.ERROR
+            sequence.finish = FinishReason.REFUSED if outcome.is_refused else FinishReason.ERROR
             sequence.draft.judge(())
             return Commit(span.request_id, base_len, (), finish=sequence.finish, error=outcome.error)
         if not outcome.token_ids:

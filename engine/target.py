@@ -35,7 +35,8 @@ class SpanInput:
 class SpanOutcome:
     """The accepted draft tokens of a span, then the target's own next one. Empty for a prefill chunk, or if nothing ran.
 
-    ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``computed_len``: tokens in the cache
+    ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``is_refused``: it is the
+    request's own doing, which masks all tokens. ``computed_len``: tokens in the cache
     after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
     ``prompt_logprobs``: of consecutive prompt tokens, where requested, from position ``scored_from`` on.
     """
@@ -45,6 +46,7 @@ class SpanOutcome:
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    is_refused: bool = False
     computed_len: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     scored_from: int = 1

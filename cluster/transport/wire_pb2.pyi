@@ -15,12 +15,14 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ABORT: _ClassVar[FinishReason]
     ERROR: _ClassVar[FinishReason]
     OVERLOADED: _ClassVar[FinishReason]
+    REFUSED: _ClassVar[FinishReason]
 NOT_FINISHED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
 ABORT: FinishReason
 ERROR: FinishReason
 OVERLOADED: FinishReason
+REFUSED: FinishReason
 
 class Frame(_message.Message):
     __slots__ = ("hello", "welcome", "refusal", "ping", "draft_round", "proposal_round", "submit_round", "commit_round")

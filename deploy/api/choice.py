@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
 from deploy.api.answer_parts import CallStart, Part, ReasoningParser, merged
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.draft_counts import DraftingCounts
+from deploy.api.errors import ApiError
 from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import Tokenizer
 
@@ -137,12 +139,15 @@ class Choice:
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 
-        Raises EngineFailed, Overloaded or LinkClosed: the engine ended the request without completing it.
+        Raises EngineFailed, ApiError, Overloaded or LinkClosed: the engine ended the request without completing it.
         """
         match commit.finish:
             case FinishReason.ERROR:
                 self.failed = True
                 raise EngineFailed(commit.error or "the engine failed")
+            case FinishReason.REFUSED:
+                self.finish = FinishReason.REFUSED
+                raise ApiError(HTTPStatus.BAD_REQUEST, commit.error or "the request is not possible", code="not_possible")
             case FinishReason.OVERLOADED:
                 raise Overloaded(commit.error or "too many requests wait", retry_after_s=1.0)
             case FinishReason.ABORT:

@@ -68,7 +68,12 @@ def _slowness(compiled: CompiledGrammar) -> str | None:
         compiled.fill(matcher, masks)
         allowed = vocabulary.allowed_bytes(masks[0].numpy()).tolist()
         if not allowed:
-            return None
+            is_end = matcher.is_completed()
+            return (
+                None
+                if is_end
+                else f"allows no token after {sample[-80:].decode(errors='replace')!r}: no output matches it there"
+            )
         sample += bytes([choose.choice(allowed)])
         matcher.accept_string(sample[-1:])
         if time.process_time() - begin_s > MAX_MASK_S:

@@ -17,6 +17,7 @@ from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.grammar.closing import MAX_COST
 from engine.grammar.json_rules import reason_of, rules_of
+from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
 from engine.grammar.tag_rules import checked_tag
@@ -103,6 +104,8 @@ class Grammars:
             case GrammarKind.STRUCTURAL_TAG:
                 source, names, counts_chars = checked_tag(source)
             case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
+                raise InvalidField(grammar.kind, source[:80], fault)
+            case GrammarKind.EBNF if (fault := repeats_fault(source, is_regex=False)) is not None:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:
             native = self._compile(grammar.kind, source)

@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.errors import InvalidField
 from engine.grammar.property_names import placeholder
+from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_forms import normal_form
 from engine.grammar.schema_merge import is_of
 from engine.grammar.schema_spellings import refused, types_of
@@ -166,7 +167,7 @@ def pattern_fault(pattern: str) -> str | None:
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)  # without escapes and classes
     if re.search(r"[\^$]", bare.removeprefix("^").removesuffix("$")):
         return "must have ^ at its begin only, and $ at its end only"
-    return None
+    return repeats_fault(pattern, is_regex=True)
 
 
 def _finish(path: str, schema: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from engine.grammar.json_rules import rules_of
 from engine.grammar.property_names import is_placed_in
+from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_forms import MAX_DEPTH
 from engine.grammar.schema_rules import checked_schema, pattern_fault
 from engine.grammar.string_rules import NEAR, is_near, with_placeholders
@@ -22,17 +23,23 @@ def checked_tag(source: str) -> tuple[str, frozenset[str], bool]:
         InvalidField: it is not JSON, not a structural tag, or holds what cannot be enforced; says in which tag.
     """
     tag, names, counts_chars = _parsed(source), set[str](), False
+    written = set[str | None]()  # grammars that are none of the caller's
     for place, one in list(_formats(tag["format"], "", 0)):
         try:
             if one.get("type") == "json_schema":
                 schema, required = checked_schema(one.get("json_schema"))
                 names |= required
                 counts_chars = _write_rules(one, schema) or counts_chars
+                written.add(one.get("grammar"))
         except InvalidField as error:
             raise _refused(f"{place}{error.reason}") from error
         if one.get("type") == "regex":
             pattern = one.get("pattern")
             fault = pattern_fault(pattern) if isinstance(pattern, str) else "must have a pattern"
+            if fault is not None:
+                raise _refused(f"{place}{fault}")
+        elif one.get("type") == "grammar" and isinstance(rules := one.get("grammar"), str) and rules not in written:
+            fault = repeats_fault(rules, is_regex=False)
             if fault is not None:
                 raise _refused(f"{place}{fault}")
     if counts_chars and is_near(source):

@@ -15,6 +15,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, FinishReason, Request, TokenLogprobs
 from deploy.api.choice import Choice, Delta, OutputOptions
 from deploy.api.detokenizer import Detokenizer
+from deploy.api.errors import ApiError
 from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from tests.support.api import end_id, fast_tokenizer, model_info, token_ids, tokenizer
@@ -136,6 +137,14 @@ def test_a_stop_string_that_ends_unarmed_is_text(text: str, stops: list[str], un
 def choice_of(details: bool = True, **sampling: Any) -> Choice:
     params = SamplingParams(max_tokens=64, **sampling)
     return Choice(0, Request("r", (1, 2), params, 0.0), tokenizer(), model_info(), OutputOptions(details=details))
+
+
+def test_a_request_that_is_not_possible_ends_as_the_callers_error() -> None:
+    choice = choice_of()
+    with pytest.raises(ApiError) as refused:
+        choice.absorb(Commit("r", 2, (), finish=FinishReason.REFUSED, error="every token is masked"), 0.0)
+    assert (refused.value.status, refused.value.code) == (400, "not_possible")
+    assert choice.outcome is FinishReason.REFUSED
 
 
 def commits_of(ids: list[int], sizes: list[int], finish: FinishReason) -> list[Commit]:

@@ -256,7 +256,7 @@ def test_a_request_without_a_choice_fails_alone() -> None:
         assert whole.error is None
         assert len(whole.token_ids) == 2
         assert again == whole
-        assert masked == Chosen((), error="no token can be chosen at position 1: every token is masked")
+        assert masked == Chosen((), error="no token can be chosen at position 1: every token is masked", is_refused=True)
         assert nan == Chosen((), error="no token can be chosen at position 1: its logits hold nan")
         assert infinite == Chosen((), error="no token can be chosen at position 1: its logits hold inf")
         assert half.token_ids == whole.token_ids[:1]
