@@ -133,7 +133,7 @@ def test_a_stop_token_ends_before_the_grammar_does(cluster: EmbeddedCluster, eng
 
 def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_request_alone(cluster: EmbeddedCluster) -> None:
     bad, good = cluster.complete([request(0, Grammar(GrammarKind.REGEX, "((")), request(1, GRAMMARS[3])])
-    assert bad.commits[-1].finish is FinishReason.ERROR
+    assert bad.commits[-1].finish is FinishReason.REFUSED
     assert "its grammar cannot be compiled" in str(bad.commits[-1].error)
     assert good.commits[-1].finish is FinishReason.STOP
 
@@ -172,6 +172,14 @@ def test_no_round_waits_for_a_compile(
     release.set()
     slow.ended.result()
     assert slow.completions[0].commits[-1].finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("source", ["root ::= root | root root", 'root ::= "yes" x\nx ::= x'])
+def test_a_grammar_that_allows_no_token_refuses_its_request_alone(cluster: EmbeddedCluster, source: str) -> None:
+    bad, good = cluster.complete([request(0, Grammar(GrammarKind.EBNF, source)), request(1, GRAMMARS[3])])
+    assert bad.commits[-1].finish is FinishReason.REFUSED
+    assert "every token is masked" in str(bad.commits[-1].error)
+    assert good.commits[-1].finish is FinishReason.STOP
 
 
 def test_a_compile_that_outlasts_its_deadline_refuses_the_request_for_now(
