@@ -228,6 +228,30 @@ def test_random_answers_of_a_grammar_are_valid_calls(form: str, required: list[s
         jsonschema.validate(json.loads(arguments.text), schema)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["forced", "auto"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ELEMENTS])
+def test_arguments_are_written_on_one_line_as_json_dumps_does(form: str, strict: bool) -> None:
+    asked = AnswerForm(CALL_FORMS[form]).grammar(ToolUse((WEATHER,), forced=strict, parallel=False), "answer", None)
+    assert asked is not None
+    compiled = COMPILER.compile_structural_tag(checked_tag(asked[1].source)[0])
+
+    def takes(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(i) for i in text.encode()) and matcher.accept_token(EOS)
+
+    text = calls_in(form, ("get_weather", {"city": "Paris"}))
+    assert PARIS in text
+    assert takes(text)
+    for spelled in (
+        '{ "city": "Paris"}',
+        '{\n"city": "Paris"}',
+        '{"city":"Paris"}',
+        '{"city": "Paris" }',
+        '{"city" : "Paris"}',
+    ):
+        assert not takes(text.replace(PARIS, spelled)), spelled
+
+
 def random_text(compiled: xgrammar.CompiledGrammar, end: bytes, rng: random.Random) -> str:
     """Of ASCII where there is a choice. What has begun to look like the end of a value mostly becomes one."""
     matcher = xgrammar.GrammarMatcher(compiled)
