@@ -199,6 +199,7 @@ PROPERTIES = {
     "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
     "day": {"type": "string", "format": "date"},
     "text": {"type": "string"},
+    "long": {"type": "string", "minLength": 70, "maxLength": 200},
 }
 FULL: dict[str, Any] = {
     "type": "object",
@@ -208,7 +209,7 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("required", [[], ["days"], ["city", "code", "days", "note", "day", "text"]], ids=len)
+@pytest.mark.parametrize("required", [[], ["days"], ["city", "code", "days", "note", "day", "text", "long"]], ids=len)
 @pytest.mark.parametrize("form", FORMS)
 def test_random_answers_of_a_grammar_are_valid_calls(form: str, required: list[str]) -> None:
     schema = {**FULL, "required": required}

@@ -10,6 +10,8 @@ from deploy.api.tool_formats.values import FORMATS, plain_of, resolved
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _LISTED = {"type", "properties", "required", "additionalProperties", "$defs", *_ANNOTATIONS}
 _BOUNDS = {"minLength", "maxLength"}
+_MAX_BOUND = 65_536  # of a string's length
+_BLOCK = 64
 _MAX_DEPTH = 8  # of references and alternatives
 
 # The text before a value, of its key and whether it is a string.
@@ -71,8 +73,10 @@ class ElementGrammar:
         if "pattern" in rules and not rules.keys() & _BOUNDS:
             return self._element(key, True, [self._break, pattern(rules["pattern"]), self._break])
         if rules.keys() & _BOUNDS and "pattern" not in rules:
-            most = rules.get("maxLength", "")
-            bounded = pattern(f"[^<]{{{rules.get('minLength', 0)},{most}}}")  # the value cannot hold its end
+            least, most = rules.get("minLength", 0), rules.get("maxLength")
+            if max(least, most or 0) > _MAX_BOUND:
+                return self._in_style(key, rules, {})
+            bounded = {"type": "grammar", "grammar": _bounded(least, most)}
             return self._element(key, True, [self._break, bounded, self._break])
         return self._text(key) if rules.keys() <= {"type", "format"} else self._in_style(key, rules, {})
 
@@ -86,3 +90,15 @@ class ElementGrammar:
         shared = {"$defs": root["$defs"]} if "$defs" in root else {}
         schema = {"type": "object", "properties": {key: rules}, "required": [key], "additionalProperties": False}
         return {**json_format({**schema, **shared}), "style": self._style}
+
+
+def _bounded(least: int, most: int | None) -> str:
+    """``least`` to ``most`` characters other than "<", which begins the end of a value. Blocks keep the rules few."""
+    rules = ["char ::= [^<]", f"block ::= {'char ' * _BLOCK}", 'any ::= "" | char any', 'upto_0 ::= ""']
+    rules += [f'upto_{num} ::= "" | char upto_{num - 1}' for num in range(1, _BLOCK)]
+    num = -1 if most is None else most - least
+    for more in range(num, _BLOCK - 1, -_BLOCK):
+        rules.append(f"upto_{more} ::= upto_{_BLOCK - 1} | block upto_{more - _BLOCK}")
+    blocks, chars = divmod(least, _BLOCK)
+    first = " ".join([*["block"] * blocks, *["char"] * chars, "any" if most is None else f"upto_{num}"])
+    return "\n".join([f"root ::= {first}", *rules])

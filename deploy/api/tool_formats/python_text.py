@@ -76,6 +76,8 @@ def _scalar(token: re.Match[str]) -> str:
     if token["name"] is not None:
         return _CONSTANTS.get(token["name"], "?")
     text = token[0]
+    if text[0] == '"' and checked_json(text) is not None:  # a grammar writes JSON, which has other escapes
+        return text
     if token["string"] is not None and text[:3] not in ('"""', "'''"):
         text = text.replace("\r", "\\r").replace("\n", "\\n") if "\\\n" not in text else text
     try:
