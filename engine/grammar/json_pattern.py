@@ -39,7 +39,9 @@ def json_spelling(pattern: str) -> str:
             out.append(char)
             at += 1
         elif quantifier is not None:
-            out.append(quantifier[0])
+            # xgrammar skips what precedes the last repetition in an optional group: (ab*)? takes "b".
+            is_group = quantifier[0] == "?" and out and out[-1].endswith(")")
+            out.append("{0,1}" if is_group else quantifier[0])
             at = quantifier.end()
         else:
             matched, at = _atom(pattern, at)

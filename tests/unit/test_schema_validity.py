@@ -3,6 +3,7 @@ for texts that spell names, strings and numbers in other ways."""
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,13 @@ def _value(rng: random.Random, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return rng.choice((str(value), f"{value}.0", f"{value}e0", f"{value * 10}e-1", f"0{value}"))
     return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["^(?:b(?:cc*))?$", "^(b(c+))?$", "^(?:b(?:cc*)|e)?$", "^(?:(?:b(?:cc*)))?x$", "^(bc*)?x?$"]
+)
+def test_an_optional_group_is_taken_as_a_whole(grammars: Grammars, pattern: str) -> None:
+    compiled = grammars.compile(alone({"type": "string", "pattern": pattern}))
+    for text in ("", "b", "c", "e", "x", "bc", "cc", "cx", "bcc", "bcx", "bccx"):
+        ids = [*grammars.vocabulary.tokens_of(f'"{text}"'.encode()), EOS]
+        assert (compiled.follow(()).num_valid(ids) == len(ids)) == bool(re.fullmatch(pattern, text)), text
