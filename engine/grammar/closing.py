@@ -33,6 +33,7 @@ _CLOSERS = (b"}", b"]", b",", b":")
 _VALUES = tuple(bytes([byte]) for byte in b'0123456789ntf"-[{')  # how a value begins, the shortest first
 
 _SEPARATORS = "-@.:/_ "  # that patterns often demand
+_AFTER_VALUES = b"}],"
 _RESTS = b'"}],'  # what a rest begins with
 _ONLY_IN_STRINGS = frozenset(b"#!qZ")
 _STRUCTURE = frozenset(b'"'.join((*_CLOSERS, *_VALUES)))
@@ -189,7 +190,11 @@ class Closing:
         token_ids = [32 * word + bit for word, value in bits for bit in range(32) if value >> bit & 1]
         spelled = [self._vocabulary.token_bytes[i] for i in token_ids if i < self._vocabulary.size]
         longest = max(spelled, key=len, default=b"")
-        return longest if all(one and longest.startswith(one) for one in spelled) else b""
+        if not all(one and longest.startswith(one) for one in spelled):
+            return b""
+        # No token may show the choice behind a value: with `""` and `"",` but no `""}` in a vocabulary, only `""` is forced.
+        cut = next((i for i in range(1, len(longest)) if longest[i] in _AFTER_VALUES), len(longest))
+        return longest[:cut]
 
     def _outside(self, matcher: GrammarMatcher) -> Iterator[bytes]:
         """Ways to begin or go on with a value."""

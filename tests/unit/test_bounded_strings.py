@@ -20,7 +20,7 @@ from engine.grammar.vocabulary import GrammarVocabulary
 # Byte-level spellings (Ġ is a space): quotes with what is before and behind them, parts of escapes and of characters.
 SPELLED = """
 ab abc abcdefgh aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa a" ab" abc" "a "ab
-", a", ab", "} a"} "}} "] a"] "" a"" ",Ġ" a",Ġ" ",Ġ"b":Ġ" ":Ġ" ":Ġ"a" {"a":Ġ" {"a":Ġ"ab ["a ["ab",Ġ"
+", a", ab", "} a"} "}} "] a"] "" a"" Ġ"", Ġ"" ",Ġ" a",Ġ" ",Ġ"b":Ġ" ":Ġ" ":Ġ"a" {"a":Ġ" {"a":Ġ"ab ["a ["ab",Ġ"
 \\n a\\n \\" \\"" a\\" \\\\ \\\\" \\u \\u0 \\u00 \\u00e9 \\ud83d \\ud83d\\ude00 \\ude00 a\\ \\x 00 e9" d83d de00 \\u00e9"
 Ã Ã© aÃ ©a Ã©" ðŁĺĢ ðŁ ĺĢ ĺĢ" Ã©Ã©Ã©" nab tab" nul l, 12 -1 1} null, Ġ ĊĊ aĊ ač
 """
@@ -185,6 +185,14 @@ def test_a_string_beside_other_types_keeps_its_bound(grammars: Grammars) -> None
     assert not takes(grammar, '{"e": "abc", "i": 3}')
     assert not takes(grammar, '{"e": ["a"], "i": 3}')
     assert not takes(grammar, '{"e": "ab", "i": "3"}')
+
+
+def test_an_end_is_found_where_only_a_longer_object_has_a_token(grammars: Grammars) -> None:
+    """Tokens spell an empty value with a comma behind it, and none with a brace."""
+    names = {"properties": {"b": {"enum": ["a", 12]}}, "required": ["b"]}
+    schema = {"type": "object", **names, "additionalProperties": {"type": "string", "maxLength": 0}}
+    state = compiled(grammars, schema).follow(grammars.vocabulary.tokens_of(b'{"b": 12, "name'))
+    assert state.shortest_end() == b'": ""}'
 
 
 @pytest.mark.parametrize("bounds", [{"minLength": 5, "maxLength": 3}])
