@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.disturbed import FaultBenchFailed
+from benchmarks.disturbed import POLL_S, FaultBenchFailed
 from benchmarks.fault_rows import ENVIRONMENT, STALL_S, FaultRows, Row, with_two_targets
 from benchmarks.injections import ACTORS, hostile_clients, stopped, without_descriptors, without_disk
 from benchmarks.interposer import Interposer
@@ -20,6 +20,7 @@ from cluster.config import Config, TransportConfig
 CUT_OFF_S = 8.0  # longer than the silence after which a link counts as down
 REDIS_AWAY_S = 2.0
 DELAY_S = 0.3
+PROXY_BACK_S = 3.0  # the wrapper starts another at once; Serve alone would take a minute
 CLOCK_JUMP_S = 3600.0
 _ACTOR_OF = {"target": "TargetActor", "drafter": "DrafterActor", "router": "RouterActor", "supervisor": "PoolSupervisor"}
 
@@ -51,6 +52,7 @@ class LocalRows(FaultRows):
         rows = [
             *(Row(f"{name}_killed", partial(self.kill, actor), actor) for name, actor in _ACTOR_OF.items()),
             *(Row(f"{name}_hangs", partial(self._hang, actor), actor) for name, actor in _ACTOR_OF.items()),
+            Row("kill_proxy", self._kill_proxy, ends_streams=True),
             Row("api_killed", partial(self.kill, "ServeReplica"), "ServeReplica", ends_streams=True),
             Row("supervisor_stalls", lambda: self._stall(self.server.workers("PoolSupervisor"))),
             Row("ray_stalls", lambda: self._stall(self._ray_processes())),
@@ -68,6 +70,16 @@ class LocalRows(FaultRows):
     def is_linked(self) -> bool:
         num = {actor: len(self.server.workers(actor)) for actor in ("TargetActor", "DrafterActor", "ServeReplica")}
         return self._links.num_links() == num["TargetActor"] * (num["DrafterActor"] + num["ServeReplica"])
+
+    def _kill_proxy(self) -> None:
+        """Returns when a new call is answered. What came meanwhile was refused, what was open has ended."""
+        proxies, killed_s = self.server.proxies(), time.monotonic()
+        for process in proxies:
+            process.kill()
+        while not self.all_ready():
+            if time.monotonic() > killed_s + PROXY_BACK_S:
+                raise FaultBenchFailed(f"no call was answered {PROXY_BACK_S:g} s after the proxy was killed")
+            time.sleep(POLL_S)
 
     def _hang(self, actor: str) -> None:
         """Suspends a process and never resumes it; its supervisor must kill it."""

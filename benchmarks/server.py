@@ -105,6 +105,10 @@ class ServerProcess:
         found = (process for process in self._processes() if _cmdline(process).startswith(f"ray::{actor}"))
         return sorted(found, key=lambda process: process.create_time())
 
+    def proxies(self) -> list[psutil.Process]:
+        """HAProxy, and former ones that a reload lets end their connections."""
+        return [process for process in self._processes() if _name(process) == "haproxy"]
+
     def _processes(self) -> list[psutil.Process]:
         return descendants(self.pid)
 
@@ -177,5 +181,12 @@ class JoinedServer(ServerProcess):
 def _cmdline(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
     except psutil.NoSuchProcess:
         return ""

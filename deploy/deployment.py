@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import ray
 from ray import serve
@@ -36,6 +37,7 @@ from engine.threads import useful_threads
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call of Ray that changes nothing
 SPAWN_S = 60.0  # beyond a call's own deadline during the start, while Ray starts workers and models load
 
 
@@ -146,7 +148,28 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
         ray.init(address=address, namespace=namespace, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
+    if config.cluster.ray_auth == "token" and not asks_for_token(ray.get_runtime_context().gcs_address):
+        ray.shutdown()
+        raise LaunchError(
+            f"the Ray cluster at {address} (cluster.ray_address) asks for no token, so that it runs code for whoever "
+            "reaches it: set RAY_AUTH_MODE=token on its machines, or cluster.ray_auth: none to join it all the same"
+        )
     return DeployedCluster(config, folder, owns_ray=False)
+
+
+def asks_for_token(gcs_address: str) -> bool:
+    """Whether a Ray cluster refuses a call without one, or, with RAY_USE_TLS, a connection without a certificate.
+
+    Raises LaunchError: it does not answer in time.
+    """
+    with grpc.insecure_channel(gcs_address) as channel:
+        try:
+            channel.unary_unary(ALIVE)(b"", timeout=CALL_DEADLINE_S)
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE):
+                raise LaunchError(f"the Ray cluster at {gcs_address} does not answer: {error}") from error
+            return True
+    return False
 
 
 def _warn_of_state(config: Config) -> None:

@@ -1,37 +1,23 @@
-"""A wrapper that Serve starts instead of HAProxy: `python haproxy.py BINARY ARGUMENTS...`.
-
-It rewrites the configuration that Ray Serve 2.60 generates, and then executes HAProxy:
+"""The configuration of HAProxy: `rewrite` changes what Ray Serve 2.60 generates.
 
 - Statistics listen at unix sockets of the cluster's own, not at ports that another program may hold.
+- HAProxy's admin socket is one of the wrapper's (`deploy/haproxy_wrapper.py`), which answers at Serve's.
 - Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's disconnect, and spins, if the request's body
   arrived in a segment of its own.
 - Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.
 - Every error has OpenAI's shape, and every response one `x-request-id`: the client's if it is valid, else a new one.
 - Headers and paths that control Ray Serve are blocked.
-- A new process waits for one that is too busy to hand over its sockets: HAProxy gives up after a second, and Serve, after
-  three tries, on the configuration.
 
 Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pages of HAProxy's HTTP parser.
-The wrapper needs only the standard library.
+The wrapper imports this module with the standard library alone.
 """
 
-import contextlib
-import ctypes
 import json
-import os
 import re
-import resource
-import signal
-import socket
-import sys
-import time
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
 LUA = Path(__file__).with_name("haproxy.lua")
 HEADER_TIMEOUT_S = 10
-PROMPT_S = 0.2  # an answer of a process that hands over its sockets in time
-HANDOVER_S = 20.0
 # Connections beside the clients': statistics and management.
 SPARE_CONNECTIONS = 100
 MAX_CLIENTS = 10_000
@@ -74,6 +60,8 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
         max_files: limit of open files, beyond which HAProxy would not start; None: there is none.
     """
     config = move_statistics(config, folder)
+    admin = _find(r"(?m)^    stats socket (\S+) ", config)
+    config = config.replace(admin[0], f"    stats socket {inner_admin(Path(admin[1]))} ")
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
     asked = _find(r"(?m)^    maxconn (\d+)$", config)
     maxconn = int(asked[1])
@@ -99,6 +87,11 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
         _section("backend http_socket", [f"server http_frontend {http_socket} send-proxy-v2"]),
     ]
     return config + "\n".join([*added, ""])
+
+
+def inner_admin(admin: Path) -> Path:
+    """HAProxy's own admin socket, beside the one that Serve knows. The names are of one length, which is limited."""
+    return admin.with_name("inner.sock")
 
 
 def move_statistics(config: str, folder: Path) -> str:
@@ -159,40 +152,3 @@ def _find(pattern: str, config: str) -> re.Match[str]:
 def _insert_after(pattern: str, config: str, lines: list[str]) -> str:
     end = _find(pattern, config).end()
     return config[:end] + "".join(f"\n    {line}" for line in lines) + config[end:]
-
-
-def wait_for_predecessor(admin: str, prompt_s: float = PROMPT_S, deadline_s: float = HANDOVER_S) -> None:
-    """Returns when the process at an admin socket answers promptly, when none answers, or at the deadline."""
-    end = time.monotonic() + deadline_s
-    while (start := time.monotonic()) < end:
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(end - start)
-                connection.connect(admin)
-                connection.sendall(b"show info\n")
-                while connection.recv(4096):
-                    pass
-        except OSError:  # there is none, it is too late, or it has ended
-            return
-        if time.monotonic() - start < prompt_s:
-            return
-
-
-def main(binary: str, arguments: list[str]) -> None:
-    if sys.platform == "linux":  # other systems lack it
-        # Survives exec: the kernel kills HAProxy when its parent has ended.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        with contextlib.suppress(OSError):  # as cluster.cpu_scheduling, which this script cannot import
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    if "-f" in arguments:
-        file = Path(arguments[arguments.index("-f") + 1])
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        max_files = None if hard_limit == resource.RLIM_INFINITY else hard_limit
-        file.write_text(rewrite(file.read_text(), file.parent, max_files))
-    if "-x" in arguments:
-        wait_for_predecessor(arguments[arguments.index("-x") + 1])
-    os.execv(binary, [binary, *arguments])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

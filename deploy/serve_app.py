@@ -26,6 +26,7 @@ from cluster.interpreter import switch_threads_quickly
 from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch
+from deploy import serve_process
 from deploy.api.app import create_app
 from deploy.api.background import running
 from deploy.api.metrics_page import Peers
@@ -55,6 +56,7 @@ class ApiReplica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         run_in_foreground()
+        serve_process.prepare()
         log_as_configured(self._config.observability)
         switch_threads_quickly()
         directory = self._directory

@@ -255,6 +255,7 @@ class ClusterConfig(Section):
 
     namespace: Name = "outrider"  # separates deployments on one Ray cluster
     ray_address: str | None = None  # of a running cluster; None: starts one on this machine
+    ray_auth: Literal["token", "none"] = "token"  # none: also joins a cluster that runs code for whoever reaches it
     token_file: Path | None = None  # shared secret of all links; None: random at each launch
     tls: TlsConfig | None = None  # None: links are authenticated by the secret, and not encrypted
     state: StateConfig = FileStateConfig()

@@ -55,7 +55,13 @@ def served_here(name: str, cluster: Cluster, model: Path, state: Path) -> Config
         drafter.model_copy(update={"options": tiny}) if isinstance(drafter.options, ModelOptions) else drafter
         for drafter in config.drafters
     )
-    where = {"ray_address": cluster.address, "token_file": None, "tls": None, "state": FileStateConfig(folder=state)}
+    where = {
+        "ray_address": cluster.address,
+        "ray_auth": "none",
+        "token_file": None,
+        "tls": None,
+        "state": FileStateConfig(folder=state),
+    }
     return config.model_copy(
         update={
             "model": ModelConfig(name=str(model), max_model_len=config.model.max_model_len),

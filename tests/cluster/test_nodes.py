@@ -16,6 +16,7 @@ from ray.util.state import list_actors
 
 from actors.gateway import LinkClient
 from actors.ray_pool import Deployment, start_supervisor
+from benchmarks.server import ServerProcess
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, Resources, TargetConfig
 from cluster.inventory import Inventory
@@ -201,7 +202,7 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
 
 def test_a_running_cluster_is_joined_and_left_as_it_was(nodes: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
     base = small_config(str(tiny_model_folder), tmp_path)
-    joining = base.cluster.model_copy(update={"ray_address": nodes.address, "namespace": "joined"})
+    joining = base.cluster.model_copy(update={"ray_address": nodes.address, "ray_auth": "none", "namespace": "joined"})
     config = base.model_copy(update={"cluster": joining})
     with served(config) as server, server.client() as http:
         assert http.post("/v1/completions", json={"model": "model", "prompt": [5, 6], "max_tokens": 3}).status_code == 200
@@ -210,6 +211,17 @@ def test_a_running_cluster_is_joined_and_left_as_it_was(nodes: Cluster, tiny_mod
     assert server.wait_end() == 0, server.last_words()
     eventually(lambda: not _actor_classes("joined"), DEADLINE_S)
     eventually(lambda: {group["state"] for group in placement_group_table().values()} <= {"REMOVED"})
+
+
+def test_a_cluster_that_asks_for_no_token_is_not_joined(nodes: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
+    base = small_config(str(tiny_model_folder), tmp_path)
+    joining = base.cluster.model_copy(update={"ray_address": nodes.address, "namespace": "refused"})
+    server = ServerProcess(base.model_copy(update={"cluster": joining}))
+    server.start()
+    assert server.wait_end() == 1
+    server.__exit__(None, None, None)
+    assert "asks for no token" in server.last_words(1)
+    assert not _actor_classes("refused")
 
 
 def _actor_classes(namespace: str) -> set[str]:

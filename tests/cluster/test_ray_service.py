@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from actors.ray_pool import SUPERVISOR
 from benchmarks.server import START_S
 from cluster.config import Config
-from deploy import haproxy
+from deploy import haproxy_wrapper
 from deploy.k8s.render import Options, values_for
 from deploy.local_ray import free_port
 from tests.support.manifests import ROOT, only, pod_templates, render, served_file
@@ -51,7 +51,7 @@ def nodes(manifest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
     folder = tmp_path_factory.mktemp("image")
     script = folder / "haproxy"
-    command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary()]
+    command = haproxy_wrapper.command(get_haproxy_binary())
     script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     script.chmod(0o700)
     (container,) = pod_templates(manifest)[0]["spec"]["containers"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from ipaddress import ip_address
 
 import httpx
 import openai
@@ -36,10 +37,6 @@ def working(http: httpx.Client) -> float:
 
 def num_in_target(http: httpx.Client) -> float:
     return gauge(http, "outrider_target_running") + gauge(http, "outrider_target_waiting")
-
-
-def proxies(server: ServerProcess) -> list[psutil.Process]:
-    return [process for process in descendants(server.pid) if process.name() == "haproxy"]
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
@@ -119,7 +116,7 @@ def test_nothing_is_left_of_calls_that_hang_up_in_the_queue(server: ServerProces
 def test_nothing_is_left_of_the_official_client_s_time_outs_and_the_proxy_rests(
     server: ServerProcess, http: httpx.Client
 ) -> None:
-    watched = proxies(server)
+    watched = server.proxies()
     assert watched
     before_s, start_s = cpu_s(watched), time.monotonic()
     num_gone = gauge(http, "outrider_requests_total", "499")
@@ -145,6 +142,43 @@ def test_malformed_requests_are_refused_in_the_shape_of_errors(server: ServerPro
     for (kind, sent), answer in zip(requests, answers, strict=True):
         assert 400 <= answer.status < 500, (kind, sent[:200], answer)
         answer.error()
+
+
+def test_a_trailer_is_no_header(server: ServerProcess, http: httpx.Client) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 1}).encode()
+    content_type = ["Content-Type: application/json"]
+    assert wire.exchange(server.url, wire.chunked("/v1/completions", body, content_type, ["X-Any: a"])).status == 200
+    assert wire.exchange(server.url, wire.chunked("/v1/completions", body, [], content_type)).status == 400
+
+
+def test_every_process_listens_at_loopback_alone(server: ServerProcess) -> None:
+    """Ray's and Serve's ports run code for whoever has the token."""
+    addresses = {
+        (process.name(), ip_address(connection.laddr.ip.removeprefix("::ffff:")))
+        for process in descendants(server.pid)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {name for name, _ in addresses} >= {"raylet", "gcs_server", "haproxy"}
+    assert {(name, address) for name, address in addresses if not address.is_loopback} == set()
+
+
+def test_a_killed_proxy_is_back_with_the_same_replicas(server: ServerProcess, http: httpx.Client) -> None:
+    replicas, wrappers = server.workers("ServeReplica"), {process.ppid() for process in server.proxies()}
+    killed = server.proxies()
+    for process in killed:
+        process.kill()
+    eventually(lambda: answers(server.url), deadline_s=30.0)  # Serve alone takes a minute
+    assert server.workers("ServeReplica") == replicas
+    assert {process.ppid() for process in server.proxies()} <= wrappers
+    assert not set(server.proxies()) & set(killed)
+
+
+def answers(url: str) -> bool:
+    try:
+        return wire.exchange(url, wire.get("/v1/models")).status == 200
+    except ConnectionError:
+        return False
 
 
 def test_half_sent_headers_stop_nobody_and_are_given_up(server: ServerProcess, http: httpx.Client) -> None:

@@ -21,6 +21,7 @@ from tokenizers.trainers import BpeTrainer
 from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
+from deploy.api.http_protocol import drop_trailers
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.scripted import ScriptedClient, Step, spell
@@ -123,6 +124,7 @@ def events(text: str) -> Iterator[str]:
 def listening(app: ASGIApp) -> Iterator[str]:
     """The app behind a real HTTP server on a thread of its own; the address of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        drop_trailers()  # as a process of Serve does
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
         thread.start()

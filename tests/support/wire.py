@@ -5,7 +5,7 @@ import json
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,13 @@ def post(path: str, body: bytes, *headers: str, content_type: str = "application
 
 def get(path: str, *headers: str) -> bytes:
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: test", *headers, "", ""]).encode()
+
+
+def chunked(path: str, body: bytes, headers: Sequence[str], trailers: Sequence[str]) -> bytes:
+    """A request with a chunked body, and what follows it."""
+    lines = [f"POST {path} HTTP/1.1", "Host: test", "Transfer-Encoding: chunked", *headers, "", ""]
+    chunks = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    return "\r\n".join(lines).encode() + chunks + "\r\n".join([*trailers, "", ""]).encode()
 
 
 def hang_up(connection: socket.socket, *, reset: bool) -> None:

@@ -1,17 +1,19 @@
 """API keys: which are accepted, and that none is kept or shown."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from cluster.errors import InvalidField
+from deploy.api.app import create_app
 from deploy.api.keys import ApiKeys
-from tests.support.api import (
-    chat_body,
-    serving,
-)
+from deploy.api.settings import ApiSettings
+from tests.support import wire
+from tests.support.api import chat_body, finishing, listening, model_info, serving, token_ids, tokenizer
 from tests.support.asgi import CHAT
+from tests.support.scripted import ScriptedClient
 
 
 @pytest.fixture
@@ -41,6 +43,17 @@ async def test_other_keys_are_refused_before_anything_is_read(keys_file: Path, h
             assert response.json()["error"]["code"] == "invalid_api_key"
         assert cluster.requests == []
         assert (await http.get("/health")).status_code == 200  # probes have no key
+
+
+@pytest.mark.parametrize("header", ["headers", "trailers"])
+def test_a_key_in_a_trailer_is_no_key(keys_file: Path, header: str) -> None:
+    given = {"headers": ["Content-Type: application/json"], "trailers": []}
+    given[header] = [*given[header], "Authorization: Bearer sk-plain"]
+    settings = ApiSettings(api_keys_file=keys_file)
+    cluster = ScriptedClient(model_info(), lambda request: finishing(request, token_ids("the answer")))
+    with listening(create_app(cluster, tokenizer(), settings)) as url:
+        answer = wire.exchange(url, wire.chunked(CHAT, json.dumps(chat_body()).encode(), **given))
+    assert answer.status == (200 if header == "headers" else 401)
 
 
 def test_keys_are_named_and_not_kept(keys_file: Path) -> None:

@@ -153,6 +153,26 @@ def test_serve_s_own_switches_do_not_pass(front: str, replica: Replica) -> None:
     assert not arrived & {name.lower() for name in switches}
 
 
+def test_trailers_do_not_pass_for_headers(front: str, replica: Replica) -> None:
+    """HAProxy 2.8 passes them on, by its rules that delete headers; uvicorn would append them to the headers."""
+    trailers = [
+        "X-Request-Timeout-Seconds: 1",
+        "Serve_Multiplexed_Model_Id: a",
+        "Authorization: Bearer a",
+        "Content-Type: a/b",
+    ]
+    body = json.dumps(chat_body()).encode()
+    sent = wire.chunked(CHAT, body, ["Content-Type: application/json"], trailers)
+    num_calls = len(replica.headers.get(CHAT, ()))
+    with wire.connect(front) as connection:
+        for _ in range(2):  # the second request of the connection has headers again
+            connection.sendall(sent)
+            assert wire.receive(connection).status == 200
+    for arrived in replica.headers[CHAT][num_calls:]:
+        assert "content-type" in arrived
+        assert not arrived & {"x-request-timeout-seconds", "serve_multiplexed_model_id", "authorization"}
+
+
 def test_probes_and_scrapes_share_an_answer_of_the_cluster(front: str, cluster: Cluster) -> None:
     wire.exchange(front, wire.get("/health"))
     num_status = cluster.num_status

@@ -3,11 +3,12 @@
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import local_ray
+from deploy import local_ray, process_tree
 from deploy.local_ray import LaunchError, free_port, prepare_environment
 
 
@@ -71,3 +72,18 @@ def test_a_ray_that_is_always_late_is_an_error_of_the_launch(tmp_path: Path, mon
     with pytest.raises(LaunchError, match="Ray did not start: The current node timed out"):
         local_ray.start(tmp_path, "test")
     assert starts.num == 2
+
+
+@pytest.mark.parametrize(("system", "num_calls"), [("linux", 1), ("darwin", 0)])
+def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    class Library:
+        def prctl(self, *args: int) -> int:
+            calls.append(args)
+            return 0
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(process_tree.ctypes, "CDLL", lambda *_, **__: Library())
+    process_tree.adopt_orphans()
+    assert len(calls) == num_calls

@@ -84,6 +84,8 @@ def test_the_cpu_level_reaches_the_actors_of_a_cluster_that_is_joined(
         monkeypatch.setenv("OUTRIDER_CPU", level)
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(deployment.ray, "init", lambda **options: asked.append(options))
+    monkeypatch.setattr(deployment.ray, "get_runtime_context", MagicMock())
+    monkeypatch.setattr(deployment, "asks_for_token", lambda _: True)
     config = Config()
     joined = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})
     deployment.connect(joined, tmp_path)

@@ -70,6 +70,7 @@ failureThreshold: {{ .failureThreshold }}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/outrider/bin/haproxy}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.serve_process:prepare"}
 - {name: RAY_SERVE_HAPROXY_NBTHREAD, value: "1"}
 - {name: RAY_SERVE_HAPROXY_METRICS_ENABLED, value: "0"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "86400"}
@@ -77,6 +78,7 @@ failureThreshold: {{ .failureThreshold }}
 - {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
 - {name: RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, value: "120"}
 {{- end }}
 
@@ -167,6 +169,7 @@ spec:
         {{- toYaml $group.resources | nindent 8 }}
       startupProbe:
         {{- include "outrider.probe" (dict "path" "/api/healthz" "port" 52365 "periodSeconds" 5 "failureThreshold" 60) | nindent 8 }}
+      # Not of HAProxy: its wrapper and Serve replace it, and while it is away the readiness probe takes the pod out of service.
       livenessProbe:
         {{- include "outrider.probe" (dict "path" "/api/healthz" "port" 52365 "periodSeconds" 10 "failureThreshold" 12) | nindent 8 }}
       readinessProbe:
