@@ -84,7 +84,7 @@ test-nightly: setup setup-vllm $(VENV)/.dev
 	$(VLLM_VENV)/bin/python -m pytest -m 'nightly and vllm' -W default $(ARGS) tests/cluster/test_vllm_server.py
 
 # Unit tests without Ray, the embedded model or a compiler, with fewer examples of Hypothesis: within 2 minutes on 2 cores with
-# AVX2. The plugin fails the run beyond this much processor time, and names the tests that took most.
+# AVX2. The plugin names the tests that took most processor time.
 test-fast: $(VENV)/.dev
 	CC=none $(BIN)/python -m pytest -p tests.support.processor_time tests/unit --hypothesis-profile fast \
 	    -m '$(EXCLUDED) and not ray and not model and not slow' --numprocesses 2 --dist worksteal $(ARGS)

@@ -300,20 +300,20 @@ class TargetLoop:
         """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
         for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
             if isinstance(result, GrammarRefusal):
-                self._refuse(self._sequences[request_id], result)
+                finish = FinishReason.OVERLOADED if result.is_busy else FinishReason.REFUSED
+                self._refuse(self._sequences[request_id], finish, result.reason)
             else:
                 self._follow(self._sequences[request_id], result)
 
     def _follow(self, sequence: LiveSequence, grammar: "CompiledGrammar") -> None:
         try:
             sequence.follow(grammar)
-        except ValueError as error:  # the output of another target
-            self._refuse(sequence, GrammarRefusal(f"it cannot be continued: {error}"))
+        except ValueError as error:  # the output of another target, for which its client is not to blame
+            self._refuse(sequence, FinishReason.ERROR, f"it cannot be continued: {error}")
 
-    def _refuse(self, sequence: LiveSequence, refused: GrammarRefusal) -> None:
-        finish = FinishReason.OVERLOADED if refused.is_busy else FinishReason.REFUSED
+    def _refuse(self, sequence: LiveSequence, finish: FinishReason, reason: str) -> None:
         request_id = sequence.request.id
-        self._gateways.publish([Commit(request_id, len(sequence.token_ids), (), finish=finish, error=refused.reason)])
+        self._gateways.publish([Commit(request_id, len(sequence.token_ids), (), finish=finish, error=reason)])
         self._end(request_id)
 
     # ---- the pass

@@ -1,6 +1,7 @@
-"""Plugin of pytest that fails a run that takes too much processor time, which other programs on the machine do not change.
+"""Plugin of pytest that tells a run's processor time, which other programs on the machine change little, and who took it.
 
-``make test-fast`` loads it. All threads of the test processes count, and the children that they have waited for.
+``make test-fast`` loads it. All threads of the test processes count, and the children that they have waited for. It fails no
+run: processors differ by a factor of three.
 """
 
 import resource
@@ -10,10 +11,8 @@ from typing import Any
 
 import pytest
 
-# Two minutes of the slowest machine that CI runs on: 2 cores with AVX2.
-MAX_TOTAL_S = 2 * 120.0
-# A test that takes longer is marked `slow`. Without its fixtures, of which the first test would pay for all that share them.
-MAX_TEST_S = 5.0
+# Two minutes of 2 cores. A test among the slowest is made smaller or marked `slow` where the run takes more.
+GOAL_S = 2 * 120.0
 NUM_SHOWN = 20
 KEY = "processor_time"  # of what a worker of pytest-xdist tells its controller
 
@@ -45,8 +44,6 @@ class ProcessorTime:
         told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if told is not None:
             told[KEY] = self.tests_s, self.total_s
-        elif self._complaints() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -55,20 +52,10 @@ class ProcessorTime:
         self.total_s += total_s
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section(f"processor time: {self.total_s:.0f} s of at most {MAX_TOTAL_S:.0f}")
-        for test_s, name in self._slowest()[:NUM_SHOWN]:
+        terminalreporter.section(f"processor time: {self.total_s:.0f} s, goal {GOAL_S:.0f}")
+        slowest = sorted(((test_s, name) for name, test_s in self.tests_s.items()), reverse=True)
+        for test_s, name in slowest[:NUM_SHOWN]:
             terminalreporter.line(f"{test_s:6.2f} s {name}")
-        for complaint in self._complaints():
-            terminalreporter.line(complaint, red=True)
-
-    def _slowest(self) -> list[tuple[float, str]]:
-        return sorted(((test_s, name) for name, test_s in self.tests_s.items()), reverse=True)
-
-    def _complaints(self) -> list[str]:
-        long = [f"ERROR {name} takes more than {MAX_TEST_S:g} s" for s, name in self._slowest() if s > MAX_TEST_S]
-        if self.total_s > MAX_TOTAL_S:
-            long.append(f"ERROR all tests take more than {MAX_TOTAL_S:g} s")
-        return long
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -34,6 +34,7 @@ def test_deltas_are_the_full_decode(ids: list[int]) -> None:
 
 
 @given(any_text)
+@pytest.mark.slow
 def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     detokenizer = Detokenizer(tokenizer())
     pieces = [detokenizer.feed(token_id) for token_id in token_ids(text)]

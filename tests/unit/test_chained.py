@@ -34,7 +34,7 @@ from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("known_costs")
+pytestmark = [pytest.mark.usefixtures("known_costs"), pytest.mark.slow]  # together they take seconds
 
 VOCAB_SIZE = 257
 PROMPT = tuple(range(40, 90))

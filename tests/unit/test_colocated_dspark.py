@@ -27,7 +27,7 @@ from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.usefixtures("known_costs")
+pytestmark = [pytest.mark.usefixtures("known_costs"), pytest.mark.slow]  # together they take seconds
 
 PRECIOUS = TableCost((1,), (6000.0,))
 PATIENT = PlannerSettings(verification="all", max_hold_s=60.0, max_chunk_len=24)  # with PRECIOUS, all drafts are awaited

@@ -18,6 +18,8 @@ from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
 from tests.support.quick import first
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 VOCAB_SIZE = 9
 LENGTH = 3  # of the sequences whose distribution is tested: 729 of them
 NUM_REQUESTS = 6_000

@@ -18,6 +18,8 @@ from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 from tests.support.with_proposers import WithProposers
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 VOCAB_SIZE = 257
 EOS = VOCAB_SIZE - 1
 PROMPT = tuple(range(40, 100))

@@ -13,6 +13,8 @@ from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
 from tests.support.toys import plain_run
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "2000"))
 CHUNK = 50
 NUM_QUICK = 50  # seeds of `make test-fast`

@@ -217,6 +217,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_search_for_an_end_asks_matchers_a_bounded_number_of_times(
     grammars: Grammars, schema: Any, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,8 @@ from tests.support.families import write_family
 from tests.support.quick import first
 from tests.unit.test_native import LIMITS, NUM_TOKENS, PENALIZED, SAMPLINGS, Caller, plain, request
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 VOCABULARY = 211
 STEEP = TableCost((1, 100), (0.001, 0.1))  # every row costs as much
 FLAT = TableCost((1, 100), (0.1, 0.1))  # further rows are free

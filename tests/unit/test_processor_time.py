@@ -1,4 +1,4 @@
-"""The plugin of ``make test-fast`` fails a run of which a test, or the whole, takes too much processor time."""
+"""The plugin of ``make test-fast`` tells which tests took most processor time."""
 
 from types import SimpleNamespace
 
@@ -26,36 +26,18 @@ def run(pytester: pytest.Pytester) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", processor_time.__name__)
 
 
-def test_what_takes_little_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_time, "MAX_TOTAL_S", 1e9)
+def test_the_slowest_are_named_first(pytester: pytest.Pytester) -> None:
     done = run(pytester)
     assert done.ret == pytest.ExitCode.OK
-    done.stdout.fnmatch_lines(["*processor time: * s of at most*", "*s test_*::test_long"])
+    done.stdout.fnmatch_lines(["*processor time: * s, goal*", "*s test_*::test_long", "*s test_*::test_short"])
 
 
-def test_a_long_test_fails_the_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_time, "MAX_TOTAL_S", 1e9)
-    monkeypatch.setattr(processor_time, "MAX_TEST_S", 0.04)
-    done = run(pytester)
-    assert done.ret == pytest.ExitCode.TESTS_FAILED
-    done.stdout.fnmatch_lines(["ERROR *::test_long takes more than 0.04 s"])
-    done.stdout.no_fnmatch_line("ERROR *test_short*")
-
-
-def test_many_short_tests_fail_the_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_time, "MAX_TOTAL_S", 0.0)
-    done = run(pytester)
-    assert done.ret == pytest.ExitCode.TESTS_FAILED
-    done.stdout.fnmatch_lines(["ERROR all tests take more than 0 s"])
-
-
-def test_workers_tell_what_their_tests_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_tell_what_their_tests_took() -> None:
     node = SimpleNamespace(workeroutput={processor_time.KEY: ({"test_a": 2.0}, 7.0)})
     measured = processor_time.ProcessorTime()
     measured.pytest_testnodedown(node)
     measured.pytest_testnodedown(object())  # of one that crashed
     assert measured.tests_s == {"test_a": 2.0}
     assert measured.total_s == 7.0
-    monkeypatch.setattr(processor_time, "processor_s", lambda: pytest.fail("workers would count twice"))
     measured.pytest_sessionfinish(SimpleNamespace(config=object(), exitstatus=pytest.ExitCode.OK))  # type: ignore[arg-type]
     assert measured.total_s > 7.0

@@ -31,6 +31,8 @@ from router.cost_model import TableCost
 from tests.support.quick import first
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 EOS = 256
 MODEL = ModelInfo("tiny", EOS + 1, 512, (EOS,), "tiny")
 COST = TableCost((1, 64), (0.02, 0.03))

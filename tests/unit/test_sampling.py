@@ -187,6 +187,7 @@ def test_a_row_of_a_span_is_chosen_as_if_its_drafts_were_committed() -> None:
     assert (len(state), state.num_generated) == (7, 5)
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_are_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     logits = probabilities.log().expand(20_000, 5)

@@ -157,6 +157,7 @@ def walk(compiled: CompiledGrammar, rng: random.Random, max_tokens: int) -> str 
     return None
 
 
+@pytest.mark.slow
 def test_no_other_spelling_escapes_a_rule(grammars: Grammars) -> None:
     num_taken = 0
     for schema, compiled in compiled_schemas(grammars, alone, NUM_SPELLED):

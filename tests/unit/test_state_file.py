@@ -55,6 +55,7 @@ for i in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_a_whole_document(tmp_path: Path) -> None:
     for attempt in range(3):
         writer = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], stdout=subprocess.PIPE)

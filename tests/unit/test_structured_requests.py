@@ -28,6 +28,8 @@ from router.cost_model import TableCost
 from tests.support.quick import first
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 EOS = 256
 COST = TableCost((1, 64), (0.02, 0.03))
 PERSON = {

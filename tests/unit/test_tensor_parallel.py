@@ -39,6 +39,8 @@ from tests.support.target_driver import play
 from tests.support.thread_ranks import ThreadRanks, thread_ranks
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def group(request: pytest.FixtureRequest) -> Iterator[ThreadRanks]:

@@ -137,6 +137,7 @@ def test_reasoning_is_split_off_however_it_arrives(text: str, is_open: bool, exp
             assert parse(form, list(text), True, is_open) == expected
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_of_random_text() -> None:
     """Content, reasoning markers aside, is the text itself where there is no call; and pieces never matter."""
     rng = random.Random(1)
