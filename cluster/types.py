@@ -146,3 +146,4 @@ class ModelInfo:
     max_model_len: int  # prompt and output together
     eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str  # equal fingerprints: equal token ids
+    aliases: tuple[str, ...] = ()  # further names that callers may use

@@ -267,21 +267,21 @@ def list_models() -> None:
 
     for model in CATALOGUE.values():
         print(f"{model.name}  {state_of(model.name)}\n    {model.summary}\n    {model_folder(model.name)}")
-    print("\nHugging Face folders of the Llama family can be served, too.")
+    print("\nHugging Face folders of the Llama family, and ORG/MODEL of the hub, can be served, too.")
 
 
 @models.command()
-def prepare(name: Annotated[str, typer.Argument(help="A name of `outrider models list`, or a folder to check.")]) -> None:
-    """Convert a model into the cache folder, or verify a converted one. Prints the folder."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def prepare(
+    name: Annotated[
+        str, typer.Argument(help="A name of `outrider models list`, ORG/MODEL of the hub, or a folder to check.")
+    ],
+) -> None:
+    """Convert or download a model into the cache, or verify one that is there. Prints the folder."""
+    from deploy.model_files import shown_progress
     from engine.models.prepare import ensure_model
 
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=1.0)
-        folder = ensure_model(name, lambda step, fraction: bar.update(task, description=step, completed=fraction))
+    with shown_progress(name) as progress:
+        folder = ensure_model(name, progress)
     print(folder)
 
 

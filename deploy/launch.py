@@ -15,10 +15,11 @@ from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
+from deploy.model_files import with_files
 from deploy.stop import Stop, Stopped, stoppable
 from engine.cpu_setup import configure_cpu
 from engine.models.config import load_config
-from engine.models.prepare import ensure_model
+from engine.models.prepare import resolve_model
 from engine.tensor_parallel.sharding import check_ranks
 from engine.vllm.ranks import check_ranks as check_vllm_ranks
 
@@ -48,7 +49,8 @@ def serve(config: Config) -> None:
                 ApiKeys.from_file(file, config.api.replicas)  # refused here rather than in the API's process
         if config.observability.audit_log_file is not None:
             AuditLog(config.observability.audit_log_file).close()
-        model_folder = ensure_model(config.model.name)
+        config = with_files(config)
+        model_folder = resolve_model(config.model.name)
         (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
             load_config(model_folder), config.target.tensor_parallel
         )

@@ -34,10 +34,11 @@ from deploy.api.settings import ApiSettings
 from deploy.deployment import DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
+from deploy.model_files import with_files
 from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
-from engine.models.prepare import ensure_model
+from engine.models.prepare import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,6 @@ class ClusterReplica:
         self._source = hashlib.sha256(show(config).encode()).hexdigest()
         self._name = ray.get_runtime_context().get_actor_id()
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # unused: links between nodes are gRPC
-        self._cluster = DeployedCluster(config, self._folder, owns_ray=False, detached=True)
         configure_cpu()
         self._deployment, self._directory = await asyncio.to_thread(lambda: self._find() or self._start())
         await self._supervisor().set_owner.remote(self._name)
@@ -126,11 +126,13 @@ class ClusterReplica:
 
     def _start(self) -> tuple[Deployment, Directory]:
         """Waits for the nodes that the configuration needs, and starts it. Raises LaunchError or PlacementError."""
-        model_folder = ensure_model(self._config.model.name)
+        config = with_files(self._config)
+        cluster = DeployedCluster(config, self._folder, owns_ray=False, detached=True)
+        model_folder = resolve_model(config.model.name)
         end_s = time.monotonic() + self._config.supervision.start_timeout_s
         while True:
             try:
-                reserved = self._cluster.reserve(model_folder)
+                reserved = cluster.reserve(model_folder)
                 break
             except (PlacementError, LaunchError) as error:
                 if time.monotonic() > end_s:
@@ -138,7 +140,7 @@ class ClusterReplica:
                 logger.warning("waiting for nodes: %s", error)
                 time.sleep(NODES_POLL_S)
         deployment = replace(reserved, model_folder=str(model_folder), source=self._source)
-        return deployment, self._cluster.start(deployment)
+        return deployment, cluster.start(deployment)
 
     def _clear(self) -> None:
         """Ends the supervisor, and with the placement groups all other processes."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, ModelConfig, TableOptions, default_pool
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
+from cluster.model_name import HubName
+from engine.models import hub
+from engine.models.hub import no_progress
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
 ADAPTERS, ADAPTER_SUFFIX = "adapters", ".safetensors"  # of a block drafter: its folder of them
@@ -44,11 +47,14 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def find_drafter(name_or_path: str) -> Path:
-    """The folder or file of a trained drafter: a shipped one by name, any other by path. Raises ModelUnavailable."""
-    places = [FOLDER / name_or_path] if name_or_path == Path(name_or_path).name else []
-    for path in (*places, Path(name_or_path).expanduser().absolute()):
-        if path.exists():
-            return path
+    """The folder or file of a trained drafter: a shipped one by name, any other by path, or by ORG/NAME of the hub, which is
+    downloaded. Raises ModelUnavailable."""
+    if name_or_path == Path(name_or_path).name and (FOLDER / name_or_path).exists():
+        return FOLDER / name_or_path
+    if (path := hub.local_folder(name_or_path)) is not None:
+        return path
+    if (name := HubName.parse(name_or_path)) is not None:
+        return hub.fetch(name, no_progress)
     known = ", ".join(shipped_names()) or "none"
     raise ModelUnavailable(f"{name_or_path}: no folder of a trained drafter; shipped are: {known}; see `outrider train`")
 

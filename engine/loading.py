@@ -111,12 +111,14 @@ def load_engine(
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)
+    name, *aliases = config.model.public_names
     info = ModelInfo(
-        name=config.model.name.rstrip("/").rsplit("/", 1)[-1],
+        name=name,
         vocab_size=model.vocab_size,
         max_model_len=min(config.model.max_model_len, model.max_len),
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=fingerprint(folder),
+        aliases=tuple(aliases),
     )
     if target.engine == "vllm":
         from engine.vllm.loading import load_vllm

@@ -25,15 +25,23 @@ from cluster.config.section import (
     Section,
 )
 from cluster.config.slo import SloConfig
+from cluster.model_name import public_name
 
 
 class ModelConfig(Section):
     """The served model."""
 
-    name: str = Field(default="smollm2-135m", min_length=1)  # an embedded model (`outrider models`), or a folder
+    # An embedded model (`outrider models`), a folder, or ORG/MODEL[@REVISION] of a Hugging Face hub.
+    name: str = Field(default="smollm2-135m", min_length=1)
+    served_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # of the API, the first in its answers; []: its own
     max_model_len: Count = 2048  # prompt and output together; at most the model's own
     # model: calls without sampling parameters get those of the model's generation_config.json; none: OpenAI's defaults.
     generation_config: Literal["model", "none"] = "model"
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """What clients may call it; never empty."""
+        return self.served_names or (public_name(self.name),)
 
 
 LONG_PASS = 2048  # rows, as vLLM takes by default

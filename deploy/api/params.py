@@ -68,7 +68,7 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
 
 def check_model(name: str | None, info: ModelInfo) -> None:
     """Raises ApiError (404) for another model than the served one; None is the served one."""
-    if name is not None and name != info.name:
+    if name is not None and name != info.name and name not in info.aliases:
         message = f"model: {shorten(name)} is not served here; this server has {info.name!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 

@@ -237,15 +237,16 @@ class Service:
             raise timed_out(timeout_s, advice) from error
 
     async def models(self) -> dict[str, object]:
-        """The served model, as a list."""
-        return {"object": "list", "data": [await self.model((await self.info()).name)]}
+        """The served model by each of its names."""
+        info = await self.info()
+        return {"object": "list", "data": [await self.model(name) for name in (info.name, *info.aliases)]}
 
     async def model(self, name: str) -> dict[str, object]:
         """The served model."""
         info = await self.info()
         check_model(name, info)
         return {
-            "id": info.name,
+            "id": name,
             "object": "model",
             "created": self._started_s,
             "owned_by": "outrider",

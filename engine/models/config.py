@@ -77,7 +77,7 @@ def load_config(folder: Path) -> DecoderConfig:
     """The configuration of the model in ``folder``. Raises ModelUnavailable: no folder, no ``config.json``, or a model that
     is not supported; one line that says which."""
     if not folder.is_dir():
-        known = "name the folder of a Hugging Face model, since none is downloaded, or one of `outrider models`"
+        known = "name the folder of a Hugging Face model, ORG/MODEL of the hub, or one of `outrider models`"
         raise ModelUnavailable(f"no model at {folder}: not a folder; {known}")
     raw = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}

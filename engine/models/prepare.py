@@ -4,6 +4,7 @@ A prepared model is a Hugging Face folder with a manifest of its files. It is re
 """
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,19 +22,16 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelUnavailable
+from cluster.model_name import HubName
 from cluster.private_folder import cache_folder
+from engine.models import hub
 from engine.models.config import load_config
+from engine.models.hub import Progress, no_progress
 from engine.models.manifest import Manifest, sha256
 
 LOCK_TIMEOUT_S = 600.0
 CONVERT_TIMEOUT_S = 600.0
 _LOCK_POLL_S = 0.2
-
-Progress = Callable[[str, float], None]  # the current step, and the fraction done
-
-
-def no_progress(step: str, fraction: float) -> None:
-    """Reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +87,10 @@ def model_folder(name: str) -> Path:
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The complete Hugging Face folder of a prepared model, or of a path. Quick: reads no weights. Raises ModelUnavailable:
-    not prepared, missing, half-written or of an unsupported kind."""
+    """The complete Hugging Face folder of a prepared model, of a path, or of a downloaded model of the hub. Quick: reads no
+    weights. Raises ModelUnavailable: not prepared, missing, half-written or of an unsupported kind."""
     if name_or_path not in CATALOGUE:
-        if os.sep not in name_or_path and not Path(name_or_path).exists():
-            known = ", ".join(CATALOGUE)
-            raise ModelUnavailable(f"{name_or_path}: neither a folder nor a known model; known are: {known}")
-        folder = Path(name_or_path).expanduser().absolute()
+        folder = find_folder(name_or_path)
         check_folder(folder)
         return folder
     folder = model_folder(name_or_path)
@@ -107,6 +102,19 @@ def resolve_model(name_or_path: str) -> Path:
     except ModelUnavailable as error:
         raise ModelUnavailable(f"{error}; run `outrider models prepare {name_or_path}`") from error
     return folder
+
+
+def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
+    """The folder of a path, else of a model of the hub. ``progress`` None: of its cache alone, without a download. Raises
+    ModelUnavailable."""
+    if (folder := hub.local_folder(name_or_path)) is not None:
+        return folder
+    if (name := HubName.parse(name_or_path)) is not None:
+        return hub.find(name) if progress is None else hub.fetch(name, progress)
+    known = ", ".join(CATALOGUE)
+    raise ModelUnavailable(
+        f"{name_or_path}: neither a folder, nor ORG/MODEL of the hub, nor an embedded model; embedded are: {known}"
+    )
 
 
 def state_of(name: str) -> ModelState:
@@ -121,11 +129,13 @@ def state_of(name: str) -> ModelState:
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
-    """Like ``resolve_model``, but prepares a missing or damaged model of the catalogue, after checking every byte. Of
-    several processes one converts and the others wait. Raises ModelUnavailable: also without the source package or disk
-    space."""
+    """Like ``resolve_model``, but downloads a model of the hub, and prepares a missing or damaged model of the catalogue,
+    after checking every byte. Of several processes one converts and the others wait. Raises ModelUnavailable: also without
+    the source package or disk space."""
     if name_or_path not in CATALOGUE:
-        return resolve_model(name_or_path)
+        folder = find_folder(name_or_path, progress)
+        check_folder(folder)
+        return folder
     model, folder = CATALOGUE[name_or_path], model_folder(name_or_path)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +156,8 @@ def check_folder(folder: Path) -> None:
     if not (folder / "tokenizer.json").is_file():
         raise ModelUnavailable(f"{folder / 'tokenizer.json'} is missing: save the model's fast tokenizer into the folder")
     files = sorted(folder.glob("*.safetensors"))
+    if missing := sorted(_named_by_index(folder) - {file.name for file in files}):
+        raise ModelUnavailable(f"{folder / missing[0]} is missing: the folder holds {len(files)} files of the weights")
     if not files:
         raise ModelUnavailable(f"{folder}: no *.safetensors file; other formats of weights are not read")
     for file in files:
@@ -154,6 +166,17 @@ def check_folder(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelUnavailable(f"{file} is not a whole safetensors file ({error}); copy or prepare it again") from error
+
+
+def _named_by_index(folder: Path) -> set[str]:
+    """Files of weights that are stored in several. Raises ModelUnavailable."""
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return set()
+    try:
+        return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelUnavailable(f"{path} is no index of weights ({error!r}); copy the model again") from error
 
 
 def _is_intact(folder: Path) -> bool:

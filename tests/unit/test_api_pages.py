@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ async def test_version_and_ping() -> None:
         cluster.failure = LinkClosed("nobody answers")
         response = await http.get("/ping")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_target")
+
+
+async def test_a_model_answers_to_each_of_its_names() -> None:
+    async with serving() as (http, cluster):
+        cluster.info = replace(cluster.info, name="test/Tiny", aliases=("tiny", "gpt-4"))
+        listed = [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+        assert listed == ["test/Tiny", "tiny", "gpt-4"]
+        for name in listed:
+            assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+            assert (await http.post(CHAT, json=chat_body(model=name))).json()["model"] == "test/Tiny"
+        assert (await http.post(CHAT, json=chat_body(model="Tiny"))).status_code == 404
 
 
 async def test_the_openapi_document_describes_every_body() -> None:

@@ -59,7 +59,7 @@ def test_what_would_run_wrongly_is_refused(change: dict[str, Any], said: str, tm
 
 
 def test_missing_and_broken_files_are_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match=r"not a folder.*none is downloaded"):
+    with pytest.raises(ModelUnavailable, match=r"not a folder.*ORG/MODEL of the hub"):
         load_config(tmp_path / "nowhere")
     with pytest.raises(ModelUnavailable, match=r"config\.json is missing"):
         load_config(tmp_path)

@@ -203,7 +203,7 @@ def test_a_folder_of_the_llama_family_is_accepted(tiny_model_folder: Path) -> No
 
 
 def test_a_name_that_nobody_knows_lists_the_known_ones() -> None:
-    with pytest.raises(ModelUnavailable, match="known are: smollm2-135m"):
+    with pytest.raises(ModelUnavailable, match="embedded are: smollm2-135m"):
         resolve_model("smollm3")
 
 
@@ -253,7 +253,9 @@ def test_the_command_line_lists_prepares_and_refuses(conversions: Conversions, h
     assert "ready" in runner.invoke(app, ["models", "list"], env={"COLUMNS": "200"}).stdout
     refused = runner.invoke(app, ["models", "prepare", "nothing"])
     assert refused.exit_code == 1
-    assert refused.stderr.strip().startswith("outrider: nothing: neither a folder nor a known model")
+    assert refused.stderr.strip().startswith(
+        "outrider: nothing: neither a folder, nor ORG/MODEL of the hub, nor an embedded model"
+    )
 
 
 @pytest.mark.model

@@ -1,0 +1,85 @@
+"""Prepares or downloads the models that a configuration names, with progress on the terminal or in the log."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.config import (
+    CascadeOptions,
+    Config,
+    DrafterOptions,
+    DSparkOptions,
+    LayersOptions,
+    ModelOptions,
+    TableOptions,
+)
+from cluster.model_name import HubName
+from engine.models.hub import Progress, fetch, local_folder
+from engine.models.prepare import ensure_model
+
+logger = logging.getLogger(__name__)
+
+LOGGED_SHARE = 0.1  # of a download between two lines of a log
+
+
+def with_files(config: Config) -> Config:
+    """Downloads what the configuration names of a hub. The result names each by its commit, so that all processes, also on
+    other machines and after a restart, load the same files. Raises ModelUnavailable."""
+    model = config.model.model_copy(update={"name": _pinned(config.model.name)})
+    drafters = [d.model_copy(update={"options": _with_files(d.options)}) for d in config.drafters]
+    with shown_progress(model.name) as progress:
+        ensure_model(model.name, progress)
+    return config.model_copy(update={"model": model, "drafters": tuple(drafters)})
+
+
+def _with_files(options: DrafterOptions) -> DrafterOptions:
+    match options:
+        case CascadeOptions():
+            return options.model_copy(update={"members": tuple(_with_files(member) for member in options.members)})
+        case ModelOptions():
+            return options.model_copy(update={"model": _pinned(options.model)})
+        case LayersOptions():
+            return options.model_copy(update={"path": _pinned(options.path), "target": _pinned(options.target)})
+        case DSparkOptions() | TableOptions():
+            return options.model_copy(update={"path": options.path and _pinned(options.path)})
+        case _:
+            return options
+
+
+def _pinned(name_or_path: str) -> str:
+    name = HubName.parse(name_or_path)
+    if name is None or local_folder(name_or_path) is not None:
+        return name_or_path
+    with shown_progress(str(name)) as progress:
+        snapshot = fetch(name, progress)
+    logger.info("%s is in %s", name, snapshot)
+    return str(HubName(name.repo, snapshot.name))
+
+
+@contextmanager
+def shown_progress(name: str) -> Iterator[Progress]:
+    """A bar on a terminal, else a line of the log for each tenth."""
+    if not sys.stderr.isatty():
+        yield _Lines(name)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.fields[model]} {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=1.0, model=name)
+        yield lambda step, fraction: bars.update(task, description=step, completed=fraction)
+
+
+class _Lines:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._next = 0.0
+
+    def __call__(self, step: str, fraction: float) -> None:
+        if fraction < self._next or step == "ready":
+            return
+        self._next = fraction + LOGGED_SHARE
+        logger.info("%s: %s, %.0f%%", self._name, step, 100 * fraction)

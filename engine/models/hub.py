@@ -1,0 +1,139 @@
+"""Models of a Hugging Face hub: their folders in its cache, and downloads into it.
+
+``huggingface_hub`` reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE when it is imported.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ModelUnavailable
+from cluster.model_name import HubName
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]  # the current step, and the fraction done
+
+
+def no_progress(step: str, fraction: float) -> None:
+    """Reports nothing."""
+
+
+# What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
+UNWANTED = ("*/*", "consolidated*.safetensors")
+
+
+def local_folder(name_or_path: str) -> Path | None:
+    """The absolute path of an existing folder or file; of a ``models--ORG--NAME`` folder its snapshot. None: there is none.
+
+    Raises ModelUnavailable: such a folder without a snapshot to choose.
+    """
+    path = Path(name_or_path).expanduser().absolute()
+    if not path.exists():
+        return None
+    snapshots = path / "snapshots"
+    return _snapshot_of(path) if path.name.startswith("models--") and snapshots.is_dir() else path
+
+
+def fetch(name: HubName, progress: Progress) -> Path:
+    """The snapshot of a model, complete: downloads what the cache lacks. A commit that lies there whole asks no network;
+    without one, the newest that lies there. Raises ModelUnavailable, which says what was tried."""
+    return _snapshot(name, progress)
+
+
+def find(name: HubName) -> Path:
+    """As ``fetch``, of the cache alone."""
+    return _snapshot(name, None)
+
+
+def _snapshot(name: HubName, progress: Progress | None) -> Path:
+    """``progress`` None: of the cache alone."""
+    import httpx2
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    more: dict[str, Any] = {"local_files_only": True} if progress is None else {"tqdm_class": _bar(progress)}
+    try:
+        return Path(
+            snapshot_download(
+                name.repo, revision=name.revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **more
+            )
+        )
+    except HFValidationError as error:
+        raise ModelUnavailable(f"{name}: no folder here, and no name of a hub's model: {_first_line(error)}") from error
+    except (OSError, httpx2.HTTPError) as error:
+        raise ModelUnavailable(_reason(name, error, asked=progress is not None)) from error
+
+
+def _reason(name: HubName, error: Exception, *, asked: bool) -> str:
+    """One line. ``asked``: whether the hub was to be asked."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    match error:
+        case RevisionNotFoundError():
+            return f"{name.repo} has no revision {name.revision!r} on {hub}"
+        case GatedRepoError():
+            token = "HF_TOKEN's account has no access" if get_token() else "set HF_TOKEN"
+            return f"{name.repo} is gated on {hub}: accept its terms there; {token}"
+        case RepositoryNotFoundError():
+            private = "is hidden from HF_TOKEN's account" if get_token() else "is private: set HF_TOKEN"
+            return f"{name.repo}: no folder here, and {hub} has no such model, or it {private}"
+    missing = "is incomplete" if isinstance(error, IncompleteSnapshotError) else "is not"
+    here = f"{name}: no folder here, and it {missing} in the cache {cache}"
+    if not asked:
+        return f"{here}; `outrider models prepare {name}` downloads it"
+    if constants.is_offline_mode():
+        return f"{here}, while HF_HUB_OFFLINE=1 forbids to download it"
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return f"{name}: {hub} answers {error.response.status_code}: {_first_line(error)}"
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"{here}; asking {hub} failed: {_first_line(error.__cause__ or error)}"
+    return f"{name} could not be downloaded from {hub}: {_first_line(error)}; complete files are kept: try again"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _snapshot_of(model: Path) -> Path:
+    """Of a model's folder in a cache: that of its main branch, or its only one."""
+    snapshots = model / "snapshots"
+    main = model / "refs" / "main"
+    if main.is_file() and (snapshot := snapshots / main.read_text().strip()).is_dir():
+        return snapshot
+    found = [snapshot for snapshot in snapshots.iterdir() if snapshot.is_dir()]
+    if len(found) == 1:
+        return found[0]
+    raise ModelUnavailable(f"{model} has {len(found)} snapshots and no main branch: name one of the folders in {snapshots}")
+
+
+def _bar(progress: Progress) -> type:
+    """The class of progress bars that ``snapshot_download`` makes. One of them counts the bytes of all files."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread that redraws
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes = str(kwargs.get("desc")).startswith("Reconstructing")
+            super().__init__(*args, **{**kwargs, "gui": True, "mininterval": 0.2})  # gui: nothing is written to the terminal
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            if self._counts_bytes and self.total:
+                progress(f"downloading {self.total / 1e9:.2f} GB", min(1.0, self.n / self.total))
+
+        def clear(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing was written."""
+
+    return Bar
