@@ -10,6 +10,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -63,12 +64,17 @@ def parse(text: str, model: type[M], source: str) -> M:
         raise ConfigError(source, (Problem(mark.line + 1 if mark else None, "", message),)) from error
     if document.problems:
         raise ConfigError(source, tuple(document.problems))
+    return check(data, model, source, document.lines)
+
+
+def check(data: Any, model: type[M], source: str, lines: Mapping[Loc, int] = MappingProxyType({})) -> M:
+    """``data`` as a file would give it, with the line of each key. Raises ConfigError."""
     try:
         # As JSON: only there strict pydantic accepts a list for a tuple and a string for a path.
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems = [_explain(detail, model, document.lines) for detail in details if not _is_consequence(detail, details)]
+        problems = [_explain(detail, model, lines) for detail in details if not _is_consequence(detail, details)]
         raise ConfigError(source, tuple(sorted(_merged(problems), key=lambda problem: problem.line or 0))) from error
 
 
@@ -137,7 +143,7 @@ def _merged(problems: Sequence[Problem]) -> list[Problem]:
     return found
 
 
-def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Problem:
+def _explain(detail: Any, model: type[BaseModel], lines: Mapping[Loc, int]) -> Problem:
     loc, owner = _locate(tuple(detail["loc"]), model)
     kind, shown, context = detail["type"], repr(detail["input"]), detail.get("ctx", {})
     got = f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
@@ -161,7 +167,7 @@ def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Prob
     return Problem(_line(loc, lines), _dotted(loc), message)
 
 
-def _line(loc: Loc, lines: dict[Loc, int]) -> int | None:
+def _line(loc: Loc, lines: Mapping[Loc, int]) -> int | None:
     """Line of the key, or of the nearest enclosing section."""
     while loc not in lines and loc:
         loc = loc[:-1]

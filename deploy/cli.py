@@ -1,8 +1,11 @@
 """``outrider``: the command line. Commands import their modules when they run, so that ``--help`` is instant."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,9 +14,11 @@ from typer.core import TyperGroup
 from cluster.errors import InvalidField, OutriderError
 from deploy.k8s.cli import commands as k8s
 from deploy.metrics_command import commands as metrics
+from deploy.vllm_flags import help_text
 
 if TYPE_CHECKING:
     from cluster.config import Config
+    from deploy.command_line import CommandLine
 
 
 class _OneLineErrors(TyperGroup):
@@ -65,49 +70,98 @@ ModelName = Annotated[
 
 def _configuration(file: Path | None, model: str | None = None) -> "Config":
     from cluster.config import Config, load
-    from engine.vllm.version import require_vllm
 
     if file is not None and (file.is_dir() or not file.exists()):
-        raise InvalidField("FILE", str(file), "must be a configuration file; `outrider serve --model` names a model")
+        raise InvalidField("FILE", str(file), "must be a configuration file; `--model` names a model")
     config = load(file) if file is not None else Config()
-    if config.target.engine == "vllm":
-        require_vllm()
+    _check_engine(config)
     if model is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
-@app.command()
-def serve(
-    file: ConfigFile = None,
-    model: ModelName = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the API server, overrides the file.")] = None,
-) -> None:
-    """Start the OpenAI-compatible API server, with its targets and drafters.
+def _check_engine(config: "Config") -> None:
+    from engine.vllm.version import require_vllm
 
-    `vllm serve MODEL --port N` corresponds to `outrider serve --model MODEL --port N`.
+    if config.target.engine == "vllm":
+        require_vllm()
 
-    Other settings (GPUs, replicas, KV cache, drafters) are in the configuration file: see `outrider config` and
-    deploy/examples.
 
-    Ctrl-C drains running requests, then stops everything.
-    """
+_FLAGS: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "options_metavar": "[MODEL_OR_FILE] [FLAGS]",
+}
+
+
+_SERVE_HELP = f"""Start the OpenAI-compatible API server, with its targets and drafters.
+
+MODEL_OR_FILE is ORG/MODEL or ORG/MODEL@REVISION of the hub, a folder, a name of `outrider models`, or a configuration file
+(YAML). Default: SmolLM2-135M on this machine.
+
+Flags are those of `vllm serve`. Most set a field of the file; those of vLLM's engine without a field are passed on to it.
+
+\b
+{help_text()}
+
+`outrider config` takes the same and prints every setting. Ctrl-C drains running requests, then stops everything.
+"""
+
+
+@app.command(**_FLAGS, help=_SERVE_HELP)
+def serve(context: typer.Context) -> None:
     from deploy.launch import serve as launch
     from drafters.shipped import with_shipped
 
-    config = _configuration(file, model)
-    if port is not None:
-        config = config.model_copy(update={"api": config.api.model_copy(update={"port": port})})
-    launch(with_shipped(config))
+    config, line = _configured(context.args)
+    with _key_file(line.api_keys) as file:
+        if file is not None:
+            config = config.model_copy(update={"api": config.api.model_copy(update={"api_keys_file": file})})
+        launch(with_shipped(config))
 
 
-@app.command()
-def config(file: ConfigFile = None) -> None:
-    """Validate a configuration file and print the whole configuration, with defaults."""
+@app.command(**_FLAGS)
+def config(
+    context: typer.Context,
+    command: Annotated[
+        str | None,
+        typer.Option("--from", metavar="COMMAND", help="A command line of `vllm serve`, to be written as a file."),
+    ] = None,
+) -> None:
+    """Validate a configuration, given as to `outrider serve`, and print every setting, with defaults."""
     from cluster.config import show
     from drafters.shipped import with_shipped
 
-    print(show(with_shipped(_configuration(file))), end="")
+    if command is not None:
+        from deploy.command_line import as_file
+
+        print(as_file(command), end="")
+        return
+    print(show(with_shipped(_configured(context.args)[0])), end="")
+
+
+def _configured(words: list[str]) -> "tuple[Config, CommandLine]":
+    from cluster.config import with_fields
+    from deploy.command_line import parse
+
+    line = parse(words)
+    for note in line.notes:
+        print(f"outrider: {note}", file=sys.stderr)
+    base = _configuration(Path(line.file) if line.file is not None else None)
+    config = with_fields(base, line.fields, line.settings) if line.fields or line.settings else base
+    _check_engine(config)
+    return config, line
+
+
+@contextmanager
+def _key_file(keys: list[str]) -> Iterator[Path | None]:
+    """A private file of the keys on the command line, while the server runs."""
+    if not keys:
+        yield None
+        return
+    with NamedTemporaryFile("w", prefix="outrider-keys-") as file:  # mode 0600
+        file.write("\n".join(keys))
+        file.flush()
+        yield Path(file.name)
 
 
 @app.command()

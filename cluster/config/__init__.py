@@ -52,6 +52,7 @@ from cluster.config.file import (
     load,
     show,
 )
+from cluster.config.overlay import differing, with_fields
 from cluster.config.router import (
     ChainPolicy,
     CollapseConfig,

@@ -52,13 +52,6 @@ def test_a_wrong_configuration_is_an_error_that_names_line_and_key(tmp_path) -> 
     assert "did you mean 'name'" in refused.stderr
 
 
-@pytest.mark.parametrize("file", ["Qwen/Qwen3-0.6B", "."])
-def test_a_model_in_the_place_of_the_file_is_refused_with_what_names_models(file: str) -> None:
-    refused = CliRunner().invoke(app, ["serve", file])
-    assert refused.exit_code == 1
-    assert "--model" in refused.stderr
-
-
 def test_models_without_a_word_lists_them() -> None:
     assert "smollm2-135m" in CliRunner().invoke(app, ["models"], env={"COLUMNS": "200"}).stdout
 

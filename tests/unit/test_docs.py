@@ -14,6 +14,7 @@ from benchmarks import BENCHES
 from benchmarks.simulate import names as scenario_names
 from cluster.config import Config
 from deploy.cli import app
+from deploy.vllm_flags import FLAGS, NEEDLESS, SPECIAL
 from tests.support.metrics import exported
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,8 @@ def _wrong_in(line: str) -> str | None:
             return f"no command {words[0]}"
         command = command.commands[words.pop(0)]
     options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    if command.name in ("serve", "config"):
+        options |= {*FLAGS, *SPECIAL, *NEEDLESS}
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
     if unknown:
         return f"no option {unknown[0]}"
