@@ -186,6 +186,8 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
         return f"a prompt token lies outside the vocabulary of {vocab_size}"
     if not _known(request.output_token_ids, vocab_size):
         return f"an output token lies outside the vocabulary of {vocab_size}"
+    if not _known(request.prediction_token_ids, vocab_size):
+        return f"a predicted token lies outside the vocabulary of {vocab_size}"
     ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
     if not all(isfinite(time) for time in (request.arrival_s, ttft_s or 0.0, tpot_s or 0.0)):
         return "its arrival and objectives must be finite numbers of seconds"

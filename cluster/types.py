@@ -12,6 +12,10 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 
 MAX_DRAFT_LEN = 64  # tokens of one proposal
+# Drafters of each target's own, beside the pool: their drafts take no time.
+FORCED = "grammar"  # of tokens that a grammar forces
+PREDICTION = "prediction"  # of tokens that the caller predicted
+FREE_DRAFTERS = frozenset((FORCED, PREDICTION))
 
 
 @record
@@ -54,6 +58,7 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached keys and values
     was_admitted: bool = False  # by a target that was lost: another one does not refuse it because of its load
     trace: str = ""  # `traceparent` of the call (W3C Trace Context); "": it is not traced
+    prediction_token_ids: tuple[int, ...] = ()  # the output as its caller predicts it, which is drafted; (): no prediction
 
     @property
     def committed_len(self) -> int:

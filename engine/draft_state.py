@@ -1,10 +1,13 @@
 """The drafting state of one request: its chain, the awaited proposal, the present one, and the last judgement."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cluster.types import MAX_DRAFT_LEN, Proposal
+from cluster.grammar import GrammarKind
+from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, PREDICTION, Proposal
 from engine.acceptance import common_prefix_len, judge
+from engine.predicted_output import PredictedOutput
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
@@ -15,10 +18,11 @@ if TYPE_CHECKING:
 # Commits whose time is kept. The reply to an older one does not count in its drafter's reply time.
 MAX_AWAITED = 8
 
-FORCED = "grammar"  # the drafter of tokens that a grammar forces
 # Of a forced token, until it is calibrated: its text is certain, how the model splits it is not.
 FORCED_CONFIDENCE = 0.95
 LAST_CONFIDENCE = 0.7  # the model may write the next text in one token with it
+
+Candidate = tuple[Proposal, tuple[float, ...]]  # a proposal and its calibrated survival
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +41,14 @@ class DraftState:
     held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
     proposal: Proposal | None = None  # extends the committed tokens
     survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
-    # With forced tokens and a proposal of the drafter at hand, the one that is expected to bring less. It is judged, too.
-    passed_over: Proposal | None = None
+    # Other proposals at hand, with their survival: those that are expected to bring less. They are judged, too.
+    passed_over: list[Candidate] = field(default_factory=list)
+    prediction: PredictedOutput | None = None  # of the output, by the caller
     grammar: "GrammarState | None" = None  # of the committed output
     judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
-    passed_judgement: Judgement | None = None  # of the one that was passed over
+    passed_judgements: tuple[Judgement, ...] = ()  # of those that were passed over
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
-    _passed_survival: tuple[float, ...] = ()  # of the proposal that is passed over
     _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
 
     # ---- who drafts, and how far
@@ -57,7 +61,8 @@ class DraftState:
         self.chain, self.drafter = chain, drafter
         if moved:
             self.budget = NO_DRAFTS
-            self.proposal = self.passed_over = None
+            self.proposal = None
+            self.passed_over.clear()
             self.expect_nothing()
         return moved
 
@@ -136,8 +141,7 @@ class DraftState:
             proposal = _behind(proposal, lag)
         if self.grammar is not None:
             proposal = _up_to(proposal, self.grammar.num_valid(proposal.token_ids))
-        if self.proposal is not None and self.proposal.drafter == FORCED:
-            self.passed_over, self._passed_survival = self.proposal, self.survival
+        self.passed_over = [one for one in self._candidates if one[0].drafter in FREE_DRAFTERS]
         self.proposal = proposal
         self._num_overtaken = lag
         self.survival = ()
@@ -154,50 +158,62 @@ class DraftState:
         return num_right if num_right < lag or num_right == len(proposal.token_ids) else None
 
     def set_survival(self, survival: tuple[float, ...]) -> None:
-        """Sets the calibrated survival of the proposal just taken. Forced tokens stay where more is expected of them."""
+        """Sets the calibrated survival of the proposal just taken. A free draft stays where more is expected of it."""
         self.survival = survival
-        if self.passed_over is not None and sum(self._passed_survival) > sum(survival):
-            self._swap()
+        if self.passed_over:
+            self._choose(0.0)
 
-    # ---- the grammar
+    # ---- free drafts: what the grammar forces, and what the caller predicted
 
     def follow(self, grammar: "GrammarState", drafts: bool) -> None:
         """Proposals are cut to what the grammar allows, and what it forces may be proposed, if ``drafts``."""
         self.grammar, self._drafts = grammar, drafts
 
-    def forced(self, request_id: str) -> Proposal | None:
-        """The tokens of the text that the grammar leaves no choice about, as far as one proposal may go. None: no text."""
-        if self.grammar is None or not self._drafts:
-            return None
-        token_ids = tuple(self.grammar.forced())
-        if not token_ids:
-            return None
-        confidences = (*[FORCED_CONFIDENCE] * (len(token_ids) - 1), LAST_CONFIDENCE)
-        num = MAX_DRAFT_LEN
-        return Proposal(request_id, len(self.token_ids), token_ids[:num], confidences[:num], FORCED)
+    @property
+    def grammar_kind(self) -> GrammarKind | None:
+        return None if self.grammar is None else self.grammar.kind
 
-    def force(self, forced: Proposal | None, survival: tuple[float, ...] = (), awaited_len: float = 0.0) -> None:
-        """Proposes forced tokens of this calibrated survival, unless more is expected of the drafter's proposal. None: none
-        are forced. ``awaited_len``: tokens that are expected of the drafter's, while it is awaited."""
-        if self.proposal is not None and self.proposal.drafter == FORCED:
-            self.proposal = None  # the rest of former ones
-        self.passed_over, self._passed_survival = forced, survival
-        if self.proposal is not None:
-            own_len = sum(self.survival)
-        else:
-            own_len = awaited_len if self.awaiting_since_s is not None else 0.0
-        if forced is not None and sum(survival) >= own_len:
-            self._swap()
+    def free_drafts(self, request_id: str) -> list[Proposal]:
+        """Those that are not empty, as far as one proposal may go."""
+        base_len, found = len(self.token_ids), []
+        if self.grammar is not None and self._drafts and (forced := tuple(self.grammar.forced()[:MAX_DRAFT_LEN])):
+            confidences = (*[FORCED_CONFIDENCE] * (len(forced) - 1), LAST_CONFIDENCE)
+            found.append(Proposal(request_id, base_len, forced, confidences, FORCED))
+        if self.prediction is not None:
+            predicted, confidences = self.prediction.draft()
+            num = len(predicted) if self.grammar is None else self.grammar.num_valid(predicted)
+            if num:
+                found.append(Proposal(request_id, base_len, predicted[:num], confidences[:num], PREDICTION))
+        return found
+
+    def offer_free(self, drafts: Sequence[Candidate], awaited_len: float) -> None:
+        """Proposes one of these free drafts, which replace former ones, unless more is expected of the drafter's proposal.
+        ``awaited_len``: tokens that are expected of the drafter's, while it is awaited."""
+        own = [one for one in self._candidates if one[0].drafter not in FREE_DRAFTERS]
+        self.proposal, self.survival = own[0] if own else (None, ())
+        self.passed_over = [*drafts]
+        self._choose(awaited_len if self.proposal is None and self.awaiting_since_s is not None else 0.0)
+        if self.proposal is not None and self.proposal.drafter in FREE_DRAFTERS:
             self.awaiting_since_s = None
 
     @property
     def _has_own(self) -> bool:
         """Whether a proposal of the drafter is at hand."""
-        return any(one is not None and one.drafter != FORCED for one in (self.proposal, self.passed_over))
+        return any(one.drafter not in FREE_DRAFTERS for one, _ in self._candidates)
 
-    def _swap(self) -> None:
-        self.proposal, self.passed_over = self.passed_over, self.proposal
-        self.survival, self._passed_survival = self._passed_survival, self.survival
+    @property
+    def _candidates(self) -> list[Candidate]:
+        """All proposals at hand."""
+        return ([] if self.proposal is None else [(self.proposal, self.survival)]) + self.passed_over
+
+    def _choose(self, least_len: float) -> None:
+        """Proposes what most tokens are expected of, if those are at least ``least_len``."""
+        candidates = self._candidates
+        best = max(candidates, key=lambda one: sum(one[1]), default=None)
+        if best is None or best[0] is self.proposal or sum(best[1]) < least_len:
+            return
+        self.proposal, self.survival = best
+        self.passed_over = [one for one in candidates if one is not best]
         self._num_overtaken = 0
 
     def judge(self, committed: tuple[int, ...]) -> str | None:
@@ -205,8 +221,10 @@ class DraftState:
         drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
         if self.grammar is not None:
             self.grammar.advance(committed)
-        passed, self.passed_over = self.passed_over, None
-        self.passed_judgement = None if passed is None or not committed else judge(passed, committed)
+        if self.prediction is not None:
+            self.prediction.advance(committed)
+        passed, self.passed_over = self.passed_over, []
+        self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judgement = None

@@ -7,9 +7,9 @@ from dataclasses import replace
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
-from cluster.types import Commit, Proposal, RoutingTable
+from cluster.types import FREE_DRAFTERS, Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
-from engine.draft_state import FORCED, DraftState
+from engine.draft_state import DraftState
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import ObservedCommit, Telemetry
@@ -41,7 +41,9 @@ class DrafterSessions:
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
         self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
-        self._dictated: list[tuple[str, Judgement]] = []  # of published commits with a grammar, by its kind; not learned yet
+        # Of published commits: verdicts with the kind of the request's grammar, those of proposals that were passed over,
+        # and of free drafts.
+        self._unlearned_aside: list[tuple[str | None, Judgement]] = []
         self._unobserved: list[ObservedCommit] = []  # of published commits
 
     def views(self) -> dict[str, DrafterView]:
@@ -154,9 +156,9 @@ class DrafterSessions:
                 stats.replied(max(0.0, arrived_s - sent_s))
                 stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
             num_right = sequence.draft.num_right_of(proposal)
-            grammar = sequence.draft.grammar
-            if num_right is not None and grammar is not None:
-                stats.under(grammar.kind).proposed(num_right)
+            kind = sequence.draft.grammar_kind
+            if num_right is not None and kind is not None:
+                stats.under(kind).proposed(num_right)
             elif num_right is not None and sequence.teaches:
                 stats.accepted(num_right)
         if sequence.draft.offer(proposal):
@@ -169,30 +171,30 @@ class DrafterSessions:
         free: list[tuple[DraftState, tuple[float, ...]]] = []
         for sequence in taken:
             draft = sequence.draft
-            if draft.proposal is None or draft.proposal.drafter == FORCED:
+            if draft.proposal is None or draft.proposal.drafter in FREE_DRAFTERS:
                 continue  # the message had two of one request
             confidences = draft.proposal.confidences
-            if draft.grammar is None:
+            kind = draft.grammar_kind
+            if kind is None and not draft.passed_over:
                 free.append((draft, confidences))
-            else:
-                survival = stats.survival_under(draft.grammar.kind, confidences)
-                stats.under(draft.grammar.kind).proposed(sum(survival))
-                draft.set_survival(survival)
+                continue
+            survival = stats.survival_under(kind, confidences)
+            if kind is not None:
+                stats.under(kind).proposed(sum(survival))
+            draft.set_survival(survival)
         for (draft, _), survival in zip(free, stats.predict_survival([one for _, one in free]), strict=True):
             draft.set_survival(survival)
 
-    def force(self, sequence: LiveSequence) -> None:
-        """After a commit: what the grammar of a request forces is proposed where it is expected to bring most."""
+    def offer_free(self, sequence: LiveSequence) -> None:
+        """After a commit: proposes a free draft of the request where it is expected to bring most."""
         draft = sequence.draft
-        if draft.grammar is None:
+        if draft.grammar is None and draft.prediction is None:
             return
-        forced, kind = draft.forced(sequence.request.id), draft.grammar.kind
-        if forced is None:
-            draft.force(None)
-            return
-        survival = self._telemetry.drafter(FORCED).survival_under(kind, forced.confidences)
-        own = None if draft.drafter is None else self._telemetry.drafter(draft.drafter)
-        draft.force(forced, survival, 0.0 if own is None else own.under(kind).expected_len)
+        kind, drafter = draft.grammar_kind, self._telemetry.drafter
+        drafts = draft.free_drafts(sequence.request.id)
+        candidates = [(one, drafter(one.drafter).survival_under(kind, one.confidences)) for one in drafts]
+        awaited_len = 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
+        draft.offer_free(candidates, awaited_len)
 
     def _reopen(self, request_id: str, name: str, outbox: DrafterOutbox) -> None:
         """The drafter asks for a request anew."""
@@ -255,8 +257,8 @@ class DrafterSessions:
             drafter = draft.drafter
             outbox = None if drafter is None else outboxes.get(drafter)
             if draft.grammar is not None and commit.error is None:
-                verdicts = (draft.judgement, draft.passed_judgement)
-                self._dictated += [(draft.grammar.kind, one) for one in verdicts if one is not None]
+                verdicts = (draft.judgement, *draft.passed_judgements)
+                self._unlearned_aside += [(draft.grammar.kind, one) for one in verdicts if one is not None]
             if sequence.teaches and commit.error is None:  # a failed pass says nothing
                 self._note_round(draft, commit, None if outbox is None else drafter, now_s)
             if commit.finish is not None or sequence.max_new_tokens <= 1:
@@ -276,7 +278,16 @@ class DrafterSessions:
 
     def _note_round(self, draft: DraftState, commit: Commit, drafter: str | None, now_s: float) -> None:
         """``drafter``: that follows the request, if it is linked."""
-        judgement = draft.judgement
+        judgement, passed = draft.judgement, draft.passed_judgements
+        self._unlearned_aside += [(None, one) for one in passed]
+        if judgement is not None and judgement.drafter in FREE_DRAFTERS:
+            self._unlearned_aside.append((None, judgement))
+            self._telemetry.forget(commit.request_id)
+            for one in passed if self.table.scorers else ():
+                if one.drafter == drafter:
+                    score = DraftScore(commit.request_id, commit.base_len, one.num_right, one.num_judged)
+                    self._telemetry.note_scores(drafter, (score,))
+            return
         if judgement is not None:
             self._unlearned[commit.request_id] = judgement, commit.num_proposed
         if drafter is None:
@@ -297,9 +308,13 @@ class DrafterSessions:
         unlearned, self._unlearned = self._unlearned, {}
         for judgement, num_proposed in unlearned.values():
             self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
-        dictated, self._dictated = self._dictated, []
-        for kind, judgement in dictated:
-            self._telemetry.drafter(judgement.drafter).under(kind).judged(judgement)
+        aside, self._unlearned_aside = self._unlearned_aside, []
+        for kind, judgement in aside:
+            stats = self._telemetry.drafter(judgement.drafter)
+            if kind is None:
+                stats.judged(judgement, 0)
+            else:
+                stats.under(kind).judged(judgement)
         unobserved, self._unobserved = self._unobserved, []
         self._telemetry.observe(unobserved)
 

@@ -373,7 +373,7 @@ class TargetLoop:
                 with self.telemetry.observing():
                     self.spans.note(sequence, commit, now_s)
             if commit.finish is None:
-                self._drafters.force(sequence)
+                self._drafters.offer_free(sequence)
             else:
                 if sequence.has_slo and commit.finish not in (FinishReason.ERROR, FinishReason.REFUSED):
                     self._slo.note_answer(sequence, now_s)

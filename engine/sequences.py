@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
+from engine.predicted_output import PredictedOutput
 from engine.target import SpanInput, SpanOutcome
 from router.plan import SequenceView, SloProgress, Span
 from router.prompt_features import prompt_features
@@ -47,7 +48,9 @@ class LiveSequence:
         self.end_len = self.prompt_len + self.request.sampling.max_tokens
         self.teaches = self.request.teaches
         self.has_slo = self.request.slo.ttft_s is not None or self.request.slo.tpot_s is not None
-        self.draft = DraftState(self.token_ids, self.prompt_len)
+        predicted = () if self.request.chain == () else self.request.prediction_token_ids
+        prediction = PredictedOutput(predicted, self.request.output_token_ids) if predicted else None
+        self.draft = DraftState(self.token_ids, self.prompt_len, prediction=prediction)
 
     @property
     def max_new_tokens(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.fast_dataclass import record
-from cluster.types import NO_STOP, StopRule
+from cluster.types import MAX_DRAFT_LEN, NO_STOP, StopRule
 
 
 @record
@@ -120,6 +120,7 @@ class Capacity:
     max_pass_tokens: int
     max_model_len: int
     prepared_rows: tuple[int, ...] = ()  # shapes that are captured, ascending: a smaller pass is padded to the next
+    max_verify_len: int = MAX_DRAFT_LEN  # draft tokens of one sequence in a pass
 
 
 @record

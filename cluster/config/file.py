@@ -26,6 +26,7 @@ from cluster.config.section import (
 )
 from cluster.config.slo import SloConfig
 from cluster.model_name import public_name
+from cluster.types import FREE_DRAFTERS
 
 
 class ModelConfig(Section):
@@ -347,6 +348,8 @@ class Config(Section):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"drafters: names must differ, {', '.join(twice)} is used more than once")
+        if taken := sorted(FREE_DRAFTERS.intersection(names)):
+            raise ValueError(f"drafters: {taken[0]!r} is the name of a drafter that each target has")
         policy = self.router.policy
         if isinstance(policy, FixedPolicy) and policy.chain is not None:
             self._check_chain(policy.chain)

@@ -305,7 +305,7 @@ class Chain(_message.Message):
     def __init__(self, drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name", "output_token_ids", "cache_salt", "was_admitted", "trace")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name", "output_token_ids", "cache_salt", "was_admitted", "trace", "prediction_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,7 @@ class Request(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     WAS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -330,7 +331,8 @@ class Request(_message.Message):
     cache_salt: str
     was_admitted: bool
     trace: str
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., was_admitted: _Optional[bool] = ..., trace: _Optional[str] = ...) -> None: ...
+    prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., was_admitted: _Optional[bool] = ..., trace: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SubmitRound(_message.Message):
     __slots__ = ("submits", "aborts")

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+from cluster.types import PREDICTION
 from deploy.api.choice import Choice, Delta
 from deploy.api.draft_counts import DraftingCounts
 
@@ -43,6 +44,8 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
     num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in firsts)
     num_cached_tokens = sum(choice.prefill.num_cached_tokens for choice in firsts if choice.prefill is not None)
     counts = total_counts(choices)
+    if any(choice.request.prediction_token_ids for choice in choices):  # else all drafts count
+        counts = counts.by_drafter.get(PREDICTION, DraftingCounts())
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,

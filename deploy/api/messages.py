@@ -22,7 +22,7 @@ class ContentPart(Strict):
     text: str
 
 
-_Content = Annotated[
+Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     text_or("<parts>", "must be a string or a list of text parts"),
@@ -69,7 +69,7 @@ class Message(Strict):
     # Before the content, which may be null beside them.
     function_call: Annotated[Any, only(advice="was replaced by tool_calls")] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    content: Annotated[_Content | None, AfterValidator(_needed), Field(validate_default=True)] = None
+    content: Annotated[Content | None, AfterValidator(_needed), Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None

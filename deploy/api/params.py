@@ -33,6 +33,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
+    prediction_token_ids: tuple[int, ...] = ()  # of the answer that the caller expects
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -133,7 +134,17 @@ def make_requests(
         for i in range(fields.n or 1):
             sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar, bad_words)
             request_id = f"{call_id}-{len(requests)}"
-            request = Request(request_id, prompt.token_ids, sampling, arrival_s, slo, chain, cache_salt=salt, trace=trace)
+            request = Request(
+                request_id,
+                prompt.token_ids,
+                sampling,
+                arrival_s,
+                slo,
+                chain,
+                cache_salt=salt,
+                trace=trace,
+                prediction_token_ids=prompt.prediction_token_ids,
+            )
             requests.append(request)
     return requests
 

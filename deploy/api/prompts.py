@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 
 from cluster.types import ModelInfo
-from deploy.api.params import Prompt, check_prompt, context_exceeded, max_prompt_tokens
+from deploy.api.messages import text_of
+from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.truncation import Messages, fitting
@@ -58,6 +59,16 @@ class Prompts:
             return len(await self._in_share(request, encode))
         except TextTooLong as error:
             raise context_exceeded("messages", error.num_tokens, 1, info, counted=False) from error
+
+    async def prediction(self, request: Request, fields: ChatRequest, prompt_len: int, info: ModelInfo) -> tuple[int, ...]:
+        """Of the predicted answer, as far as the context has room for it; (): none is predicted."""
+        if fields.prediction is None:
+            return ()
+        text = text_of(fields.prediction.content)
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=False, max_tokens=self._max_tokens)
+        token_ids = (await self._in_share(request, encode))[: info.max_model_len - prompt_len]
+        check_tokens("prediction", token_ids, info)
+        return token_ids
 
     async def of_completion(self, request: Request, fields: CompletionRequest, info: ModelInfo) -> Sequence[Prompt]:
         prompts = []

@@ -23,7 +23,7 @@ from cluster.sampling_params import (
 from deploy.api.anthropic_fields import BLOCK_TAGS
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.fields import Hint, Strict, only, text_or
-from deploy.api.messages import Effort, Messages, ToolChoice, Tools
+from deploy.api.messages import Content, Effort, Messages, ToolChoice, Tools
 from deploy.api.response_fields import CHOICE_TAGS
 from deploy.api.response_items import ITEM_TAGS
 from deploy.api.response_tools import TOOL_TAGS
@@ -230,6 +230,13 @@ class _ChatFields(Strict):
         return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
+class PredictedContent(Strict):
+    """The answer that the caller expects, which is drafted; a longer one than the context is cut."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(GenerationFields, _ChatFields):
     """POST /v1/chat/completions"""
 
@@ -244,7 +251,7 @@ class ChatRequest(GenerationFields, _ChatFields):
     function_call: Annotated[Any, only("none", advice="was replaced by tool_choice")] = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
+    prediction: PredictedContent | None = None
     verbosity: Annotated[str | None, Hint("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, Hint()] = None
 

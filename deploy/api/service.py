@@ -189,6 +189,8 @@ class Service:
             request.state.fields_without_effect += (names.get("reasoning_effort", "reasoning_effort"),)
         drops_oldest = isinstance(translated, ResponsesRequest) and translated.truncation == "auto"
         prompt = await self._prompts.of_chat(request, fields, info, drops_oldest=drops_oldest)
+        predicted = await self._prompts.prediction(request, fields, len(prompt.token_ids), info)
+        prompt = replace(prompt, prediction_token_ids=predicted)
         if isinstance(translated, MessagesRequest):  # which stops where the context ends
             room = info.max_model_len - len(prompt.token_ids)
             fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})

@@ -240,6 +240,7 @@ class VllmTarget:
             max_num_sequences=limits.max_num_sequences,
             max_pass_tokens=limits.max_pass_tokens,
             max_model_len=limits.max_model_len,
+            max_verify_len=MAX_DRAFT_LEN,
         )
 
     def check_integrity(self) -> None:

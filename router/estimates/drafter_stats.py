@@ -123,11 +123,18 @@ class DrafterStats:
             found = self.dictated[grammar_kind] = DictatedDrafts()
         return found
 
-    def survival_under(self, grammar_kind: str, confidences: Sequence[float]) -> tuple[float, ...]:
-        """Survival of a draft under such a grammar; until MIN_RECORDS of them are known as of other requests, if those are
-        known, else by its confidences as far as nothing corrects them."""
-        own, usual = self.under(grammar_kind).calibration, self.calibration
+    def survival_under(self, grammar_kind: str | None, confidences: Sequence[float]) -> tuple[float, ...]:
+        """Survival of a draft under such a grammar, or under none; until MIN_RECORDS of them are known as of other requests,
+        if those are known, else by its confidences as far as nothing corrects them."""
+        usual = self.calibration
+        own = usual if grammar_kind is None else self.under(grammar_kind).calibration
         return (usual if own.num_records < MIN_RECORDS <= usual.num_records else own).survival([confidences])[0]
+
+    def expected_len_under(self, grammar_kind: str | None) -> float:
+        """Right tokens of the next proposal under such a grammar, or under none; 0 until a few are known."""
+        if grammar_kind is not None:
+            return self.under(grammar_kind).expected_len
+        return self.accepted_per_round if self.num_judged >= MIN_RECORDS else 0.0
 
     def replied(self, reply_s: float) -> None:
         """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""

@@ -53,9 +53,10 @@ class VerificationPolicy(Protocol):
 
 
 def useful_len(sequence: SequenceView, capacity: Capacity) -> int:
-    """Draft tokens that can be committed before max_tokens or the context's end; the bonus token comes after them."""
+    """Draft tokens that can be verified, and committed before max_tokens or the context's end; the bonus token comes after
+    them."""
     room = capacity.max_model_len - sequence.committed_len
-    return max(0, min(sequence.num_drafted, sequence.max_new_tokens - 1, room - 1))
+    return max(0, min(sequence.num_drafted, capacity.max_verify_len, sequence.max_new_tokens - 1, room - 1))
 
 
 def survivals(ready: Sequence[SequenceView], context: VerifyContext) -> list[Sequence[float]]:
@@ -63,11 +64,12 @@ def survivals(ready: Sequence[SequenceView], context: VerifyContext) -> list[Seq
 
     Calibrated or, until that is known, a^(i+1) for token i, where a is the drafter's conditional acceptance.
     """
-    capacity, max_model_len = context.capacity, context.capacity.max_model_len
+    capacity, max_model_len, most = context.capacity, context.capacity.max_model_len, context.capacity.max_verify_len
     found: list[Sequence[float]] = []
     for sequence in ready:
         num_useful, survival = sequence.num_drafted, sequence.survival
-        if num_useful >= sequence.max_new_tokens or num_useful + sequence.committed_len >= max_model_len:
+        is_last = num_useful >= sequence.max_new_tokens or num_useful + sequence.committed_len >= max_model_len
+        if is_last or num_useful > most:
             num_useful = useful_len(sequence, capacity)
         found.append(survival if len(survival) == num_useful else _survival(sequence, num_useful, context.drafters))
     return found

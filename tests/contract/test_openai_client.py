@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 
 from cluster.client import EngineClient
 from cluster.errors import LinkClosed, Overloaded
-from cluster.types import ModelInfo, Request, TokenLogprobs
+from cluster.types import PREDICTION, ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
@@ -176,6 +176,32 @@ def test_drafting_off_drafts_nothing(served: Served) -> None:
     assert answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
     assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_predicted_output_changes_nothing(served: Served, temperature: float) -> None:
+    text = served.text(temperature=temperature)
+    for predicted in (text, "Something else. " * 40, text[len(text) // 2 :], ""):
+        answer = served.chat(temperature=temperature, prediction={"type": "content", "content": predicted})
+        assert answer.choices[0].message.content == text
+
+
+@pytest.mark.model
+def test_a_predicted_output_is_accepted_and_counted(model_folder: Path) -> None:
+    with ExitStack() as stack:
+        client, words, info, target = stack.enter_context(embedded_cluster(model_folder))
+        address = stack.enter_context(listening(create_app(client, words, ApiSettings())))
+        api = stack.enter_context(OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0))
+        http = stack.enter_context(httpx.Client(base_url=address))
+        served = Served(api, info.name, http, words, target)
+        text = served.text(max_completion_tokens=40)
+        answer = served.chat(max_completion_tokens=40, prediction={"type": "content", "content": text})
+        assert answer.choices[0].message.content == text
+        assert answer.usage is not None
+        details = answer.usage.completion_tokens_details
+        assert details is not None
+        assert (details.accepted_prediction_tokens or 0) > answer.usage.completion_tokens * 0.6
+        assert target.drafter(PREDICTION).num_accepted == details.accepted_prediction_tokens
 
 
 def test_drafting_details_cover_the_text(served: Served) -> None:

@@ -136,6 +136,12 @@ zzz: 1
             "max_num_sequences (65) must be at most max_pass_tokens (64)",
         ),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
+        (
+            "drafters:\n- {name: grammar, options: {kind: ngram}}",
+            "",
+            1,
+            "'grammar' is the name of a drafter that each",
+        ),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
         ("drafters:\n- {name: a, max_outcomes: 2, options: {kind: ngram}}", "drafters[0]", 2, "max_outcomes must be 0"),
         (

@@ -10,9 +10,9 @@ import pytest
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import MAX_DRAFT_LEN, Commit, ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import FORCED, MAX_DRAFT_LEN, Commit, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
-from engine.draft_state import FORCED, DraftState
+from engine.draft_state import DraftState
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
@@ -95,7 +95,7 @@ class Rounds:
         commit = Commit("r", base_len, committed, num_verified, num_right, drafter)
         self._drafters.publish([(self.sequence, commit)], 0.0)
         self._drafters.learn()
-        self._drafters.force(self.sequence)
+        self._drafters.offer_free(self.sequence)
 
     def _new_request(self) -> LiveSequence:
         sampling = SamplingParams(max_tokens=8000, grammar=Grammar(GrammarKind.REGEX, "5*"))
@@ -103,7 +103,7 @@ class Rounds:
         self._drafters.assign(sequence)
         self._drafters.set_budgets({"r": DraftBudget(3)})
         sequence.draft.follow(self.grammar, drafts=True)
-        self._drafters.force(sequence)
+        self._drafters.offer_free(sequence)
         return sequence
 
 
@@ -128,8 +128,7 @@ def test_a_drafter_that_answers_later_is_waited_for_where_forced_tokens_prove_wr
 def test_what_is_learned_under_one_kind_of_grammar_does_not_count_under_another() -> None:
     rounds = Rounds(Forcing(is_right=False))
     rounds.play(150)
-    assert rounds.draft.passed_over is not None
-    forced, known = rounds.draft.passed_over, rounds.telemetry.drafter(FORCED)
+    (forced, _), known = rounds.draft.passed_over[0], rounds.telemetry.drafter(FORCED)
     assert sum(known.survival_under(GrammarKind.REGEX, forced.confidences)) < 1.0
     assert sum(known.survival_under(GrammarKind.EBNF, forced.confidences)) > 6.0
     assert not known.calibration.num_records

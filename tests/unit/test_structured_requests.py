@@ -16,9 +16,8 @@ from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import Overloaded
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
-from cluster.types import FinishReason, ModelInfo, Request
+from cluster.types import FORCED, FinishReason, ModelInfo, Request
 from drafters.registry import make_drafter
-from engine.draft_state import FORCED
 from engine.factory import load_target
 from engine.grammar import waiting
 from engine.grammar.compiling import Grammars

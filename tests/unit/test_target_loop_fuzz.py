@@ -1,7 +1,7 @@
-"""The target's loop under forced and drafted proposals of any length: no round raises, and tokens are as decoded plainly.
+"""The target's loop under proposals of any length: no round raises, and tokens are as decoded plainly.
 
-Drafters send up to 300 tokens, right and wrong, in time and late; grammars of every kind force long texts; requests are
-aborted amid. Policies, engine options and traffic are drawn by seed.
+Drafters send up to 300 tokens, right and wrong, in time and late; grammars of every kind force long texts; outputs are
+predicted, rightly or not; requests are aborted amid. Policies, engine options and traffic are drawn by seed.
 """
 
 import json
@@ -20,8 +20,7 @@ from cluster.messages import CommitRound, DraftScore, DraftTiming, Hello, Messag
 from cluster.sampling_params import SamplingParams
 from cluster.spans import FinishedSpan
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.types import MAX_DRAFT_LEN, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
-from engine.draft_state import FORCED
+from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
 from engine.early_exit import EarlyExit
 from engine.factory import load_target
 from engine.native import NativeTarget
@@ -233,12 +232,22 @@ def truths(engine: NativeTarget) -> dict[str, tuple[int, ...]]:
     return {request_id: tuple(output) for request_id, output in fuzz.outputs.items()}
 
 
+def predicted(truth: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Right, or with other tokens, too few or too many, or none."""
+    token_ids = list(truth) + [rng.randrange(EOS + 1) for _ in range(rng.choice((0, 0, LONGEST)))]
+    for _ in range(rng.choice((0, 1, 5, 50))):
+        at = rng.randint(0, len(token_ids))
+        token_ids[at : at + rng.choice((0, 1, 9))] = [rng.randrange(EOS + 1) for _ in range(rng.choice((0, 1, 9)))]
+    return tuple(token_ids) if rng.random() < 0.7 else ()
+
+
 def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int) -> Fuzz:
     rng = random.Random(seed)
     fuzz, waiting, aborted = Fuzz(engine, seed), rng.sample(REQUESTS, len(GRAMMARS)), set[str]()
     while waiting or fuzz.live:
         while waiting and rng.random() < 0.3:
-            fuzz.submit(waiting.pop())
+            asked = waiting.pop()
+            fuzz.submit(replace(asked, prediction_token_ids=predicted(truths[asked.id], rng)))
         if fuzz.live and rng.random() < 0.02:
             aborted.add(gone := rng.choice(fuzz.live))
             fuzz.abort(gone)
@@ -269,5 +278,5 @@ def test_no_proposal_ends_a_round_or_changes_a_token(
         except Exception as error:
             raise AssertionError(f"seed {seed} fails") from error
     assert {num > MAX_DRAFT_LEN for fuzz in found for num in fuzz.lens} == {True, False}
-    assert {drafter for fuzz in found for drafter, num in fuzz.verified if num} == {"far", "near", FORCED}
+    assert {drafter for fuzz in found for drafter, num in fuzz.verified if num} == {"far", "near", FORCED, PREDICTION}
     assert any(fuzz.spans.num for fuzz in found)

@@ -90,7 +90,11 @@ SEEDS: tuple[Frame, ...] = (
         (OutcomeReport(5, 2, 1, 8),),
     ),
     SubmitRound(
-        (Request("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace"),),
+        (
+            Request(
+                "request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace", (5,)
+            ),
+        ),
         ("request-2",),
     ),
     CommitRound(
