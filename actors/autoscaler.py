@@ -73,7 +73,7 @@ class ScaleLog:
             num_before, num_after = earlier[name].num_wanted, replicas.num_wanted
             if num_before == num_after:
                 continue
-            logger.info("%s: from %d to %d replicas: %s", name, num_before, num_after, reason)
+            logger.info("the autoscaler sets %s from %d to %d replicas: %s", name, num_before, num_after, reason)
             self._events.append(ScaleEvent(self._clock(), name, num_before, num_after, reason))
             counts = self._counts.get(name, ScaleCounts(name))
             up = num_after > num_before
@@ -150,7 +150,7 @@ class Autoscaler:
                 await self.step(self._clock())
             except Exception:
                 # Whatever failed, nothing was half decided: the next period decides anew.
-                logger.exception("the numbers of replicas stay as they are: unexpected")
+                logger.exception("the autoscaler leaves the numbers of replicas as they are: unexpected error")
             await asyncio.sleep(FleetScaler.period_s)
 
     async def step(self, now_s: float) -> None:
@@ -176,7 +176,7 @@ class Autoscaler:
                 scaler.limits = fleet_limits(self._config, await self._machines())
         except Exception:
             # Whatever failed, the last limits are a better guess than none.
-            logger.exception("could not read the machines, the last ones count")
+            logger.exception("the autoscaler could not read the machines, the last ones count")
 
     async def _make_scaler(self, reports: Sequence[TargetReport]) -> FleetScaler | None:
         for report in reports:

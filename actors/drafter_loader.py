@@ -65,17 +65,17 @@ class DrafterLoader:
                     await self._update(processes)
             except Exception:
                 # Whatever failed, what is decided is done in a later period: without this task nothing would be.
-                logger.exception("drafters are not loaded and evicted in this period: unexpected")
+                logger.exception("the supervisor loaded and evicted no drafters in this period: unexpected error")
             await asyncio.sleep(period_s)
 
     async def _carry_out(self, processes: DrafterProcesses) -> None:
         while self._evict:
-            logger.info("evicting %s from memory", self._evict[0])
+            logger.info("the supervisor evicts %s from memory", self._evict[0])
             await processes.unload(self._evict[0])
             self._evict.popleft()
         while self._load:
             name, device = self._load[0]
-            logger.info("loading %s on %s", name, device)
+            logger.info("the supervisor loads %s on %s", name, device)
             processes.load(name)
             self._load.popleft()
 

@@ -42,6 +42,9 @@ class _Loss:
         return LinkClosed(f"{self.reason}; send the request again")
 
 
+_STOPS = _Loss("the server stops", {})
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     """A running request. Its queue is bounded by the request's max_tokens."""
@@ -89,6 +92,7 @@ class LinkClient:
         # Held by a request that is tried alone, since targets failed in turn under several.
         self._alone: defaultdict[asyncio.AbstractEventLoop, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stop = threading.Event()
+        self._ends = False
         self._links_changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name=f"gateway-{name}", daemon=True)
         self._thread.start()
@@ -105,6 +109,15 @@ class LinkClient:
     def set_leaving(self, names: Iterable[str]) -> None:
         """Targets that get new requests only when there are no others."""
         self._leaving = frozenset(names)
+
+    def end_requests(self) -> None:
+        """Every request under way, and each that comes, ends with LinkClosed: the server stops."""
+        with self._lock:
+            self._ends = True
+            streams = tuple(self._streams.values())
+        for stream in streams:
+            _deliver(stream.loop, [(stream, _STOPS)])
+        self._wake_awaiting()
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
         """Waits for links to ``num_targets`` targets. False after the timeout."""
@@ -123,6 +136,8 @@ class LinkClient:
         lost_s = 0.0
         async with AsyncExitStack() as alone:
             while True:
+                if self._ends:
+                    raise _STOPS.error
                 if lost is not None and not await self._until(
                     partial(self._candidates, avoided), lost_s + self._resume_wait_s
                 ):
@@ -150,7 +165,12 @@ class LinkClient:
                         if lost is not None and not goes_on:
                             goes_on = True
                             self._num_resumed += 1
-                            logger.info("%s goes on after %d tokens: %s", request.id, len(request.output_token_ids), lost)
+                            logger.info(
+                                "%s goes on elsewhere after %d tokens: %s",
+                                request.id,
+                                len(request.output_token_ids),
+                                lost,
+                            )
                         if item.token_ids and resumption.num_fruitless:
                             await alone.aclose()
                         commit = resumption.deliver(item)
@@ -161,6 +181,8 @@ class LinkClient:
                 finally:
                     self._forget(request.id, abort=not finished)
                 avoided.add(stream.link)
+                if self._ends:
+                    raise _STOPS.error
                 if isinstance(item, Commit):
                     if lost is None and not self._candidates(avoided):
                         raise _refusal(item, request.slo)
@@ -208,7 +230,7 @@ class LinkClient:
             async with asyncio.timeout_at(until_s):
                 while not is_met():
                     linked.clear()
-                    if self._stop.is_set():
+                    if self._stop.is_set() or self._ends:
                         return False
                     await linked.wait()
         except TimeoutError:

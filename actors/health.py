@@ -26,7 +26,7 @@ async def start(process: Process, timeout_s: float) -> Any:
                 try:
                     return await process.call("start")
                 except ProcessUnavailable as error:
-                    logger.warning("lost the connection to a process that starts, which is asked again: %s", error)
+                    logger.warning("%s starts and the connection to it was lost, it is asked again: %s", process.name, error)
                     await asyncio.sleep(RETRY_S)
     except TimeoutError as late:
         raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
@@ -111,5 +111,6 @@ async def ask(process: Process, config: SupervisionConfig, method: str, *args: A
         async with asyncio.timeout(timeout_s):
             return await process.call(method, *args)
     except (ProcessEnded, TimeoutError) as unanswered:
-        logger.warning("no answer to %s: %s", method, str(unanswered) or f"within {timeout_s:g} s")
+        reason = str(unanswered) or f"it took longer than {timeout_s:g} s"
+        logger.warning("%s did not answer the call %r: %s", process.name, method, reason)
         return None

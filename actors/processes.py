@@ -32,6 +32,9 @@ class ProcessUnavailable(ProcessEnded):
 class Process(Protocol):
     """A running actor. Calls raise ProcessEnded once it is dead."""
 
+    @property
+    def name(self) -> str: ...
+
     async def ended(self) -> str:
         """Waits until its loop or the process has ended. Returns the reason."""
 
@@ -71,6 +74,7 @@ class Directory:
     model: ModelInfo | None = None
     addresses: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()  # names of those that end when their requests have ended
+    ends: bool = False  # the deployment: gateways end all requests with an error
 
 
 @dataclass(slots=True, eq=False)

@@ -68,6 +68,10 @@ class RankProcesses:
         self._first = first
         self._others = tuple(others)
 
+    @property
+    def name(self) -> str:
+        return self._first.name
+
     async def ended(self) -> str:
         ends = {asyncio.ensure_future(one.ended()): rank for rank, one in enumerate((self._first, *self._others))}
         try:

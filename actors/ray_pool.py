@@ -65,7 +65,8 @@ class Deployment:
 class RayProcess:
     """`actors.processes.Process` over an actor handle."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
         self._handle = handle
         # Always pending: it fails as soon as Ray learns of the actor's death.
         self._end = self._remote("wait_end")
@@ -79,7 +80,7 @@ class RayProcess:
                 return str(end)
             except ActorUnavailableError as error:
                 if not is_away:
-                    logger.warning("lost the connection to a process, which is asked again: %s", death_cause(error))
+                    logger.warning("the connection to %s was lost, it is asked again: %s", self.name, death_cause(error))
                 is_away = True
                 await asyncio.sleep(RETRY_S)
                 self._end = self._remote("wait_end")
@@ -117,7 +118,7 @@ class RayProcess:
         try:
             await asyncio.wait_for(self.ended(), KILL_DEADLINE_S)
         except TimeoutError:
-            logger.error("an actor is still alive %.0f s after it was killed", KILL_DEADLINE_S)
+            logger.error("%s is still alive %.0f s after it was killed", self.name, KILL_DEADLINE_S)
 
 
 def death_cause(error: RayError) -> str:
@@ -208,12 +209,12 @@ class RaySpawner:
         }
 
     def _get_or_create(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
-        return _find(name) or RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+        return _find(name) or RayProcess(name, _actor(kind, name=name, lifetime="detached", **options).remote(*args))
 
 
 def _find(name: str) -> Process | None:
     try:
-        return RayProcess(ray.get_actor(name))
+        return RayProcess(name, ray.get_actor(name))
     except ValueError:  # there is no such actor
         return None
 

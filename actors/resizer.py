@@ -61,7 +61,7 @@ class Resizer:
         if target.scales:
             missing = self._fit(self._pool.targets, num_targets, map(target_name, count()))
             for name in missing:
-                logger.info("adding %s", name)
+                logger.info("the supervisor adds %s", name)
                 self._processes.add_target(name)
         for drafter in self._config.drafters:
             if not drafter.scales:
@@ -71,12 +71,12 @@ class Resizer:
             wanted[drafter.name] = num = min(max(num, drafter.least), drafter.most)
             names = (member_name(drafter.name, replica) for replica in range(drafter.most))
             for name in self._fit(members, num, names):
-                logger.info("adding %s", name)
+                logger.info("the supervisor adds %s", name)
                 self._processes.add_drafter(name, drafter)
         return FleetSize(num_targets, wanted, size.reason)
 
     def begin_leaving(self, name: str) -> None:
-        logger.info("%s leaves", name)
+        logger.info("%s leaves and drains", name)
         self.leaving.add(name)
         self._run(name)
 

@@ -142,11 +142,13 @@ class RouterActor(LoopActor):
             for_s = asked[1]
             self._router.use(build_policy(policy), keeps_in_step(policy))
             self._trial = _Trial(policy.kind, now_s + for_s)
-            logger.warning("routing by %s for %.0f s instead of %s: an operator asked", policy.kind, for_s, configured.kind)
+            logger.warning(
+                "the router uses %s for %.0f s instead of %s: an operator asked", policy.kind, for_s, configured.kind
+            )
         elif self._trial is not None and (asked is not None or now_s >= self._trial.until_s):
             self._router.use(self._configured, keeps_in_step(configured))
             self._trial = None
-            logger.warning("routing by %s again", configured.kind)
+            logger.warning("the router uses %s again", configured.kind)
 
     def _close_memory(self) -> None:
         if self._memory is not None:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # A pass over a long prompt may block a target's loop for seconds, and killing a target ends its streams.
 TARGET_TIMEOUT_FACTOR = 10
 DRAIN_POLL_S = 0.1
+ABORTED_S = 3.0  # for the requests that gateways end; a target that hangs does not abort them
+SENT_S = 0.5  # from a gateway's abort to the client, through the proxy
 DIRECTORY_WAIT_S = 60.0  # longest wait of one `directory` call
 # Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.
 REPORT_DEADLINE_S = 1.0
@@ -144,16 +146,32 @@ class Supervisor:
         await self.pool_changed()
 
     async def drain(self, deadline_s: float) -> bool:
-        """Targets accept no more requests. Returns whether all running ones ended within the deadline."""
+        """Targets accept no more requests. Returns whether all running ones ended within the deadline; gateways end the
+        others with an error, which has been sent when this returns."""
         targets = [m.process for m in self._pool.targets.values() if m.process is not None]
         end_s = time.monotonic() + deadline_s
         await asyncio.gather(*(self._call(process, "drain", deadline_s=deadline_s) for process in targets))
+        if await self._idle_by(end_s):
+            return True
+        self._directory = replace(self._directory, version=self._directory.version + 1, ends=True)
+        await self._notify()
+        await self._idle_by(time.monotonic() + ABORTED_S)
+        await asyncio.sleep(SENT_S)
+        return False
+
+    async def _idle_by(self, end_s: float) -> bool:
+        """Waits until the targets have no requests. False: not by then."""
         while time.monotonic() < end_s:
             statuses = [report.status for report in await self.reports()]
             if not any(s.num_running + s.num_waiting or s.state == SILENT for s in statuses):
                 return True
             await asyncio.sleep(DRAIN_POLL_S)
         return False
+
+    async def num_requests(self) -> int:
+        """Requests that run or wait in the targets that answer."""
+        statuses = [report.status for report in await self.reports()]
+        return sum(status.num_running + status.num_waiting for status in statuses)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -180,7 +198,7 @@ class Supervisor:
                 reason = str(ended)
             except Exception as error:
                 # Whatever failed, the process is restarted as after any other end.
-                logger.exception("%s: unexpected", member.name)
+                logger.exception("the supervisor failed to watch %s: unexpected error", member.name)
                 reason = f"{type(error).__name__}: {error}"
             await self._failed(member, reason)
 

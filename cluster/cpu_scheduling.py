@@ -36,5 +36,5 @@ def _set(policy: str, threads: Iterable[int]) -> None:
         except ProcessLookupError:  # a thread that has ended meanwhile
             continue
         except OSError as error:  # some sandboxes do not allow it; only speed depends on it
-            logger.info("the scheduling policy stays as it is: %s", error)
+            logger.info("this process keeps its scheduling policy: %s", error)
             return

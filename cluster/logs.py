@@ -11,6 +11,8 @@ from cluster.config import ObservabilityConfig
 
 # Of the processes of a deployment.
 PACKAGES = ("actors", "cluster", "deploy", "drafters", "engine", "profiler", "router")
+# Whose lines of level INFO say how far a start is. Other processes than the launcher's log them to its terminal through Ray.
+STEPS = ("actors.supervisor", "engine.loading")
 _MAX_CAUSES = 8
 
 
@@ -64,9 +66,20 @@ def log_json() -> None:
 
 
 def log_as_configured(config: ObservabilityConfig) -> None:
-    """As ``log_json``, where ``log_format`` asks for it."""
+    """As ``log_json``, where ``log_format`` asks for it; else writes the steps of a start, and warnings, to stderr."""
     if config.log_format == "json":
         log_json()
+        return
+    for name in STEPS:
+        log_text(name)
+
+
+def log_text(name: str) -> None:
+    """Writes a logger's lines to stderr, from level INFO on."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("outrider: %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]  # also if it is called again
 
 
 def frames_of(error: BaseException) -> str:

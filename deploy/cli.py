@@ -72,7 +72,8 @@ def _configuration(file: Path | None, model: str | None = None) -> "Config":
     from cluster.config import Config, load
 
     if file is not None and (file.is_dir() or not file.exists()):
-        raise InvalidField("FILE", str(file), "must be a configuration file; `--model` names a model")
+        what = "is a folder and must be a configuration file" if file.is_dir() else "the file does not exist"
+        raise InvalidField("FILE", str(file), f"{what}; `--model` names a model")
     config = load(file) if file is not None else Config()
     _check_engine(config)
     if model is None:

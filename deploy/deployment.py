@@ -26,6 +26,7 @@ from cluster.transport import tls
 from cluster.types import ModelInfo
 from deploy import local_ray
 from deploy.api.sampling_defaults import sampling_defaults
+from deploy.console import say_step
 from deploy.local_ray import LaunchError
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, run_application
@@ -76,7 +77,10 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
     def deploy(self, model_folder: Path) -> ModelInfo:
         """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""
         deployment = self.reserve(model_folder)
+        num, drafters = deployment.config.target.replicas, ", ".join(one.name for one in deployment.config.drafters)
+        say_step(f"the supervisor starts {num} targets, then drafters: {drafters or 'none'}")
         directory = self.start(deployment)
+        say_step("the targets are ready, the API starts")
         try:
             run_application(deployment.config, directory, str(model_folder), deployment.token)
         except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
@@ -107,14 +111,18 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         dead = (p for p in self._ray_processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE)
         return next((f"process {process.pid}" for process in dead), None)
 
-    def drain(self, deadline_s: float) -> None:
-        """Accepts no more requests and waits for running ones."""
+    def drain(self) -> None:
+        """Accepts no more requests, waits `api.drain_s` for running ones, and lets the others end with an error."""
         if self._supervisor is None:
             return
+        deadline_s = self._config.api.drain_s
         try:
-            ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + CALL_DEADLINE_S)
+            num = ray.get(self._supervisor.num_requests.remote(), timeout=CALL_DEADLINE_S)
+            logger.info("draining %d requests for at most %g s (api.drain_s); a second signal ends at once", num, deadline_s)
+            if not ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + CALL_DEADLINE_S):
+                logger.warning("requests that were not complete after %g s ended with an error", deadline_s)
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
-            logger.warning("could not drain: %s", error)
+            logger.warning("the requests under way could not be drained: %s", error)
 
     def stop(self) -> None:
         if self._owns_ray:

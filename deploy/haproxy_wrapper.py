@@ -36,7 +36,7 @@ HANDOVER_S = 20.0
 ADMIN_S = 6.0  # of one command: longer than Serve waits, which takes an early end for an answer
 POLL_S = 0.05  # while HAProxy starts
 MAX_PAUSE_S = 5.0
-STABLE_S = 10.0  # a HAProxy that ran for so long is started again without a pause
+STABLE_S = 1.0  # a HAProxy that ran for so long is started again without a pause
 # Passed on. After the first three HAProxy is meant to end.
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PASSED_ON = (*ENDING, signal.SIGTTOU, signal.SIGTTIN)

@@ -1,18 +1,18 @@
 """``outrider serve``: starts a cluster, waits for its first answer, and ends all of it on a signal."""
 
-import logging
-import sys
 import time
 from pathlib import Path
 
 import httpx
 
 from cluster.config import Config
-from cluster.logs import log_json
+from cluster.logs import log_json, log_text
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.audit import AuditLog
+from deploy.api.dashboard.pages import PAGE
 from deploy.api.keys import ApiKeys
+from deploy.console import say_step, strip_colours
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
 from deploy.model_files import with_files
@@ -23,16 +23,13 @@ from engine.models.prepare import resolve_model
 from engine.tensor_parallel.sharding import check_ranks
 from engine.vllm.ranks import check_ranks as check_vllm_ranks
 
-logger = logging.getLogger(__name__)
-
-DRAIN_S = 10.0
 FIRST_ANSWER_S = 60.0
 ANSWER_POLL_S = 0.1
 ALIVE_POLL_S = 1.0
 
 
 def serve(config: Config) -> None:
-    """Serves until SIGINT or SIGTERM, which drains for at most DRAIN_S; a second one ends at once. For the main thread.
+    """Serves until SIGINT or SIGTERM, which drains (`api.drain_s`); a second one ends at once. For the main thread.
 
     Raises LaunchError, ModelUnavailable, PlacementError or InvalidField: the cluster did not start, or ended.
     """
@@ -49,6 +46,7 @@ def serve(config: Config) -> None:
                 ApiKeys.from_file(file, config.api.replicas)  # refused here rather than in the API's process
         if config.observability.audit_log_file is not None:
             AuditLog(config.observability.audit_log_file).close()
+        say_step(f"the model {config.model.name} is checked")
         config = with_files(config)
         model_folder = resolve_model(config.model.name)
         (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
@@ -62,32 +60,33 @@ def serve(config: Config) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Shows this process's log: CPU level, dtypes, state store."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("outrider: %(message)s"))
-    for package in map(logging.getLogger, ("cluster", "engine", "deploy")):
-        package.setLevel(logging.INFO)
-        package.addHandler(handler)
+    """Shows this process's log: CPU level, dtypes, state store, and the steps of the start."""
+    for package in ("cluster", "engine", "deploy"):
+        log_text(package)
 
 
 def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:
     # Imported here: Ray reads the environment at import.
     from deploy.deployment import connect
 
+    strip_colours()
+    address = config.cluster.ray_address
+    say_step("Ray starts on this machine" if address is None else f"the Ray cluster at {address} is joined")
     with connect(config, folder) as cluster:
         stop.listen()  # Ray has replaced the handler of SIGTERM
         model = cluster.deploy(model_folder)
         stop.check()
+        say_step("a first answer is awaited")
         url = f"http://{'127.0.0.1' if config.api.host == '0.0.0.0' else config.api.host}:{config.api.port}"
         _await_answer(config, model, url, stop)
-        print(f"Outrider serves {model.name} at {url}/v1", flush=True)
+        say_step("ready")
+        print(f"Outrider serves {model.name} at {url}/v1, with a dashboard at {url}{PAGE}", flush=True)
         try:
             while (dead := cluster.dead_process()) is None:
                 stop.check()
                 time.sleep(ALIVE_POLL_S)
         except Stopped:
-            print("outrider: draining; a second signal ends at once", file=sys.stderr, flush=True)
-            cluster.drain(DRAIN_S)
+            cluster.drain()
             return
         raise LaunchError(f"{dead} of the Ray cluster ended, so the cluster was stopped: start it again")
 

@@ -165,7 +165,7 @@ def start(folder: Path, namespace: str) -> None:
         except Exception as error:
             if STARTUP_TIMEOUT not in str(error):
                 raise
-            logger.warning("Ray is started once more: %s", error)
+            logger.warning("Ray did not start in time and is started once more: %s", error)
             ray.shutdown()
             end_descendants(GRACE_S)
             _init(folder, namespace)

@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 CLUSTER_CPUS = 0.1
 NODES_POLL_S = 2.0
 ANSWER_S = 60.0  # for a supervisor that Ray restarts on another node
-DRAIN_S = 10.0
 END_S = 30.0
 
 
@@ -83,9 +82,10 @@ class ClusterReplica:
             owner = ray.get(self._supervisor().owner.remote(), timeout=ANSWER_S)
             if owner != self._name:
                 return  # of a replica that replaces this one
-            ray.get(self._supervisor().drain.remote(DRAIN_S), timeout=DRAIN_S + END_S)
+            drain_s = self._config.api.drain_s
+            ray.get(self._supervisor().drain.remote(drain_s), timeout=drain_s + END_S)
         except (RayActorError, RayTaskError, GetTimeoutError, ValueError) as error:
-            logger.warning("could not drain: %s", error)
+            logger.warning("the requests under way could not be drained: %s", error)
         self._clear()
 
     def _supervisor(self) -> Any:
@@ -119,7 +119,7 @@ class ClusterReplica:
                         "the supervisor does not answer, so that targets and drafters are started again: %s", error
                     )
                     break
-                logger.warning("waiting for the supervisor: %s", error)
+                logger.warning("the deployment waits for its supervisor: %s", error)
                 time.sleep(NODES_POLL_S)
         self._clear()
         return None
@@ -137,7 +137,7 @@ class ClusterReplica:
             except (PlacementError, LaunchError) as error:
                 if time.monotonic() > end_s:
                     raise
-                logger.warning("waiting for nodes: %s", error)
+                logger.warning("the deployment waits for nodes: %s", error)
                 time.sleep(NODES_POLL_S)
         deployment = replace(reserved, model_folder=str(model_folder), source=self._source)
         return deployment, cluster.start(deployment)
@@ -176,7 +176,7 @@ def app(arguments: Arguments) -> Any:
         ClusterReplica,
         name="cluster",
         num_replicas=1,
-        graceful_shutdown_timeout_s=DRAIN_S + ANSWER_S + END_S,
+        graceful_shutdown_timeout_s=config.api.drain_s + ANSWER_S + END_S,
         ray_actor_options={"num_cpus": CLUSTER_CPUS},
     )
     api: Any = serve.deployment(
@@ -188,7 +188,7 @@ def app(arguments: Arguments) -> Any:
         backpressure_config=BackpressureConfig(
             status_code=429, retry_after_s=ApiSettings.from_config(config.api).retry_after_s
         ),
-        graceful_shutdown_timeout_s=DRAIN_S,  # streams that are under way end, as those of a target do
+        graceful_shutdown_timeout_s=config.api.drain_s,  # streams that are under way end, as those of a target do
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )

@@ -165,7 +165,7 @@ class SupervisorWatch:
                 pass  # it has ended, which `follow_targets` reports, and Ray starts another
             except Exception:
                 # No caller awaits this task, and without it nothing would see a hang.
-                logger.exception("could not ask the supervisor")
+                logger.exception("this API process could not ask the supervisor")
             await asyncio.sleep(self._period_s)
 
     def _kill(self) -> None:
@@ -174,7 +174,7 @@ class SupervisorWatch:
         except RayError:
             pass  # it has ended meanwhile
         except Exception:
-            logger.exception("could not kill the supervisor")  # asked again, and killed then
+            logger.exception("this API process could not kill the supervisor")  # asked again, and killed then
 
 
 def is_first_replica() -> bool:
@@ -189,12 +189,14 @@ async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) 
             known = await supervisor.directory.remote(known)
             client.set_leaving(known.leaving)
             client.set_addresses(known.addresses)
+            if known.ends:
+                client.end_requests()
             continue
         except RayError as error:
             logger.warning("the supervisor does not answer, known targets stay in use: %s", error)
         except Exception:
             # No caller awaits this task, and without it this replica would lose a target that moves.
-            logger.exception("could not get the targets' addresses, known targets stay in use")
+            logger.exception("this API process could not get the targets' addresses, known targets stay in use")
         await asyncio.sleep(RETRY_S)
 
 
@@ -224,4 +226,4 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
             if is_last:
                 raise
             # After three failed reloads Serve 2.60 leaves HAProxy without the application, until its next change.
-            logger.warning("Serve: %s The application is deployed once more.", error)
+            logger.warning("Ray Serve deploys the application once more: %s", error)

@@ -61,7 +61,7 @@ def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype) -> GumbelArgmax | No
     try:
         return CpuGumbelArgmax(load_library(dtype), dtype, np.arange(vocab_size))
     except NoCompiler as error:
-        logger.warning("tokens are chosen by plain torch, since CPU kernels are not available: %s", error)
+        logger.warning("the target chooses tokens by plain torch, since CPU kernels are not available: %s", error)
         return None
 
 

@@ -49,6 +49,7 @@ def load_target(
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
         ranks: of which this process is rank 0; None: the other ranks of a tensor parallel target are started here.
     """
+    logger.info("the target loads the weights of %s", config.model.name)
     engine, info = load_engine(config, feature_layers, ranks)
     cost: CostModel
     if profile is not None:
@@ -72,6 +73,7 @@ def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
                 logger.warning("stored pass costs rise faster with the rows than passes do now, and are measured again")
                 cost = None
         if cost is None:
+            logger.info("the target measures the costs of its passes, once for this configuration and machine")
             cost = measure_cost(engine)
             memory.keep(cost)
         return cost

@@ -400,5 +400,5 @@ def _fitting(member: SpanRows, chosen: Chosen) -> Chosen:
     error = (
         f"the grammar refuses token {chosen.token_ids[row]} at position {len(span.state) + refused}, which its mask allows"
     )
-    logger.error("a defect: %s; %s grammar: %.2000s", error, asked.kind, asked.source)
+    logger.error("the sampler met a defect: %s; %s grammar: %.2000s", error, asked.kind, asked.source)
     return Chosen(chosen.token_ids[:row], chosen.logprobs[:row], chosen.confidences[:row], error)

@@ -205,6 +205,8 @@ class ApiConfig(Section):
     resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = (
         2  # of a stream whose target is lost, for another if there is none; a link that only broke is back by then
     )
+    # For requests under way when the server is told to stop; what is not complete then ends with an error.
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 10
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
     # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.
     tool_call_parser: ToolCallParser | None = None

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, FastAPI
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
@@ -19,7 +19,7 @@ from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.audit import AuditLog
 from deploy.api.cors import Cors
 from deploy.api.dashboard import data
-from deploy.api.dashboard.pages import add_page
+from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers
 from deploy.api.metrics_page import Peers
 from deploy.api.middleware import Boundary
@@ -132,6 +132,14 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
     async def version() -> JSONResponse:
         """The version of this server."""
         return JSONResponse({"version": VERSION})
+
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """Leads browsers to the dashboard, and tells others where everything is."""
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse(PAGE)
+        places = {"api": "/v1", "dashboard": PAGE, "docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
+        return JSONResponse({"server": "outrider", "version": VERSION, **places})
 
     @app.get("/load")
     async def load() -> JSONResponse:

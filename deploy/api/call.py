@@ -204,11 +204,11 @@ class CallResponse(Response):
         if known is not None:
             return known
         if isinstance(error, EngineFailed):
-            _logger.error("%s: %s", self._call.request_id, error)
+            _logger.error("call %s failed: %s", self._call.request_id, error)
             failure = internal_error(str(error), self._call.request_id)
             failure.headers["x-should-retry"] = "false"  # OpenAI's clients would send what fails again
             return failure
-        _logger.error("%s failed", self._call.request_id, exc_info=error)
+        _logger.error("call %s failed", self._call.request_id, exc_info=error)
         return internal_error("the server failed", self._call.request_id)
 
 

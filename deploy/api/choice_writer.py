@@ -65,7 +65,7 @@ class ChoiceWriter:
         return self._envelope.event([], usage=usage_of(self._choices), **fields) + DONE
 
     def error(self, error: ApiError) -> bytes:
-        return f"data: {encode_json(error.body())}\n\n".encode()
+        return f"data: {encode_json(error.body())}\n\n".encode() + DONE
 
     def _usage_so_far(self) -> dict[str, object] | None:
         return usage_of(self._choices) if self._continuous_usage else None

@@ -63,7 +63,7 @@ class MetricsPage:
                 await self._exchanged(peers, await self._status_if_known())
             except Exception:
                 # No caller awaits this task, and without it the others would export nothing of this replica.
-                logger.exception("could not hand the metrics over")
+                logger.exception("this API process could not hand its metrics over")
             await asyncio.sleep(PERIOD_S)
 
     async def _exchanged(self, peers: Peers, status: ClusterStatus | None) -> tuple[Mapping[str, Family], Sequence[bytes]]:

@@ -103,7 +103,7 @@ class Boundary:
         except ClientGone:
             _logger.debug("%s: the client disconnected", request_id)
         except Exception:
-            _logger.exception("%s failed", request_id)
+            _logger.exception("call %s failed", request_id)
             state["error"] = failure = internal_error("the server failed", request_id)
             if status is not None:  # the server closes the connection, and the client sees an incomplete answer
                 raise AnswerCutOff(f"{request_id} failed") from None

@@ -32,6 +32,7 @@ SECRETS = "/etc/outrider-secrets"
 _TLS = TlsConfig(cert_file=Path(SECRETS, "tls.crt"), key_file=Path(SECRETS, "tls.key"), ca_file=Path(SECRETS, "ca.crt"))
 GPU = "nvidia.com/gpu"
 SYSTEM_CPUS, SYSTEM_GB = 0.5, 2.0  # of a pod, for Ray's own processes
+PROCESSES_END_S = 50  # of a pod, after its requests have drained
 PROCESS_GB, LOOKUP_GB = 2.0, 0.5  # of a process with torch, of one without
 EMBEDDED_GB = 1.0  # an embedded model's weights, in fp32
 SHARED_TOKEN_BYTES = 450
@@ -64,8 +65,13 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
     if "gateway" in groups:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
     values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config, weights_gb)}
+    gateway: dict[str, Any] = {}
     if config.api.replicas > 1:  # a pod for each
-        groups["gateway"] = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.api.replicas)
+        gateway |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.api.replicas)
+    if (grace_s := _grace_s(config)) != _grace_s(Config()):  # else as in the chart
+        gateway["terminationGracePeriodSeconds"] = grace_s
+    if gateway:
+        groups["gateway"] = gateway
     values["additionalWorkerGroups"] = groups
     if options.models_claim:
         values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}
@@ -162,7 +168,12 @@ def _target_group(config: Config, weights_gb: Mapping[str, float]) -> dict[str, 
     cpus, gpus = num_ranks * _number(target.resources.cpus), math.ceil(num_ranks * _number(target.resources.gpus))
     num_pods = (target.least, target.replicas, target.most)
     group = _group(num_pods, cpus, gpus, memory_gb, target.resources.node_labels)
-    return {"groupName": "target", "terminationGracePeriodSeconds": 60} | group
+    return {"groupName": "target", "terminationGracePeriodSeconds": _grace_s(config)} | group
+
+
+def _grace_s(config: Config) -> int:
+    """Of the pods whose end ends requests: the drain, and the end of the processes."""
+    return math.ceil(config.api.drain_s) + PROCESSES_END_S
 
 
 def _drafter_groups(config: Config, weights_gb: Mapping[str, float]) -> Iterator[tuple[str, dict[str, Any]]]:

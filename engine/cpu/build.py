@@ -27,7 +27,7 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     if runtime is not None and is_clang and Path(runtime).name.startswith("libgomp"):
         # clang's code calls functions that only LLVM's and Intel's runtimes have.
         logger.warning(
-            "kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc and set CC=gcc", runtime
+            "CPU kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc and set CC=gcc", runtime
         )
     elif runtime is not None:
         flags.append("-fopenmp")

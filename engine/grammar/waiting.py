@@ -126,7 +126,7 @@ class PendingGrammars:
         except InvalidField as error:
             return GrammarRefusal(f"its grammar cannot be compiled: {error.reason}")
         except Exception as error:  # a defect of the compiler ends its requests alone
-            logger.exception("a grammar could not be compiled")
+            logger.exception("the target could not compile a grammar")
             return GrammarRefusal(f"its grammar cannot be compiled: {type(error).__name__}: {error}")
         if self.grammars.is_full:
             return GrammarRefusal("the grammars in use leave no memory for its own; try again later", is_busy=True)

@@ -1,11 +1,15 @@
 """`outrider serve` from its start to its end: nothing is left behind, and what cannot work is one line."""
 
+import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -80,16 +84,60 @@ def server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
         server.__exit__(None, None, None)
 
 
+LONG_CALL = {"model": "model", "prompt": [5, 6], "max_tokens": 500, "n": 16, "ignore_eos": True}
+
+
 def test_a_signal_ends_a_serving_cluster_without_a_trace(server: ServerProcess) -> None:
+    """Calls that are not complete after `api.drain_s` end with an error, in a stream before its last event."""
+    config = server.config
+    server.config = config.model_copy(update={"api": config.api.model_copy(update={"drain_s": 0.0})})
     server.start()
     server.wait_ready()
+    steps = (
+        "is checked",
+        "Ray starts",
+        "the supervisor starts 1 targets",
+        "loads the weights",
+        "target-0 is ready",
+        "the API starts",
+    )
+    for step in steps:
+        assert server.words_with(step, 0), server.last_words(50)
+    assert server.words_with("Outrider serves model at", 0)[0].endswith("/dashboard")
     traces = Traces(server)
     traces.look()
     assert {"haproxy", "raylet", "gcs_server"} <= set(map(_name, traces.processes))
     assert traces.folders
-    server.signal(signal.SIGINT)
+    with ThreadPoolExecutor(2) as pool:
+        flows = threading.Event()
+        stream = pool.submit(lambda: streamed(server.url, flows))
+        document = pool.submit(
+            lambda: httpx.post(f"{server.url}/v1/completions", json=LONG_CALL, timeout=60, trust_env=False)
+        )
+        assert flows.wait(60)
+        server.signal(signal.SIGINT)
+        events, answer = stream.result(), document.result()
+    assert "the server stops" in json.loads(events[-2])["error"]["message"]
+    assert events[-1] == "[DONE]"
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "the server stops" in answer.json()["error"]["message"]
     assert server.wait_end() == 0, server.last_words()
     assert not traces.left()
+    assert server.words_with("requests for at most 0 s (api.drain_s)", 0), server.last_words(50)
+    assert not server.words_with("\x1b", 0)
+
+
+def streamed(url: str, flows: threading.Event) -> list[str]:
+    """The data of all events."""
+    found = []
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=LONG_CALL | {"stream": True}, timeout=60, trust_env=False
+    ) as answer:
+        for line in answer.iter_lines():
+            if line:
+                found.append(line.removeprefix("data: "))
+                flows.set()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def test_an_application_that_haproxy_refused_is_deployed_once_more(server: ServerProcess, tmp_path: Path) -> None:
-    eventually(lambda: bool(server.words_with("deployed once more", 0)), START_S)
+    eventually(lambda: bool(server.words_with("deploys the application once more", 0)), START_S)
     (tmp_path / "mended").touch()
     server.wait_ready()
     with server.client() as client:

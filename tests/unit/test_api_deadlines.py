@@ -101,7 +101,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     async with serving(answering(asyncio.Event()), request_timeout_s=1.0) as (http, cluster):
         response = await http.post(CHAT, json=chat_body(stream=True))
         assert response.status_code == 200
-        *_, last = events(response.text)
+        *_, last, _ = events(response.text)
         assert json.loads(last)["error"]["code"] == "timeout"
         assert len(cluster.aborted) == 1
 

@@ -46,7 +46,7 @@ async def test_an_overloaded_finish_is_a_429() -> None:
 
 
 @pytest.mark.parametrize("failure", [LinkClosed("the target went"), KeyError("a defect")])
-async def test_a_failure_amid_a_stream_is_its_last_event(failure: Exception) -> None:
+async def test_a_failure_amid_a_stream_is_told_before_its_end(failure: Exception) -> None:
     text_is_out = asyncio.Event()
     caller = Caller(answering(text_is_out, failure))
     call = caller.start(chat_body(stream=True))
@@ -54,8 +54,9 @@ async def test_a_failure_amid_a_stream_is_its_last_event(failure: Exception) -> 
     text_is_out.set()
     await call
     assert caller.status == 200
-    *chunks, last = events(caller.body)
+    *chunks, last, done = events(caller.body)
     assert chunks
+    assert done == "[DONE]"
     assert set(json.loads(last)["error"]) == {"message", "type", "param", "code"}
     assert caller.sent[-1]["more_body"] is False
 
@@ -71,7 +72,7 @@ async def test_an_engine_s_error_has_an_id_that_is_logged(caplog: pytest.LogCapt
     request_id = response.headers["x-request-id"]
     assert request_id in response.json()["error"]["message"]
     assert response.headers["x-should-retry"] == "false"
-    assert f"{request_id}: the logits are no numbers" in caplog.text
+    assert f"call {request_id} failed: the logits are no numbers" in caplog.text
 
 
 async def test_one_failing_choice_ends_the_others() -> None:

@@ -61,7 +61,7 @@ async def test_another_content_type_is_refused(content_type: str | None) -> None
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1/models/gpt-17", 404),
         ("GET", "/v1/models/..%2f..%2fetc", 404),
         ("GET", CHAT, 405),

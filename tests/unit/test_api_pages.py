@@ -44,6 +44,14 @@ async def test_a_model_answers_to_each_of_its_names() -> None:
         assert (await http.post(CHAT, json=chat_body(model="Tiny"))).status_code == 404
 
 
+async def test_the_root_leads_browsers_to_the_dashboard() -> None:
+    async with serving() as (http, _):
+        browser = await http.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        program = await http.get("/")
+    assert (browser.status_code, browser.headers["location"]) == (307, "/dashboard")
+    assert program.json()["dashboard"] == "/dashboard"
+
+
 async def test_the_openapi_document_describes_every_body() -> None:
     async with serving() as (http, _):
         document = (await http.get("/openapi.json")).json()

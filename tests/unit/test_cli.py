@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import BENCHES
 from deploy.cli import app
+from deploy.console import without_colours
 from engine.vllm import version as vllm_version
 
 COMMANDS = ("serve", "config", "chat", "status", "bench", "models", "train")
@@ -82,3 +83,22 @@ def test_a_file_that_asks_for_vllm_is_refused_without_the_right_one(
     assert refused.exit_code == 1
     assert "target.engine" in refused.stderr
     assert words in refused.stderr
+
+
+@pytest.mark.parametrize("command", [["serve"], ["config"], ["profile"], ["scale", "--targets", "1"]])
+def test_a_file_that_does_not_exist_is_named(command: list[str]) -> None:
+    ran = CliRunner().invoke(app, [*command, "nofile.yaml"])
+    assert (ran.exit_code, ran.stderr) == (
+        1,
+        "outrider: FILE: the file does not exist; `--model` names a model, got 'nofile.yaml'\n",
+    )
+
+
+@pytest.mark.parametrize(("no_colour", "is_terminal", "plain"), [("", True, False), ("1", True, True), ("", False, True)])
+def test_colours_are_for_terminals_alone(
+    no_colour: str, is_terminal: bool, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert without_colours() is plain

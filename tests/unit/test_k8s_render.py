@@ -120,6 +120,14 @@ def test_each_replica_of_the_api_has_a_gateway(replicas: int) -> None:
     assert {one["name"]: one["num_replicas"] for one in application["deployments"]} == {"cluster": 1, "api": replicas}
 
 
+@pytest.mark.parametrize(("drain_s", "grace_s"), [(10, 60), (200.5, 251)])
+def test_pods_have_the_time_to_drain(drain_s: float, grace_s: int) -> None:
+    service = only(render(values_for(Config(api=ApiConfig(drain_s=drain_s)))), "RayService")["spec"]
+    groups = {group["groupName"]: group for group in service["rayClusterConfig"]["workerGroupSpecs"]}
+    given = {name: groups[name]["template"]["spec"]["terminationGracePeriodSeconds"] for name in ("gateway", "target")}
+    assert given == {"gateway": grace_s, "target": grace_s}
+
+
 def _bounds(group: dict[str, Any]) -> tuple[int, int, int]:
     return group["minReplicas"], group["replicas"], group["maxReplicas"]
 

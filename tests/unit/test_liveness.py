@@ -156,7 +156,7 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
         start=FakeMethod("start", asked, ["ready"]),
         stalled_s=FakeMethod("stalled_s", asked, [0.5]),
     )
-    process = RayProcess(handle)
+    process = RayProcess("target-0", handle)
     assert await process.ended() == "stopped"
     assert await process.call("start") == "ready"
     assert await process.stalled_s() == 0.5
@@ -175,7 +175,7 @@ async def test_a_lost_connection_is_no_end(monkeypatch: pytest.MonkeyPatch) -> N
         start=FakeMethod("start", asked, [away, "ready"]),
         report=FakeMethod("report", asked, [away]),
     )
-    process = RayProcess(handle)
+    process = RayProcess("target-0", handle)
     assert await process.ended() == "stopped"
     assert await process.stalled_s() == 0.5
     assert await health.start(process, 10.0) == "ready"
@@ -187,7 +187,8 @@ async def test_a_process_that_was_killed_for_memory_has_ended() -> None:
     """Ray's error is no RayActorError."""
     asked, killed = list[tuple[str, str | None]](), OutOfMemoryError("killed due to the node running low on memory")
     process = RayProcess(
-        SimpleNamespace(wait_end=FakeMethod("wait_end", asked, [killed]), report=FakeMethod("report", asked, [killed]))
+        "target-0",
+        SimpleNamespace(wait_end=FakeMethod("wait_end", asked, [killed]), report=FakeMethod("report", asked, [killed])),
     )
     assert "low on memory" in await process.ended()
     with pytest.raises(ProcessEnded, match="low on memory"):

@@ -304,6 +304,21 @@ async def test_without_another_target_the_stream_ends_with_a_clear_error(replica
 
 
 @patient
+async def test_a_server_that_stops_ends_requests_and_resumes_none(replicas: Replicas) -> None:
+    replicas.engine.num_left = 3
+    waiting = asyncio.create_task(answer(replicas.client.generate(request(1))))
+    assert await asyncio.to_thread(replicas.engine.halted.wait, WAIT_S)
+    replicas.link_both()
+    replicas.client.end_requests()
+    with pytest.raises(LinkClosed, match="the server stops; send the request again"):
+        await asyncio.wait_for(waiting, WAIT_S)
+    with pytest.raises(LinkClosed, match="the server stops"):
+        await answer(replicas.client.generate(request(2)))
+    assert await replicas.num_resumed() == 0
+    await replicas.client.close()
+
+
+@patient
 async def test_a_request_waits_for_a_target_that_comes_back(replicas: Replicas) -> None:
     replicas.engine.num_left = 3
     waiting = asyncio.create_task(answer(replicas.client.generate(request(1))))

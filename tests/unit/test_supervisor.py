@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from actors import supervisor as supervisor_module
 from actors.processes import Process, ProcessEnded, ProcessState
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
@@ -363,10 +364,15 @@ async def test_status_sums_over_the_targets(supervisor: Supervisor) -> None:
     assert ngram.reply_ms == pytest.approx(2.0)
 
 
-async def test_drain_waits_for_what_is_under_way_and_not_for_ever(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
-    supervisor.start()
+async def test_drain_waits_for_what_is_under_way_and_not_for_ever(
+    supervisor: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "ABORTED_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "SENT_S", 0.0)
+    known = await supervisor.ready()
     await eventually(lambda: len(supervisor.pids()) == 5)
     assert not await supervisor.drain(0.3)
+    assert (await supervisor.directory(known)).ends  # so that gateways end what is left
     for name in ("target-0", "target-1"):
         assert ("drain", ()) in spawner.now(name).calls
         spawner.now(name).report = TargetReport(TargetStatus(name, "draining", 0, 0, 10, 10, 0.0, 7.0))

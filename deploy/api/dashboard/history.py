@@ -63,7 +63,7 @@ class History:
                 logger.debug("no sample of the cluster's status: %s", error)
             except Exception:
                 # No caller awaits this task; without it the dashboard would lose its plots.
-                logger.exception("could not sample the cluster's status")
+                logger.exception("the dashboard could not sample the cluster's status")
             await asyncio.sleep(INTERVAL_S)
 
     def take(self, status: ClusterStatus, now_s: float) -> None:
