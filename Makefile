@@ -14,7 +14,7 @@ ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo
 VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
 CLIENTS := .clients
-CODEX := $(CLIENTS)/node_modules/.bin/codex
+NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
 .PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit lock
 .DELETE_ON_ERROR:
@@ -105,17 +105,23 @@ $(VENV)/.browser: $(VENV)/.dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	touch $@
 
-# Other people's clients against a real server: langchain-tests, lm-eval, aiperf, schemathesis, in an environment of their own.
-test-clients: setup $(VENV)/.dev $(CLIENTS)/.installed $(CODEX)
-	OUTRIDER_CLIENTS=$(CURDIR)/$(CLIENTS) OUTRIDER_CODEX=$(CURDIR)/$(CODEX) $(BIN)/pytest $(ARGS) tests/cluster/test_clients.py \
-	    tests/unit/test_api_fuzz.py tests/unit/test_codex.py
-
-$(CODEX):
-	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex@0.171.0
+# Other people's clients and coding agents against a real server, in environments of their own: see CONTRIBUTING.md.
+test-clients: setup $(VENV)/.dev $(CLIENTS)/.installed $(CLIENTS)/aider/.installed $(NODE_CLIENTS)
+	OUTRIDER_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest $(ARGS) tests/cluster/test_clients.py \
+	    tests/unit/test_api_fuzz.py tests/unit/test_coding_agents.py
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --no-compile -r tests/clients/requirements.txt
+$(CLIENTS)/aider/.installed: tests/clients/requirements-aider.txt
+$(CLIENTS)/.installed $(CLIENTS)/aider/.installed:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --no-compile -r $<
+	touch $@
+
+# Not `npm ci`: it refuses a registry that lacks another platform's optional packages. Without npm their tests are skipped.
+$(NODE_CLIENTS): tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(CLIENTS)
+	! command -v npm >/dev/null || npm install --silent --no-fund --no-audit --prefix $(CLIENTS)
 	touch $@
 
 check: $(VENV)/.dev

@@ -7,22 +7,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import ServerProcess
+from tests.support.coding_agents import VARIABLE
 
-VARIABLE = "OUTRIDER_CLIENTS"  # a virtual environment with the packages of tests/clients/requirements.txt
 SKIPPED = pytest.mark.skipif(not os.environ.get(VARIABLE), reason="make test-clients runs it")  # and starts no server
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, SKIPPED]
 
 CLIENTS = Path(__file__).parents[1] / "clients"
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_other_people_s_clients(server: ServerProcess, model_folder: Path) -> None:
     folder = os.environ[VARIABLE]
     outcome = subprocess.run(
         [Path(folder) / "bin" / "python", "-m", "pytest", "-q", "-c", CLIENTS / "pytest.ini", CLIENTS],
         env={
             **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
+            **OFFLINE,
             "OUTRIDER_URL": server.url,
             "OUTRIDER_TOKENIZER": str(model_folder),
         },
