@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,12 +33,18 @@ class ServerProcess:
     Args:
         environment: of the process; by default this process's.
         python: the interpreter of the server's environment; by default this process's.
+        words: of the command line; by default a file of ``config``.
     """
 
     def __init__(
-        self, config: Config, environment: Mapping[str, str] | None = None, python: Path = Path(sys.executable)
+        self,
+        config: Config,
+        environment: Mapping[str, str] | None = None,
+        python: Path = Path(sys.executable),
+        words: Sequence[str] = (),
     ) -> None:
         self.config = config
+        self._arguments = list(words)
         self._python = python
         self._environment = dict(os.environ if environment is None else environment)
         self.url = f"http://{config.api.host}:{config.api.port}"
@@ -58,7 +64,7 @@ class ServerProcess:
         file = Path(self._folder.name) / "outrider.yaml"
         file.write_text(show(self.config), encoding="utf-8")
         self._process = subprocess.Popen(
-            [str(self._python), "-m", "deploy.cli", "serve", str(file)],
+            [str(self._python), "-m", "deploy.cli", "serve", *(self._arguments or [str(file)])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
