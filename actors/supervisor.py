@@ -123,7 +123,7 @@ class Supervisor:
         self.start()
         reports, router = await asyncio.gather(self.reports(), self._call_router("report", deadline_s=REPORT_DEADLINE_S))
         model = self._directory.model
-        name = model.name if model is not None else self._config.model.name
+        name = model.name if model is not None else self._config.model.public_names[0]
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
         reports = [self._last_reports.counted(report) for report in reports]

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from cluster.config import (
     CascadeOptions,
@@ -14,8 +15,9 @@ from cluster.config import (
     ModelOptions,
     TableOptions,
 )
-from cluster.model_name import HubName
-from engine.models.hub import Progress, fetch, local_folder
+from cluster.model_name import HubName, public_name
+from drafters.speculator_search import speculators_for
+from engine.models.hub import Progress, fetch, local_folder, no_progress
 from engine.models.prepare import ensure_model
 
 logger = logging.getLogger(__name__)
@@ -25,12 +27,25 @@ LOGGED_SHARE = 0.1  # of a download between two lines of a log
 
 def with_files(config: Config) -> Config:
     """Downloads what the configuration names of a hub. The result names each by its commit, so that all processes, also on
-    other machines and after a restart, load the same files. Raises ModelUnavailable."""
+    other machines and after a restart, load the same files. Speculators at hand are logged where no drafters are named.
+    Raises ModelUnavailable."""
     model = config.model.model_copy(update={"name": _pinned(config.model.name)})
     drafters = [d.model_copy(update={"options": _with_files(d.options)}) for d in config.drafters]
     with shown_progress(model.name) as progress:
-        ensure_model(model.name, progress)
+        folder = ensure_model(model.name, progress)
+    if "drafters" not in config.model_fields_set:
+        for speculator in speculators_for(public_name(model.name), folder):
+            logger.info("%s", speculator)
     return config.model_copy(update={"model": model, "drafters": tuple(drafters)})
+
+
+def tokenizer_folder(config: Config, folder: str) -> str:
+    """``folder`` of another machine, or, where that is not shared, the files of the hub's model without its weights. Raises
+    ModelUnavailable."""
+    name = HubName.parse(config.model.name)
+    if name is None or Path(folder).exists():
+        return folder
+    return str(fetch(name, no_progress, with_weights=False))
 
 
 def _with_files(options: DrafterOptions) -> DrafterOptions:

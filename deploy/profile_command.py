@@ -12,11 +12,12 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from deploy.console import table_console
+from deploy.model_files import with_files
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.dtypes import resolve_dtypes
 from engine.models.config import load_config
-from engine.models.prepare import ensure_model
+from engine.models.prepare import resolve_model
 from engine.threads import useful_threads
 from profiler.hardware import num_cores
 from profiler.latency import FORMS
@@ -29,7 +30,8 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     """Prints the key of the stored profile. Raises OutriderError: a model, the machine or the state store is unfit."""
     configure_cpu()
     set_threads(num_cores())  # before torch is imported; each measurement sets its own number
-    config = resolve(with_shipped(config), here(), useful_threads(load_config(ensure_model(config.model.name))))
+    config = with_files(with_shipped(config))  # whose commit is part of the profile's key
+    config = resolve(config, here(), useful_threads(load_config(resolve_model(config.model.name))))
     config = resolve_dtypes(config)
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of

@@ -34,7 +34,7 @@ from deploy.api.settings import ApiSettings
 from deploy.deployment import DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
-from deploy.model_files import with_files
+from deploy.model_files import tokenizer_folder, with_files
 from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
@@ -165,7 +165,8 @@ class JoinedApiReplica(ApiReplica):
     async def __init__(self, cluster: Any) -> None:  # type: ignore[misc]  # which Serve awaits
         configure_cpu()
         deployment, directory = await cluster.deployed.remote()
-        super().__init__(deployment.config, directory, deployment.model_folder, deployment.token)
+        folder = await asyncio.to_thread(tokenizer_folder, deployment.config, deployment.model_folder)
+        super().__init__(deployment.config, directory, folder, deployment.token)
 
 
 def app(arguments: Arguments) -> Any:

@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,16 @@ def no_progress(step: str, fraction: float) -> None:
 
 
 # What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
-WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
+WEIGHTS = "*.safetensors"
+WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
 UNWANTED = ("*/*", "consolidated*.safetensors")
+
+
+def cache_folder() -> Path:
+    """Where models of the hub lie; it may not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 def local_folder(name_or_path: str) -> Path | None:
@@ -37,10 +45,10 @@ def local_folder(name_or_path: str) -> Path | None:
     return _snapshot_of(path) if path.name.startswith("models--") and snapshots.is_dir() else path
 
 
-def fetch(name: HubName, progress: Progress) -> Path:
+def fetch(name: HubName, progress: Progress, *, with_weights: bool = True) -> Path:
     """The snapshot of a model, complete: downloads what the cache lacks. A commit that lies there whole asks no network;
     without one, the newest that lies there. Raises ModelUnavailable, which says what was tried."""
-    return _snapshot(name, progress)
+    return _snapshot(name, progress, [] if with_weights else [WEIGHTS])
 
 
 def find(name: HubName) -> Path:
@@ -48,7 +56,7 @@ def find(name: HubName) -> Path:
     return _snapshot(name, None)
 
 
-def _snapshot(name: HubName, progress: Progress | None) -> Path:
+def _snapshot(name: HubName, progress: Progress | None, without: Sequence[str] = ()) -> Path:
     """``progress`` None: of the cache alone."""
     import httpx2
     from huggingface_hub import snapshot_download
@@ -58,7 +66,7 @@ def _snapshot(name: HubName, progress: Progress | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                name.repo, revision=name.revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **more
+                name.repo, revision=name.revision, allow_patterns=list(WANTED), ignore_patterns=[*UNWANTED, *without], **more
             )
         )
     except HFValidationError as error:

@@ -123,9 +123,13 @@ def test_what_cannot_be_had_is_one_line_that_says_what_helps(published: Path, tm
 
 
 def test_a_configuration_names_the_commits_of_all_its_models(hub: TestHub, tmp_path: Path) -> None:
+    """Of which a process of the API on another machine needs the tokenizer alone."""
     code = f"""
+from pathlib import Path
 from cluster.config import CascadeOptions, Config, DrafterConfig, LayersOptions, ModelConfig, ModelOptions, NgramOptions
-from deploy.model_files import with_files
+from deploy.model_files import tokenizer_folder, with_files
+folder = tokenizer_folder(Config(model=ModelConfig(name={NAME!r})), "/of/another/machine")
+print(*sorted(path.suffix for path in Path(folder).iterdir()))
 cascade = CascadeOptions(members=(NgramOptions(), ModelOptions(model={NAME!r})))
 layers = LayersOptions(path={NAME!r})
 config = with_files(Config(model=ModelConfig(name={NAME!r}), drafters=(
@@ -135,7 +139,9 @@ print(config.model.name, one.options.members[1].model, two.options.path, *config
 """
     env = {**os.environ, **hub.environment(tmp_path / "cache")}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [f"{NAME}@{hub.commit(NAME)}"] * 3 + [NAME]
+    suffixes, names = ran.stdout.splitlines()
+    assert suffixes.split() == [".jinja", ".json", ".json", ".json", ".json"]
+    assert names.split() == [f"{NAME}@{hub.commit(NAME)}"] * 3 + [NAME]
 
 
 def test_a_folder_wins_over_the_hub(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""Speculators that were made for a model: heads in its own folder, and drafters in the hub's cache. No torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters.shipped import kind_of
+from engine.models.hub import cache_folder
+
+_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")  # of config.json, by family
+
+
+@dataclass(frozen=True, slots=True)
+class Speculator:
+    """``flag``: what adds it to the pool; None: it cannot be loaded yet."""
+
+    what: str
+    flag: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {f'add it by {self.flag}' if self.flag is not None else 'not supported yet'}"
+
+
+def speculators_for(model: str, folder: Path) -> list[Speculator]:
+    """Of the model that clients call ``model``, in ``folder``."""
+    target = _config(folder)
+    shape = target.get("text_config") or target
+    found = []
+    if any(shape.get(name) for name in _MTP_FIELDS):
+        found.append(Speculator("the model has multi-token prediction heads"))
+    return found + list(_in_cache(model, shape))
+
+
+def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:
+    for repo in sorted(cache_folder().glob("models--*--*")):
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot in sorted(repo.glob("snapshots/*")):
+            config = _config(snapshot)
+            described = config.get("speculators_config")
+            if isinstance(described, dict) and (described.get("verifier") or {}).get("name_or_path") == model:
+                yield Speculator(
+                    f"{name} in the hub's cache is a speculator ({config.get('speculators_model_type')}) for {model}"
+                )
+                break
+            if kind_of(snapshot) == "dspark" and _fits(config, target):
+                flag = json.dumps({"method": "dspark", "model": name})
+                yield Speculator(
+                    f"{name} in the hub's cache is a DSpark drafter of {model}'s shape", f"--speculative-config '{flag}'"
+                )
+                break
+
+
+def _fits(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
+    """Whether a DSpark drafter reads hidden states like the target's."""
+    pairs = (("num_target_layers", "num_hidden_layers"), ("hidden_size", "hidden_size"), ("vocab_size", "vocab_size"))
+    return all(drafter.get(own) == target.get(of_target) for own, of_target in pairs)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """Empty for a folder without a readable one."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
