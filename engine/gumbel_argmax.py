@@ -18,7 +18,7 @@ from engine.noise import BLOCK_LEN, block_gumbel, block_max
 
 _NUM_FIRST_BLOCKS = 8  # evaluated first; the winner is nearly always among them
 _ROUNDING = 1e-4  # exceeds the float32 error of a bound
-_CACHED_VALUES = 1 << 18  # float32 values: 1 MB
+_CACHED_VALUES = 1 << 16  # float32 values: 256 KB
 _MIN_TEMPERATURE = 1e-6  # below it, differences of float32 logits exceed any noise
 
 

@@ -2,7 +2,8 @@
 
 The order is: penalties, logit bias, allowed tokens, the masks of min_tokens, of a grammar and of bad words, temperature,
 top-k, top-p, min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped
-together, so the result depends on the logits alone and not on a sort order.
+together, so the result depends on the logits alone and not on a sort order. Probability masses are sums of integers
+(``weights``), so neither does it depend on the order of a sum, and every device keeps the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,12 @@ from engine.device import to_device
 from engine.gumbel_argmax import Peaks, largest, num_rows_at_once, relative
 
 _NUM_LIKELY = 1024  # tokens that nearly always hold the mass of top-p
+
+ONE_BITS = 34  # the weight of the most probable token is 2 ** 34: sums of 2 ** 19 tokens are exact in a float64
+LOG2_E = 1.44269502162933349609375  # fp32, as are the next
+LEAST_Z = -60.0  # the weight of anything below is 0
+# 2 ** f = 1 + c1 f + ... + c5 f ** 5 for 0 <= f < 1 with a relative error of at most 1e-7: a minimax fit
+EXP2 = (0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017029777169228, 0.0018671301659196615)
 
 
 class TokenCounts:
@@ -38,23 +45,31 @@ class TokenCounts:
             self._token_ids[slot] = token_id
             self._num_generated[slot] += generated
 
+    def before_drafts(self, draft_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
+        """Tokens (K,), those of drafts included, how often each was generated before them (K,), and how many of the tokens
+        have occurred before them; these come first."""
+        new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
+        num_known = len(self._slots)
+        token_ids = np.concatenate([self._token_ids[:num_known], np.array(new_ids, np.int64)])
+        num_generated = np.zeros(len(token_ids), np.float32)
+        num_generated[:num_known] = self._num_generated[:num_known]
+        return token_ids, num_generated, num_known
+
     def with_drafts(
         self, draft_ids: Sequence[int], num_rows: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
         """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred (num_rows, K).
         The last row follows all drafts, each earlier row one draft less."""
-        num_known = len(self._slots)
-        new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
-        columns = {token_id: num_known + i for i, token_id in enumerate(new_ids)}
-        num_generated = np.zeros((num_rows, num_known + len(new_ids)), np.float32)
-        num_generated[:, :num_known] = self._num_generated[:num_known]
+        token_ids, before, num_known = self.before_drafts(draft_ids)
+        columns = {token_id: num_known + i for i, token_id in enumerate(token_ids[num_known:].tolist())}
+        num_generated = np.tile(before, (num_rows, 1))
         first_row_len = len(draft_ids) + 1 - num_rows
         for i, token_id in enumerate(draft_ids):
             column = self._slots.get(token_id)
             num_generated[max(0, i + 1 - first_row_len) :, columns[token_id] if column is None else column] += 1
         occurred = num_generated > 0
         occurred[:, :num_known] = True
-        return np.concatenate([self._token_ids[:num_known], np.array(new_ids, np.int64)]), num_generated, occurred
+        return token_ids, num_generated, occurred
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +146,10 @@ def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tens
         floor[rows] = relative(kth, at.rows[rows], temperatures[rows]).squeeze(1)
     for rows, masses in _select(filters.top_p < 1, filters.top_p, x):
         z = relative(x[rows], at.rows[rows], temperatures[rows])
-        weights = z.exp()
+        mass = weights(z)
         if has_top_k.any():
-            weights *= z >= floor[rows, None]
-        floor[rows] = _nucleus_floor(z, masses * weights.sum(-1))
+            mass *= z >= floor[rows, None]
+        floor[rows] = _nucleus_floor(z, masses * mass.sum(-1, dtype=torch.float64))
     if filters.min_p.any():
         with np.errstate(divide="ignore"):  # log 0 = -inf admits all
             floor = torch.maximum(floor, to_device(np.log(filters.min_p).astype(np.float32), x.device))
@@ -148,15 +163,31 @@ def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterat
             yield to_device(rows, x.device), to_device(limits[rows], x.device)
 
 
+def weights(z: Tensor) -> Tensor:
+    """exp(z) in units of 2 ** -ONE_BITS, rounded down, for z <= 0: whole numbers in fp32.
+
+    By operations that every device rounds alike, none of them fused. The relative error of a usual fp32 exponential is some
+    1e-7, this one's 2e-6 at most for z > -30: by so much top_p may be off.
+    """
+    t = z.clamp_min(LEAST_Z).mul_(LOG2_E)
+    whole = t.floor()
+    f = t.sub_(whole)
+    p = f * EXP2[-1]
+    for coefficient in EXP2[-2::-1]:
+        p.add_(coefficient).mul_(f)
+    exponents = whole.add_(ONE_BITS).mul_(2.0**23).int()
+    return exponents.add_(p.add_(1.0).view(torch.int32)).view(torch.float32).floor_()
+
+
 def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:
-    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,). Sorts the
+    """The least z of the smallest set of most probable tokens whose weight is at least ``wanted``, (R,) float64. Sorts the
     _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice."""
     floor = torch.empty_like(z[:, 0])
     open_rows = torch.arange(len(z), device=z.device)
     for num in (_NUM_LIKELY, z.shape[-1]):
         candidates = largest(z[open_rows], min(num, z.shape[-1]))
-        weights = candidates.exp().double()
-        mass_before = weights.cumsum(-1) - weights
+        own = weights(candidates).double()
+        mass_before = own.cumsum(-1) - own
         num_kept = (mass_before < wanted[open_rows, None]).sum(-1, keepdim=True).clamp_min(1)
         floor[open_rows] = candidates.gather(1, num_kept - 1).squeeze(1)
         open_rows = open_rows[num_kept.squeeze(1) == candidates.shape[-1]]
