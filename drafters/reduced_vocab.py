@@ -1,7 +1,7 @@
 """Sampling with a reduced head by the target's rule and noise (DESIGN idea 1).
 
-Requests with no other sampling parameter than a temperature are sampled from the head's tokens alone, where the device has a
-kernel. For others the logits are scattered over the whole vocabulary, and the target's sampler chooses.
+A fused kernel samples from the head's tokens alone, any other one so for requests with no other sampling parameter than a
+temperature. Otherwise the logits are scattered over the whole vocabulary, and the target's sampler chooses.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.noise import noise_keys
-from engine.ops import GumbelArgmax
+from engine.ops import FusedSampling, GumbelArgmax
 from engine.sampling import Chosen, Sampler, SampleSpan
 
 
@@ -41,6 +41,9 @@ class ReducedHead:
         self._whole = WholeVocabulary(token_ids, vocab_size)
         self._sampler = sampler
         self._kernel = kernel
+        self._fused: Sampler | None = None
+        if isinstance(kernel, FusedSampling):
+            self._fused = Sampler(sampler.vocab_size, sampler.eos_token_ids, kernel, self._ids.tolist())
 
     def columns(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of its logits."""
@@ -49,6 +52,8 @@ class ReducedHead:
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` [rows, len(token_ids)]."""
+        if self._fused is not None:
+            return self._fused.choose(logits, spans, want_confidences=True)
         if self._kernel is None or not all(span.state.is_plain for span in spans):
             return self._sampler.choose(self._whole.scatter(logits), spans, want_confidences=True)
         samplings = [span.state.sampling for span in spans for _ in range(span.num_rows)]

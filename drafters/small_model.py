@@ -71,7 +71,8 @@ class SmallModel:
         self._cache = model.new_cache(num_blocks)
         model.warm_up(self._cache)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
-        self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
+        num_tokens = min(vocab_size, model.config.vocab_size)
+        self._sampler = Sampler(num_tokens, eos_token_ids, model.ops.gumbel_argmax(np.arange(num_tokens)))
         self._head = None
         if output_ids is not None:
             kernel = model.ops.gumbel_argmax(output_ids.numpy())

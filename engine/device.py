@@ -27,6 +27,16 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def to_host(tensor: torch.Tensor) -> NDArray[Any]:
+    """The values of ``tensor``, after the one wait of a pass."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    host.copy_(tensor, non_blocking=True)
+    synchronize(tensor.device)
+    return host.numpy()
+
+
 def synchronize(device: torch.device) -> None:
     """Returns when the device has finished what this thread has launched on its current stream."""
     if device.type == "cuda":

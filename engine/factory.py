@@ -56,13 +56,32 @@ def make_ops(
     return TorchOps(config, dtype)
 
 
-def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype) -> GumbelArgmax | None:
-    """The choice among all tokens by a kernel for logits of ``dtype`` on a CPU. None: plain torch chooses."""
+def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device) -> GumbelArgmax | None:
+    """The choice among all tokens by a kernel for logits of ``dtype``. None: plain torch chooses."""
+    if device.type == "cuda":
+        return _cuda_gumbel_argmax(vocab_size, dtype, device)
     try:
         return CpuGumbelArgmax(load_library(dtype), dtype, np.arange(vocab_size))
     except NoCompiler as error:
         logger.warning("the target chooses tokens by plain torch, since CPU kernels are not available: %s", error)
         return None
+
+
+def _cuda_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device) -> GumbelArgmax | None:
+    try:
+        from engine.cuda.compile_check import KernelsUnavailable, try_sampling
+        from engine.cuda.sampling import CudaGumbelArgmax
+    except ImportError as error:
+        why = f"Triton cannot be imported ({error})"
+    else:
+        kernel = CudaGumbelArgmax(np.arange(vocab_size))
+        try:
+            try_sampling(kernel, dtype, device)
+            return kernel
+        except KernelsUnavailable as error:
+            why = str(error)
+    logger.warning("tokens are chosen by plain torch, which waits for the GPU several times a pass: %s", why)
+    return None
 
 
 def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:

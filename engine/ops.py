@@ -1,9 +1,9 @@
 """The operators of a forward pass: the protocol, and the plain torch reference that others are tested against."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from engine.batch_layout import Layout
 from engine.cpu.packed import packed_linear
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
+
+if TYPE_CHECKING:
+    from engine.sampling import SpanRows
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
@@ -53,6 +56,33 @@ class GumbelArgmax(Protocol):
             floors: [rows], the least (z - max z) / T that may be chosen.
             margins: [rows], contiguous: filled with the score of the token less that of the next best.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoices:
+    """Of each row, (R,); void where the largest logit is not finite."""
+
+    token_ids: NDArray[np.int64]
+    highest: NDArray[np.float64]  # logit after the edits
+    confidences: NDArray[np.float64]  # probability of the token, with temperature 1 for greedy rows; void unless wanted
+    logits: NDArray[np.float64]  # the token's, after the edits
+    margins: NDArray[np.float64]  # void unless wanted
+
+
+@runtime_checkable
+class FusedSampling(GumbelArgmax, Protocol):
+    """A choice that also edits and filters, on the device of the logits."""
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        members: Sequence["SpanRows"],
+        keys: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        *,
+        want_confidences: bool,
+    ) -> RowChoices:
+        """One token per row by the rule of ``engine.sampling``. ``logits`` [rows, columns or more] is not modified."""
 
 
 @dataclass(frozen=True, slots=True)

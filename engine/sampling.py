@@ -5,8 +5,8 @@ top-k, top-p and min-p, in that order; G is Gumbel noise (``engine.noise``). At 
 lowest id of equal ones. The token at a position is thus a function of logits, history, parameters and seed, independent of
 batch, device and drafts.
 
-Rows are processed in up to four groups, edited or not and with or without noise, so that a row pays only for what its
-request uses.
+A GPU does all of it in one kernel (``engine.ops.FusedSampling``). Otherwise rows are processed in up to four groups, edited
+or not and with or without noise, so that a row pays only for what its request uses.
 """
 
 import logging
@@ -24,11 +24,11 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import TokenLogprobs
 from engine.acceptance import common_prefix_len
 from engine.bad_words import BadWords
-from engine.device import to_device
+from engine.device import to_device, to_host
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
-from engine.ops import GumbelArgmax
+from engine.ops import FusedSampling, GumbelArgmax
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
@@ -133,7 +133,7 @@ class Sampler:
     (``cluster.message_checks`` checks requests and proposals).
 
     ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch. ``token_ids``: of
-    the columns of the logits, where they are a part of the vocabulary.
+    the columns of the logits, where they are a part of the vocabulary: a range, unless the kernel is fused.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         kernel: GumbelArgmax | None = None,
-        token_ids: range | None = None,
+        token_ids: Sequence[int] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.token_ids = token_ids or range(vocab_size)
+        self.token_ids = range(vocab_size) if token_ids is None else token_ids
         self.eos_token_ids = tuple(eos_token_ids)
         self._kernel = kernel
 
@@ -159,8 +159,7 @@ class Sampler:
         """
         members, picks = self.candidates(logits, spans, want_confidences)
         end_in_time(members, picks.token_ids)
-        logits = logits[:, : self.vocab_size]
-        logprobs = _raw_logprobs(logits, members, picks)
+        logprobs = _raw_logprobs(logits, self.vocab_size, members, picks)
         chosen = chosen_of(members, picks, logprobs)
         return [_fitting(member, one) for member, one in zip(members, chosen, strict=True)]
 
@@ -180,8 +179,10 @@ class Sampler:
         num_tokens = len(self.token_ids)
         if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < num_tokens:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
-        logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
+        if isinstance(self._kernel, FusedSampling) and members:
+            return members, self._fused(self._kernel, logits, members, want_confidences)
+        logits = logits[:, :num_tokens]
         picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
@@ -190,6 +191,14 @@ class Sampler:
                 if alike:
                     _pick(logits, alike, picks, kernel)
         return members, picks
+
+    def _fused(
+        self, kernel: FusedSampling, logits: Tensor, members: Sequence["SpanRows"], want_confidences: bool
+    ) -> "Picks":
+        keys, temperatures = keys_of(members), temperatures_of(members)
+        found = kernel.choose(logits, members, keys, temperatures, want_confidences=want_confidences)
+        confidences = found.confidences if want_confidences else None
+        return Picks(self.token_ids, found.token_ids, found.highest, confidences, found.logits)
 
     def _member(self, span: SampleSpan, start: int) -> "SpanRows":
         state, sampling = span.state, span.state.sampling
@@ -229,15 +238,15 @@ class Picks:
     """Per row, (N,): the token, and the largest logit (not finite: no choice); on request, the token's probability, and its
     logit after the edits. ``offered``: the tokens of the columns."""
 
-    offered: range
+    offered: Sequence[int]
     token_ids: NDArray[np.int64]
     highest: NDArray[np.float64]
     confidences: NDArray[np.float64] | None
     logits: NDArray[np.float64] | None
 
     @staticmethod
-    def empty(num_rows: int, offered: range, want_confidences: bool, want_logits: bool) -> "Picks":
-        void, nan = np.full(num_rows, offered.stop), np.full(num_rows, np.nan)
+    def empty(num_rows: int, offered: Sequence[int], want_confidences: bool, want_logits: bool) -> "Picks":
+        void, nan = np.full(num_rows, offered[-1] + 1), np.full(num_rows, np.nan)
         confidences, logits = np.zeros(num_rows), np.full(num_rows, -np.inf)
         return Picks(offered, void, nan, confidences if want_confidences else None, logits if want_logits else None)
 
@@ -254,11 +263,11 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
         x = x.to(torch.float32, copy=is_all)
         for own_rows, member in zip(x.split([member.span.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
-                edit(own_rows, member.edits, picks.offered.start)
+                edit(own_rows, member.edits, picks.offered[0])
     if kernel is not None:
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         if picks.logits is not None:
-            chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
+            chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered[0])
             picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
@@ -267,10 +276,10 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
     if members[0].is_noisy:
         temperatures = to_device(temperatures_of(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device), picks.offered.start)
+        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device), picks.offered[0])
     else:
         token_ids = greedy(x, at)
-    columns = [token_ids.double() + picks.offered.start, at.rows.double()]
+    columns = [token_ids.double() + picks.offered[0], at.rows.double()]
     if picks.confidences is not None:
         columns.append(probabilities(x, at, temperatures, floor, token_ids).double())
     if picks.logits is not None:
@@ -324,14 +333,15 @@ def keys_of(members: Sequence[SpanRows]) -> NDArray[np.int64]:
     return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
 
 
-def _raw_logprobs(logits: Tensor, members: Sequence[SpanRows], picks: Picks) -> dict[int, TokenLogprobs]:
+def _raw_logprobs(logits: Tensor, vocab_size: int, members: Sequence[SpanRows], picks: Picks) -> dict[int, TokenLogprobs]:
     """Logprobs by row, where requested."""
     asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
-    found = token_logprobs(logits[to_device(rows, logits.device)], picks.token_ids[rows], list(num_top.values()))
+    asked = logits[:, :vocab_size].index_select(0, to_device(rows, logits.device))
+    found = token_logprobs(asked, picks.token_ids[rows], list(num_top.values()))
     return dict(zip(num_top, found, strict=True))
 
 
@@ -343,12 +353,15 @@ def token_logprobs(
     norm = raw.logsumexp(-1, keepdim=True)
     tokens = to_device(token_ids, raw.device).clamp_max(raw.shape[-1] - 1)
     chosen = raw.gather(1, tokens[:, None])
-    ranks = (1 + (raw > chosen).sum(-1)).tolist() if ranked else [None] * len(raw)
-    own = (chosen - norm).squeeze(1).tolist()
+    ranks = 1 + (raw > chosen).sum(-1, keepdim=True)
     top = raw.topk(min(max(num_top), raw.shape[-1]))
-    top_ids, top_values = top.indices.tolist(), (top.values - norm).tolist()
+    columns = [chosen - norm, ranks, top.values - norm, top.indices]
+    host = to_host(torch.cat([column.double() for column in columns], dim=-1))  # one copy from the device
+    own, ranks_found = host[:, 0].tolist(), host[:, 1].astype(np.int64).tolist()
+    top_values, top_ids = np.split(host[:, 2:], 2, axis=1)
+    values, ids = top_values.tolist(), top_ids.astype(np.int64).tolist()
     return [
-        TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
+        TokenLogprobs(own[i], tuple(zip(ids[i][:num], values[i][:num], strict=True)), ranks_found[i] if ranked else None)
         for i, num in enumerate(num_top)
     ]
 

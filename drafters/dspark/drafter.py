@@ -19,7 +19,7 @@ from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.batch_layout import PackedSpan
-from engine.factory import DTYPES
+from engine.factory import DTYPES, make_gumbel_argmax
 from engine.kv_blocks import BlockLedger
 from engine.sampling import Sampler, SamplingState
 from profiler.calibration import Calibration, TemperatureScaling
@@ -232,7 +232,8 @@ def load_dspark(
     network = load_network(folder, rows, kind if adapter is None else torch.float32)
     if adapter is not None:
         apply_adapter(adapter, network)
-    sampler = Sampler(target.vocab_size, target.eos_token_ids)
+    kernel = make_gumbel_argmax(target.vocab_size, torch.float32, device) if device.type == "cuda" else None
+    sampler = Sampler(target.vocab_size, target.eos_token_ids, kernel)
     return DSparkDrafter(
         Backbone(network, kind, device, int8=int8),
         SequentialStage(network, kind, device, sampler, min_survival, int8=int8),

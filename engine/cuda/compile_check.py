@@ -4,6 +4,8 @@ Where that fails, the model runs on plain torch (``engine.factory``).
 """
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,22 +13,35 @@ import torch
 from triton.errors import TritonError
 
 from engine.batch_layout import PackedSpan, lay_out
-from engine.cuda.ops import TILES
+from engine.cuda.ops import TILES, CudaOps
+from engine.cuda.sampling import CudaGumbelArgmax
 from engine.device import synchronize
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
-from engine.ops import HeadNorms, Ops
+from engine.ops import HeadNorms
 
 
 class KernelsUnavailable(Exception):
     """Triton cannot compile or launch the kernels here; the message says why, in one line."""
 
 
-def try_out(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+def try_out(ops: CudaOps, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
     """Calls each operator with small inputs on ``device``. Raises KernelsUnavailable: a kernel cannot be compiled or
     launched. An error of the device itself is raised as it is."""
-    try:
+    with _failures(device):
         _run_all(ops, config, dtype, device, block_len)
+
+
+def try_sampling(kernel: CudaGumbelArgmax, dtype: torch.dtype, device: torch.device) -> None:
+    """As ``try_out``, for the choice among logits of ``dtype`` alone."""
+    with _failures(device):
+        kernel.warm_up(dtype, device)
+
+
+@contextmanager
+def _failures(device: torch.device) -> Iterator[None]:
+    try:
+        yield
         synchronize(device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
@@ -36,7 +51,7 @@ def try_out(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.d
         raise KernelsUnavailable(f"{type(error).__name__}: {lines[-1][:300]}") from error
 
 
-def _run_all(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+def _run_all(ops: CudaOps, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
     c = config
     group = c.num_heads // c.num_kv_heads
     span_lens = [max(1, tile // group) for tile in TILES] if group else [1]  # DSpark's context projection has no query heads
@@ -47,6 +62,7 @@ def _run_all(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.
     head_weight = torch.ones(c.head_dim, device=device)
     norms = HeadNorms(head_weight, head_weight) if c.qk_norm else None
     table = np.arange(num_blocks, dtype=np.int32)
+    ops.gumbel_argmax(np.arange(c.vocab_size)).warm_up(torch.float32, device)
     for span_len in span_lens:
         layout = lay_out([PackedSpan(0, (0,) * span_len, table)], block_len, frequencies, device)
         residual = torch.zeros(span_len, c.hidden_size, device=device)

@@ -1,7 +1,6 @@
 """Operators on CUDA: matrix products by cuBLAS, everything else by the Triton kernels of this folder."""
 
 import math
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +10,8 @@ from numpy.typing import NDArray
 
 from engine.batch_layout import Layout
 from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, rotate_and_store_kernel
+from engine.cuda.launching import Launch, launch
+from engine.cuda.sampling import CudaGumbelArgmax
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, LayerParts, Linear, Logits, plain_logits
@@ -19,15 +20,6 @@ TILES = (16, 32, 64)  # queries of an attention program; 16 is the minimum of a 
 _GATE_WIDTH = 1024
 _TILE_BYTES = 16 * 2**10  # of the queries of a tile: they live in registers
 _STAGED_BYTES = 64 * 2**10  # of queries, keys and values: up to here the next block is loaded during the computation of one
-
-
-class Launch(Protocol):
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> object:
-        """Launches a Triton kernel over a grid. ``constants``: its constexprs and compiler options."""
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    kernel[grid](*args, **constants)
 
 
 class CudaOps:
@@ -45,8 +37,8 @@ class CudaOps:
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))
 
-    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
-        return None
+    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> CudaGumbelArgmax:
+        return CudaGumbelArgmax(token_ids, self._launch)
 
     def whole_layer(self, parts: LayerParts) -> None:
         return None

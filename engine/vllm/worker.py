@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
+from engine.device import to_device
 from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
 from engine.models.config import load_config
@@ -76,6 +77,7 @@ class ExactRunner(GPUModelRunner):
         self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < self._model_shape.num_layers)
         self.use_aux_hidden_state_outputs = bool(self._aux_layers)
         self._states: dict[str, SamplingState] = {}
+        self._drafts: dict[str, list[int]] = {}  # that the pass verifies, by request
         self._outcomes: dict[str, SpanOutcome] = {}
         self._samplers: dict[tuple[int, ...], Sampler] = {}
 
@@ -101,6 +103,8 @@ class ExactRunner(GPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         self._outcomes = {}
         slots = features = None
+        if self.execute_model_state is not None:  # known here: reading vLLM's copy on the device would wait for it
+            self._drafts = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
         if self._feature_layers and self.execute_model_state is not None and self.parallel_config.rank == 0:
             slots, features = self._features(self.execute_model_state)
         output = super().sample_tokens(grammar_output)
@@ -122,28 +126,29 @@ class ExactRunner(GPUModelRunner):
         batch = self.input_batch
         names = batch.req_ids[: batch.num_reqs]
         num_drafts = [0] * len(names) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        drafted = [] if spec_decode_metadata is None else spec_decode_metadata.draft_token_ids.tolist()
         spans, rows, sampled = list[SampleSpan](), list[int](), list[int]()
-        row = start = 0
+        row = 0
         for i, (name, num) in enumerate(zip(names, num_drafts, strict=True)):
             if not self.discard_request_mask.np[i]:  # else a prefill chunk, of which nothing is sampled
-                spans.append(SampleSpan(self._state(i, name), tuple(drafted[start : start + num]), num + 1))
+                drafts = tuple(self._drafts[name][:num]) if num else ()
+                spans.append(SampleSpan(self._state(i, name), drafts, num + 1))
                 rows.extend(range(row, row + num + 1))
                 sampled.append(i)
             row += num + 1
-            start += num
         token_ids = np.full((len(names), max(num_drafts, default=0) + 1), -1, np.int32)
         token_ids[:, 0] = 0  # discarded, or the request ends with an error
         if spans:
             sampler = self._sampler(names[sampled[0]])
-            chosen = sampler.choose(logits if len(rows) == len(logits) else logits[rows], spans)
+            if len(rows) < len(logits):
+                logits = logits.index_select(0, to_device(np.array(rows), logits.device))
+            chosen = sampler.choose(logits, spans)
             for i, span, choice in zip(sampled, spans, chosen, strict=True):
                 outcome = verdict(names[i], span.drafts, choice)
                 self._outcomes[names[i]] = outcome
                 if outcome.token_ids:
                     token_ids[i, : len(outcome.token_ids)] = outcome.token_ids
                     span.state.extend(outcome.token_ids)
-        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids).to(self.device), logprobs_tensors=None)
+        return SamplerOutput(sampled_token_ids=to_device(token_ids, self.device), logprobs_tensors=None)
 
     def _state(self, index: int, name: str) -> SamplingState:
         """Of the request at ``index`` of the batch, with all its committed tokens."""
@@ -165,7 +170,7 @@ class ExactRunner(GPUModelRunner):
         eos_token_ids = self._asked(name).eos_token_ids
         if eos_token_ids not in self._samplers:
             vocab_size = self.model_config.get_vocab_size()
-            kernel = make_gumbel_argmax(vocab_size, self.dtype) if self.device.type == "cpu" else None
+            kernel = make_gumbel_argmax(vocab_size, self.dtype, self.device)
             self._samplers[eos_token_ids] = Sampler(vocab_size, eos_token_ids, kernel)
         return self._samplers[eos_token_ids]
 

@@ -8,21 +8,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
+_WAITS = {"aten::nonzero", "aten::masked_select", "aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::_unique2"}
 
 
 class DeviceTransfers(TorchDispatchMode):
-    """Raises if an operation reads tensors of two devices, as CUDA would. An index on the host counts, since reading it
-    waits for the device. Scalars may be anywhere.
+    """Raises if an operation reads tensors of two devices, as CUDA would, or waits for the device. An index on the host
+    counts, since reading it waits. Scalars may be anywhere.
 
-    ``copies``: for each host-to-device copy, whether it is "queued" or "waited" for.
+    ``num_operations``: of torch. ``copies``: for each host-to-device copy, whether it is "queued" or "waited" for.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.copies: list[str] = []
+        self.num_operations = 0
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in _WAITS, f"{func} waits for the device"
+        self.num_operations += 1
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor) and x.dim()]
         if len({x.device for x in tensors}) > 1:

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 if find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
-KERNELS = {"add_norm_kernel", "rotate_and_store_kernel", "attention_kernel", "gate_kernel"}
+SAMPLING = {"peaks_kernel", "choose_kernel"}
+KERNELS = {"add_norm_kernel", "rotate_and_store_kernel", "attention_kernel", "gate_kernel"} | SAMPLING
 
 
 @pytest.fixture(scope="module")

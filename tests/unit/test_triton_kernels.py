@@ -1,8 +1,6 @@
 """The CUDA kernels, interpreted on the CPU: what they compute, not how fast. Skipped where Triton is not installed."""
 
-import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+import tests.support.interpreted_triton  # isort: skip  # noqa: F401
+import triton.language as tl
+from triton.runtime import interpreter
+
 from cluster.sampling_params import SamplingParams
 from drafters.dspark import backbone
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine.batch_layout import lay_out
+from engine.cuda import graphs
+from engine.cuda.graphs import GraphedModel
+from engine.cuda.ops import CudaOps
 from engine.forward import PackedSpan, PassStates
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
@@ -25,21 +30,6 @@ from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
 from tests.support.triton_aot import Case
-
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu runs the kernels on the device itself", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    if "triton" in sys.modules:
-        pytest.skip("Triton was imported before it was told to interpret: set TRITON_INTERPRET=1", allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which without a GPU nothing else needs
-pytest.importorskip("triton")
-
-import triton.language as tl
-from triton.runtime import interpreter
-
-from engine.cuda import graphs
-from engine.cuda.graphs import GraphedModel
-from engine.cuda.ops import CudaOps
 
 pytestmark = pytest.mark.slow
 
