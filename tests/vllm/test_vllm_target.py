@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.target import LoadedTarget, SpanInput
 from engine.target_probe import TargetProbe
 from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
+from router.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.target_driver import Drafts, play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
@@ -153,6 +155,17 @@ def test_a_round_over_a_small_cache_serves_more_than_fits(folder: Path) -> None:
         outputs.append([c.token_ids for c in completions])
     assert outputs[0] == outputs[1]
     small.check_integrity()
+
+
+def test_of_a_predicted_output_what_is_not_verified_does_not_count(target: LoadedTarget, folder: Path) -> None:
+    """A proposal has up to 64 tokens, of which vLLM verifies 16 in a pass."""
+    asked, planner = request("predicted", max_tokens=86), StepPlanner(PlannerSettings("all"))
+    with EmbeddedCluster(target, model_of(folder), COST, {}, planner) as cluster:
+        (plain,) = cluster.complete([asked])
+        (done,) = cluster.complete([replace(asked, prediction_token_ids=tuple(plain.token_ids))])
+    assert done.token_ids == plain.token_ids
+    assert len(done.commits) == 6  # one token, then 17 in each pass
+    assert done.num_proposed == done.num_accepted == 80
 
 
 def test_after_an_error_of_the_engine_streams_end_and_nothing_is_computed(folder: Path) -> None:
