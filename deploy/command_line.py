@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import InvalidField
+from cluster.model_name import HubName
 from deploy.speculative_config import drafter_of
 from deploy.vllm_flags import FLAGS, NEEDLESS, REFUSED, SHORT, SPECIAL, SPECULATIVE, engine_argument, scalar
 
@@ -88,6 +89,8 @@ def as_file(command: str) -> str:
     from cluster.config import Config, differing, with_fields
 
     line = parse(_words_of(command))
+    if line.file is not None:
+        raise InvalidField("--config", line.file, "is a file already; write its settings as flags")
     needed = differing(with_fields(Config(), line.fields, line.settings))
     comments = [
         *line.notes,
@@ -180,6 +183,9 @@ def _nested(key: str, value: Any, into: dict[str, Any]) -> dict[str, Any]:
 
 def _pin(line: CommandLine, revision: str) -> None:
     name = line.fields.get("model", {}).get("name")
+    if name is not None and HubName.parse(name) is None:
+        line.notes.append("--revision: a folder has none")
+        return
     if name is None:
         raise InvalidField(
             "--revision", revision, "needs ORG/MODEL on the command line; in a file it is model.name: ORG/MODEL@REVISION"

@@ -101,9 +101,16 @@ NEEDLESS: Mapping[str, tuple[int, str]] = {  # tokens that it takes, and why it 
     "--no-enable-log-requests": (0, "requests are logged with observability.log_format: json alone"),
     "--disable-log-stats": (0, "statistics are metrics, not log lines"),
     "--disable-uvicorn-access-log": (0, "there is no such log"),
+    "--disable-access-log-for-endpoints": (1, "there is no such log"),
+    "--uvicorn-log-level": (1, "logs have one level; observability.log_format is their form"),
+    "--max-log-len": (1, "prompts are never logged"),
+    "--enable-prompt-tokens-details": (0, "usage always has them"),
+    "--enable-request-id-headers": (0, "answers always have X-Request-Id"),
+    "--chat-template-content-format": (1, "it is recognised from the chat template"),
     "--seed": (1, "a request without a seed draws one; seeds are fields of requests"),
     "--gpu-memory-utilization": (1, "the KV cache has a size, target.kv_cache_gb, not a share of the GPU"),
 }
+_NO_COUNTERPART = "has no counterpart here"
 REFUSED: Mapping[str, str] = {
     "--chat-template": "is read from the model's folder: put chat_template.jinja there",
     "--tokenizer": "is always that of the model",
@@ -113,7 +120,19 @@ REFUSED: Mapping[str, str] = {
     "--root-path": "is not supported: rewrite paths in the proxy",
     "--ssl-keyfile": "is not supported: put a proxy with TLS in front",
     "--ssl-certfile": "is not supported: put a proxy with TLS in front",
-    "--middleware": "is not supported",
+    "--lora-modules": "is not supported yet",
+    "--middleware": _NO_COUNTERPART,
+    "--response-role": _NO_COUNTERPART,
+    "--default-chat-template-kwargs": "has no counterpart here: send chat_template_kwargs with the call",
+    "--enable-force-include-usage": "has no counterpart here: send stream_options with the call",
+    "--return-tokens-as-token-ids": "has no counterpart here: send the field with the call",
+    "--tool-parser-plugin": _NO_COUNTERPART,
+    "--tool-server": _NO_COUNTERPART,
+    "--allowed-methods": _NO_COUNTERPART,
+    "--allowed-headers": _NO_COUNTERPART,
+    "--allow-credentials": _NO_COUNTERPART,
+    "--headless": "has no counterpart here: join a Ray cluster by cluster.ray_address",
+    "--grpc": _NO_COUNTERPART,
     "--otlp-traces-endpoint": "is gRPC's; name one for HTTP by `--set observability.otlp_endpoint=http://HOST:4318`",
 }
 

@@ -112,6 +112,7 @@ def test_speculative_configurations_make_a_pool() -> None:
         (["a/b", "c/d"], "second model"),
         (["--revision", "v1"], "needs ORG/MODEL"),
         (["--ssl-certfile", "x"], "proxy"),
+        (["--response-role", "x"], "no counterpart"),
         (["a/b", "--quantization", "awq"], "make setup-vllm"),
         (["--speculative-config", "ngram"], "must be a JSON object"),
         (["--speculative-config", '{"method": "eagle3", "model": "x/y"}'], "not supported yet; supported are ngram"),
@@ -168,13 +169,14 @@ def test_arguments_of_the_engine_are_those_of_the_installed_one(tmp_path: Path, 
 
 
 def test_flags_that_change_nothing_are_said() -> None:
-    line = parse(["--enable-prefix-caching", "--seed", "3", "--gpu-memory-utilization=0.9", "a/b"])
+    line = parse(["--enable-prefix-caching", "--seed", "3", "--gpu-memory-utilization=0.9", "/a/b", "--revision", "v1"])
     assert [note.partition(":")[0] for note in line.notes] == [
         "--enable-prefix-caching",
         "--seed",
         "--gpu-memory-utilization",
+        "--revision",
     ]
-    assert line.fields == {"model": {"name": "a/b"}}
+    assert line.fields == {"model": {"name": "/a/b"}}
 
 
 def test_a_command_line_of_vllm_becomes_a_file() -> None:
@@ -194,6 +196,8 @@ def test_a_command_line_of_vllm_becomes_a_file() -> None:
     assert printed.stdout == written
     with pytest.raises(InvalidField, match="vllm serve"):
         as_file("python train.py")
+    with pytest.raises(InvalidField, match="write its settings as flags"):
+        as_file("vllm serve --config vllm.yaml")
 
 
 def test_what_differs_from_the_default_makes_the_same_configuration(tmp_path: Path) -> None:
