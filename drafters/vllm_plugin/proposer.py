@@ -1,0 +1,117 @@
+"""The class that vLLM makes for ``method: custom_class``: `vllm/v1/spec_decode/custom_class_proposer.py` of vLLM 0.32."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from cluster.config import DrafterConfig, DrafterOptions, TableOptions, parts_of
+from cluster.config.drafters import DEFAULT_DRAFTERS
+from cluster.errors import InvalidField
+from cluster.types import ModelInfo
+from drafters.protocol import Demand, Drafter
+from drafters.registry import make_drafter
+from drafters.vllm_plugin.lengths import MeasuredLengths
+from drafters.vllm_plugin.rows import Row, RowSessions
+
+SETTING = "OUTRIDER_DRAFTER"  # a drafter's ``options`` as JSON; without it the default pool's cascade of lookups
+
+
+class PoolProposer:
+    """Drafts for the rows of vLLM's batch, on its engine's thread.
+
+    Drafts are a guess that vLLM verifies: greedy outputs are those without it, and sampled ones have vLLM's distribution.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        clock: in seconds.
+
+    Raises:
+        InvalidField: SETTING is no drafter, or one with a model.
+        IncompatibleTokenizer: the table was counted for another tokenizer.
+    """
+
+    def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        model = vllm_config.model_config
+        self._draft_len = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._max_model_len = int(model.max_model_len)
+        self._drafter = _drafter_of(os.environ.get(SETTING), model)
+        self._sessions = RowSessions(self._drafter)
+        max_pass_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._lengths = MeasuredLengths(
+            str(vllm_config.device_config.device_type), max_pass_tokens, self._max_model_len, clock
+        )
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Called by vLLM; lookups have no weights."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Draft tokens of each row.
+
+        Args:
+            sampled_token_ids: of each row; empty while its prompt is computed.
+            num_tokens_no_spec: tokens of each row, the sampled ones included.
+            token_ids_cpu: (rows, longest); both arrays have more rows than the batch.
+        """
+        lens = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        rows = [
+            Row(index, token_ids_cpu[index, :length], len(new))
+            for index, (new, length) in enumerate(zip(sampled_token_ids, lens, strict=True))
+        ]
+        self._lengths.note_pass(self._sessions.follow(rows))
+        drafted = [row for row in rows if row.num_new]
+        committed = [len(row.token_ids) for row in drafted]
+        demands = [
+            Demand(self._sessions.request_id(row), max(0, min(self._draft_len, self._max_model_len - 1 - length)))
+            for row, length in zip(drafted, committed, strict=True)
+        ]
+        drafts = self._drafter.propose(demands) if demands else []
+        found: list[list[int]] = [[] for _ in rows]
+        for row, draft, length in zip(drafted, drafts, self._lengths.choose(drafts, committed), strict=True):
+            found[row.index] = list(draft.token_ids[:length])
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        self._sessions.check_integrity()
+
+
+def _drafter_of(setting: str | None, model: Any) -> Drafter:
+    """``model``: vLLM's ``ModelConfig``."""
+    options = DEFAULT_DRAFTERS[0].options if setting is None else _options_of(setting)
+    if options.traits.has_model:
+        raise InvalidField(SETTING, setting, "must be a lookup or a cascade of lookups: a model would delay each pass")
+    tables = any(isinstance(part, TableOptions) and part.path is not None for part in parts_of(options))
+    target = ModelInfo(
+        name=str(model.model),
+        vocab_size=int(model.get_vocab_size()),
+        max_model_len=int(model.max_model_len),
+        eos_token_ids=(),
+        tokenizer_fingerprint=_fingerprint_of(str(model.tokenizer)) if tables else "",
+    )
+    return make_drafter(DrafterConfig(name="plugin", options=options), target)
+
+
+def _options_of(setting: str) -> DrafterOptions:
+    try:
+        return TypeAdapter[DrafterOptions](DrafterOptions).validate_json(setting)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidField(SETTING, setting, f"must be a drafter's options as JSON: {where} {first['msg']}") from error
+
+
+def _fingerprint_of(tokenizer: str) -> str:
+    from engine.models.prepare import find_folder
+    from engine.models.tokenizer import fingerprint
+
+    return fingerprint(find_folder(tokenizer))
