@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from sys import maxsize
 
 from drafters.protocol import Draft
 from profiler.online_cost import HALF_OCTAVES
@@ -106,7 +107,6 @@ class MeasuredLengths:
 
     device: str
     max_pass_tokens: int
-    max_model_len: int
     clock: Callable[[], float]
     times: PassTimes = field(init=False)
     _rule: OutriderVerification = field(default_factory=OutriderVerification)
@@ -142,11 +142,11 @@ class MeasuredLengths:
                 running=True,
                 drafter=None,
                 awaiting_since_s=None,
-                max_new_tokens=self.max_model_len - committed_len + 1,
+                max_new_tokens=len(draft.token_ids) + 1,
                 survival=tuple(accumulate(draft.confidences, mul)),
             )
             for draft, committed_len in zip(drafts, committed_lens, strict=True)
         ]
-        capacity = Capacity(1, 0, 0, len(ready), self.max_pass_tokens, self.max_model_len)
+        capacity = Capacity(1, 0, 0, len(ready), self.max_pass_tokens, max_model_len=maxsize)  # drafts fit the context
         context = VerifyContext({}, capacity, self.times.table(), now_s=0.0)
         return list(self._rule.rows(ready, context).verify_lens)

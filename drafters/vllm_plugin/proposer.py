@@ -41,9 +41,7 @@ class PoolProposer:
         self._drafter = _drafter_of(os.environ.get(SETTING), model)
         self._sessions = RowSessions(self._drafter)
         max_pass_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._lengths = MeasuredLengths(
-            str(vllm_config.device_config.device_type), max_pass_tokens, self._max_model_len, clock
-        )
+        self._lengths = MeasuredLengths(str(vllm_config.device_config.device_type), max_pass_tokens, clock)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Called by vLLM; lookups have no weights."""

@@ -179,10 +179,16 @@ def test_equal_prompts_are_followed_apart() -> None:
         batch.add(name, [1, 2, 3, 4, 5, 6, 7, 8])
     batch.run()
     batch.run()
+    batch.add("d", [9, 2, 3, 4, 5, 6, 7, 8])
+    batch.add("e", [9, 2, 3, 4, 5, 6, 7, 8])
+    batch.run()
+    batch.swap(0, 3)
+    batch.swap(1, 4)
+    batch.run()
     batch.texts["b"][-1] += 1
     batch.swap(0, 1)
     batch.run()
-    assert len(followed.drafter.texts) == 3
+    assert len(followed.drafter.texts) == 5
 
 
 def test_a_preempted_request_is_followed_again_whole() -> None:
@@ -259,6 +265,7 @@ def test_no_draft_reaches_the_end_of_the_context() -> None:
     while len(batch.texts["a"]) < MAX_MODEL_LEN:
         batch.run()
         assert len(batch.texts["a"]) + len(batch.drafts["a"]) < MAX_MODEL_LEN or not batch.drafts["a"]
+    assert batch.num_accepted
 
 
 def drafts_of(num: int, confidence: float) -> list[Draft]:
@@ -268,7 +275,7 @@ def drafts_of(num: int, confidence: float) -> list[Draft]:
 def measured(seconds_of: Callable[[int], float], batches: Sequence[int], confidence: float) -> MeasuredLengths:
     """After passes over so many requests, of which one of n rows takes ``seconds_of(n)``."""
     now_s = 0.0
-    lengths = MeasuredLengths("cpu", 512, MAX_MODEL_LEN, lambda: now_s)
+    lengths = MeasuredLengths("cpu", 512, lambda: now_s)
     for num in batches:
         num_rows = num + sum(lengths.choose(drafts_of(num, confidence), [100] * num))
         now_s += seconds_of(num_rows)
@@ -292,12 +299,12 @@ def test_drafts_end_where_no_row_is_free() -> None:
 
 def test_passes_with_prompts_do_not_count() -> None:
     now_s = 0.0
-    lengths = MeasuredLengths("cpu", 512, MAX_MODEL_LEN, lambda: now_s)
+    lengths = MeasuredLengths("cpu", 512, lambda: now_s)
     for _ in range(50):
         lengths.choose(drafts_of(4, 0.9), [100] * 4)
         now_s += 1.0
         lengths.note_pass(False)
-    assert lengths.times.table() == MeasuredLengths("cpu", 512, MAX_MODEL_LEN, lambda: now_s).times.table()
+    assert lengths.times.table() == MeasuredLengths("cpu", 512, lambda: now_s).times.table()
 
 
 def test_times_that_were_measured_wrongly_are_measured_again() -> None:
