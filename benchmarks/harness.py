@@ -26,6 +26,7 @@ from engine.native import NativeLimits, NativeTarget
 from engine.target import LoadedTarget
 from engine.tensor_parallel.local import load_over_local_ranks
 from engine.tensor_parallel.sharding import shard_of
+from engine.vllm.arguments import VllmLimits
 from engine.vllm.environment import prepare_environment
 from router.cost_model import TableCost
 from router.plan import SequenceView
@@ -172,7 +173,7 @@ class Harness:
 
     def _vllm(self, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
         prepare_environment()
-        from engine.vllm.target import VllmLimits, VllmTarget
+        from engine.vllm.target import VllmTarget
 
         limits = VllmLimits(
             dtype="float32",

@@ -82,10 +82,12 @@ def _configuration(file: Path | None, model: str | None = None) -> "Config":
 
 
 def _check_engine(config: "Config") -> None:
+    from engine.vllm.arguments import check_names
     from engine.vllm.version import require_vllm
 
     if config.target.engine == "vllm":
         require_vllm()
+        check_names(config.target.vllm)
 
 
 _FLAGS: dict[str, Any] = {

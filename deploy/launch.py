@@ -18,10 +18,8 @@ from deploy.memory import check_memory
 from deploy.model_files import with_files
 from deploy.stop import Stop, Stopped, stoppable
 from engine.cpu_setup import configure_cpu
-from engine.models.config import load_config
+from engine.model_facts import read_facts
 from engine.models.prepare import resolve_model
-from engine.tensor_parallel.sharding import check_ranks
-from engine.vllm.ranks import check_ranks as check_vllm_ranks
 
 FIRST_ANSWER_S = 60.0
 ANSWER_POLL_S = 0.1
@@ -48,10 +46,8 @@ def serve(config: Config) -> None:
             AuditLog(config.observability.audit_log_file).close()
         say_step(f"the model {config.model.name} is checked")
         config = with_files(config)
-        model_folder = resolve_model(config.model.name)
-        (check_vllm_ranks if config.target.engine == "vllm" else check_ranks)(
-            load_config(model_folder), config.target.tensor_parallel
-        )
+        model_folder = resolve_model(config.model.name, config.target.engine)
+        read_facts(config, model_folder)  # a model or a number of ranks that the engine cannot serve is refused here
         check_memory(config)
         with run_folder() as folder:
             if config.cluster.ray_address is None:

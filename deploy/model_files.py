@@ -32,7 +32,7 @@ def with_files(config: Config) -> Config:
     model = config.model.model_copy(update={"name": _pinned(config.model.name)})
     drafters = [d.model_copy(update={"options": _with_files(d.options)}) for d in config.drafters]
     with shown_progress(model.name) as progress:
-        folder = ensure_model(model.name, progress)
+        folder = ensure_model(model.name, progress, config.target.engine)
     if "drafters" not in config.model_fields_set:
         for speculator in speculators_for(public_name(model.name), folder):
             logger.info("%s", speculator)

@@ -16,9 +16,8 @@ from deploy.model_files import with_files
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.dtypes import resolve_dtypes
-from engine.models.config import load_config
+from engine.model_facts import read_facts
 from engine.models.prepare import resolve_model
-from engine.threads import useful_threads
 from profiler.hardware import num_cores
 from profiler.latency import FORMS
 from profiler.profile import Profile, Surface
@@ -31,7 +30,8 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     configure_cpu()
     set_threads(num_cores())  # before torch is imported; each measurement sets its own number
     config = with_files(with_shipped(config))  # whose commit is part of the profile's key
-    config = resolve(config, here(), useful_threads(load_config(resolve_model(config.model.name))))
+    facts = read_facts(config, resolve_model(config.model.name, config.target.engine))
+    config = resolve(config, here(), facts.useful_threads)
     config = resolve_dtypes(config)
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of

@@ -93,7 +93,7 @@ class _ProfileBench:
         threads = config.target.resources.threads
         self.threads = torch.get_num_threads() if threads == "auto" else threads
         self._config, self._engine, self._model = config, engine, model
-        self._host = Host(engine, ensure_model(config.model.name))
+        self._host = Host(engine, ensure_model(config.model.name, engine=config.target.engine))
         self._works: dict[tuple[str, int, int], Callable[[], float]] = {}
         self._probes: list[DrafterProbe] = []
 

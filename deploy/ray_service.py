@@ -128,7 +128,7 @@ class ClusterReplica:
         """Waits for the nodes that the configuration needs, and starts it. Raises LaunchError or PlacementError."""
         config = with_files(self._config)
         cluster = DeployedCluster(config, self._folder, owns_ray=False, detached=True)
-        model_folder = resolve_model(config.model.name)
+        model_folder = resolve_model(config.model.name, config.target.engine)
         end_s = time.monotonic() + self._config.supervision.start_timeout_s
         while True:
             try:

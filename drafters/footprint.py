@@ -4,10 +4,12 @@ Weights count in the dtype that they are held in (``engine.dtypes.held_dtype``):
 from the embedding even if they are one in the file. No torch.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -25,8 +27,8 @@ from cluster.config import (
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
+from engine.model_facts import read_facts
 from engine.models.config import load_config
-from engine.tensor_parallel.sharding import shard_of
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -38,7 +40,8 @@ CUDA_BYTES = 600 * 2**20
 TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 # Measured, of a table: per learned context, per counted context, and its cache of look-ups.
 LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
-DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # as safetensors names them
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -80,19 +83,55 @@ def target_footprint(config: Config) -> Footprint:
     from engine.models.prepare import resolve_model
 
     target, max_model_len = config.target, config.model.max_model_len
-    dtype = target.dtype if target.engine == "native" else choose_dtype(target.dtype, "cpu", engine=target.engine)
-    options = ModelOptions(model=config.model.name, kv_cache_gb=target.kv_cache_gb).model_copy(update={"dtype": dtype})
-    own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
+    folder = resolve_model(config.model.name, target.engine)
+    facts = read_facts(config, folder)
+    dtype = choose_dtype(target.dtype, "cpu", engine=target.engine)
+    if target.engine == "vllm":
+        whole = vllm_weights(folder, DTYPE_BYTES[dtype])
+    else:
+        options = ModelOptions(model=config.model.name).model_copy(update={"dtype": dtype})
+        whole = Footprint(*_weights(options, False, config.model.name))
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
     parts = (_of(one.options, False, one.capacity * max_model_len, config.model.name) for one in colocated)
-    whole = footprint(own, "cpu", max_model_len)
-    model, element = load_config(resolve_model(config.model.name)), max(2, _element(dtype, on_gpu=False))
-    shard = shard_of(model, 0, target.tensor_parallel).config_of(model)
-    weight_bytes = whole.weight_bytes * shard.num_kv_heads // model.num_kv_heads
-    total = sum(parts, replace(whole, weight_bytes=weight_bytes))
-    num_tokens = int(target.kv_cache_gb * 2**30) // shard.kv_bytes_per_token(element)
-    kept = len(feature_layers(colocated)) * model.hidden_size * element * num_tokens
-    return total + Footprint(cache_bytes=kept, process_bytes=VLLM_BYTES if target.engine == "vllm" else 0)
+    kv_cache_bytes = int(target.kv_cache_gb * 2**30)
+    kept_bytes = len(feature_layers(colocated)) * facts.hidden_size * max(2, _element(dtype, on_gpu=False))
+    own = Footprint(
+        whole.stored_bytes,
+        int(whole.weight_bytes * facts.weight_share),
+        kv_cache_bytes + kept_bytes * (kv_cache_bytes // facts.kv_bytes_per_token),
+        target.max_num_sequences * max_model_len * TOKEN_BYTES,
+        PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0),
+    )
+    return sum(parts, own)
+
+
+def vllm_weights(folder: Path, element: int) -> Footprint:
+    """Floating-point weights in ``element`` bytes, quantised ones as they are stored. Other formats than safetensors count
+    as their files do."""
+    files = [file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")]  # the same again
+    if not files:
+        files = [file for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in folder.glob(kind)]
+    stored, held = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        if file.suffix != ".safetensors":
+            held += file.stat().st_size
+            continue
+        for kind, num_bytes in _stored_tensors(file):
+            held += num_bytes * element // _FLOAT_BYTES[kind] if kind in _FLOAT_BYTES else num_bytes
+    return Footprint(stored, held)
+
+
+def _stored_tensors(path: Path) -> Iterator[tuple[str, int]]:
+    """(dtype, bytes) of each tensor by the header of a safetensors file. Raises ModelUnavailable."""
+    try:
+        with path.open("rb") as file:
+            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, stop = tensor["data_offsets"]
+            yield tensor["dtype"], stop - start
 
 
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:

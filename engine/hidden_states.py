@@ -10,27 +10,28 @@ from numpy.typing import NDArray
 from cluster.errors import InvalidField
 from engine.device import to_device
 from engine.kv_cache import cache_zeros
-from engine.models.config import DecoderConfig
 
 
 class HiddenStateCache:
-    """Hidden states after chosen layers, one row per slot of a KV cache. ``layers``: ascending, as of
-    ``CausalModel.forward_with_hidden_states``. Raises InvalidField: the model has no such layers, or they do not ascend."""
+    """Hidden states after chosen layers, one row per slot of a KV cache. ``shape``: the model's number of layers and hidden
+    size. ``layers``: ascending, as of ``CausalModel.forward_with_hidden_states``. Raises InvalidField: the model has no such
+    layers, or they do not ascend."""
 
     def __init__(
         self,
-        config: DecoderConfig,
+        shape: tuple[int, int],
         layers: Sequence[int],
         num_blocks: int,
         block_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if list(layers) != sorted(set(layers)) or (layers and not -1 <= layers[0] <= layers[-1] < config.num_layers):
-            raise InvalidField("feature_layers", list(layers), f"must ascend between -1 and {config.num_layers - 1}")
+        num_layers, hidden_size = shape
+        if list(layers) != sorted(set(layers)) or (layers and not -1 <= layers[0] <= layers[-1] < num_layers):
+            raise InvalidField("feature_layers", list(layers), f"must ascend between -1 and {num_layers - 1}")
         self.layers = tuple(layers)
         self._block_len = block_len
-        width = len(layers) * config.hidden_size
+        width = len(layers) * hidden_size
         # [num_slots, len(layers) * hidden]
         self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
 

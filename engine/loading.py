@@ -16,7 +16,7 @@ from engine.device import require
 from engine.dtypes import resolve_dtypes
 from engine.early_exit import EarlyExit
 from engine.factory import load_target as load_native
-from engine.models.config import load_config
+from engine.model_facts import read_facts
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
@@ -24,7 +24,7 @@ from engine.pass_timing import is_too_steep, measure_cost, warm_up
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.rounds import Follower
-from engine.tensor_parallel.sharding import check_ranks
+from engine.vllm.environment import prepare_environment
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
@@ -111,8 +111,10 @@ def load_engine(
     cannot hold a sequence of the longest kind; there are too many ranks; vLLM is missing, or another.
     """
     target = config.target
-    folder = ensure_model(config.model.name)
-    model = load_config(folder)
+    folder = ensure_model(config.model.name, engine=target.engine)
+    if target.engine == "vllm":
+        prepare_environment()
+    model = read_facts(config, folder, in_process=True)
     name, *aliases = config.model.public_names
     info = ModelInfo(
         name=name,
@@ -125,11 +127,10 @@ def load_engine(
     if target.engine == "vllm":
         from engine.vllm.loading import load_vllm
 
-        return load_vllm(folder, model, target, info, feature_layers), info
+        return load_vllm(folder, target, info, feature_layers), info
     options = _native_options(config)
     if target.tensor_parallel == 1:
         return load_native(folder, **options, feature_layers=feature_layers), info
-    check_ranks(model, target.tensor_parallel)
     if ranks is not None:
         engine = load_native(folder, **options, feature_layers=feature_layers, ranks=ranks)
         ranks.wait_ready(config.supervision.start_timeout_s)

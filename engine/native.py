@@ -87,7 +87,8 @@ class NativeTarget:
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(num_blocks, block_len)
-        self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
+        shape = model.config.num_layers, model.config.hidden_size
+        self._features = HiddenStateCache(shape, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
         self._ledger_lock = threading.Lock()
         self._sampler = sampler_of(model)

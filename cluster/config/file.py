@@ -1,7 +1,8 @@
 """The whole file: the other sections, cross-checks, reading and printing."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
@@ -15,7 +16,7 @@ from cluster.config.section import (
     Auto,
     Count,
     Device,
-    Dtype,
+    Engine,
     Fraction,
     Milliseconds,
     Name,
@@ -23,8 +24,10 @@ from cluster.config.section import (
     Resources,
     Seconds,
     Section,
+    TargetDtype,
 )
 from cluster.config.slo import SloConfig
+from cluster.config.vllm_arguments import check_arguments
 from cluster.model_name import public_name
 from cluster.types import FREE_DRAFTERS
 
@@ -51,8 +54,8 @@ LONG_PASS = 2048  # rows, as vLLM takes by default
 class TargetConfig(Replicated):
     """The verifying engine and its replicas."""
 
-    engine: Literal["native", "vllm"] = "native"  # vllm: in an environment of its own (`make setup-vllm`)
-    dtype: Dtype = "auto"
+    engine: Engine = "native"  # vllm: in an environment of its own (`make setup-vllm`)
+    dtype: TargetDtype = "auto"  # float16: on the vllm engine
     device: Device = "auto"
     replicas: Count = 1  # at start
     min_replicas: Count | None = None  # None: as replicas
@@ -67,6 +70,7 @@ class TargetConfig(Replicated):
     # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
     early_exit: Literal["auto", "off"] = "off"
     resources: Resources = Resources()  # of one rank
+    vllm: Mapping[str, Any] = {}  # engine vllm: further arguments of its EngineArgs, such as quantization
 
     @property
     def longest_pass(self) -> int:
@@ -90,6 +94,21 @@ class TargetConfig(Replicated):
         if info.data.get("engine") == "vllm" and block_len % 32:
             raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
         return block_len
+
+    @field_validator("vllm")
+    @classmethod
+    def _arguments_fit(cls, arguments: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
+        if arguments and info.data.get("engine") != "vllm":
+            raise ValueError("must be empty unless engine is vllm")
+        check_arguments(arguments)
+        return arguments
+
+    @field_validator("dtype")
+    @classmethod
+    def _dtype_fits_engine(cls, dtype: str, info: ValidationInfo) -> str:
+        if dtype == "float16" and info.data.get("engine") != "vllm":
+            raise ValueError("must be auto, bfloat16 or float32 on the native engine, got 'float16'")
+        return dtype
 
     @field_validator("early_exit")
     @classmethod

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from cluster.config.section import Engine
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName
 from cluster.private_folder import cache_folder
@@ -86,12 +87,13 @@ def model_folder(name: str) -> Path:
     return cache_folder() / "models" / name
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
     """The complete Hugging Face folder of a prepared model, of a path, or of a downloaded model of the hub. Quick: reads no
-    weights. Raises ModelUnavailable: not prepared, missing, half-written or of an unsupported kind."""
+    weights. Raises ModelUnavailable: not prepared, missing, half-written or of a kind that the native engine does not
+    support."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path)
-        check_folder(folder)
+        check_folder(folder, engine)
         return folder
     folder = model_folder(name_or_path)
     if not folder.exists():
@@ -128,13 +130,13 @@ def state_of(name: str) -> ModelState:
     return ModelState.READY
 
 
-def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
+def ensure_model(name_or_path: str, progress: Progress = no_progress, engine: Engine = "native") -> Path:
     """Like ``resolve_model``, but downloads a model of the hub, and prepares a missing or damaged model of the catalogue,
     after checking every byte. Of several processes one converts and the others wait. Raises ModelUnavailable: also without
     the source package or disk space."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path, progress)
-        check_folder(folder)
+        check_folder(folder, engine)
         return folder
     model, folder = CATALOGUE[name_or_path], model_folder(name_or_path)
     try:
@@ -149,16 +151,20 @@ def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
     return resolve_model(name_or_path)
 
 
-def check_folder(folder: Path) -> None:
-    """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights. Raises
-    ModelUnavailable: names the file and what is wrong with it."""
-    load_config(folder)
+def check_folder(folder: Path, engine: Engine = "native") -> None:
+    """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights. What vLLM
+    computes, and which weights it reads, it says itself (`engine.model_facts`). Raises ModelUnavailable: names the file and
+    what is wrong with it."""
+    if engine == "native":
+        load_config(folder)
+    elif not folder.is_dir():
+        raise ModelUnavailable(f"no model at {folder}: not a folder")
     if not (folder / "tokenizer.json").is_file():
         raise ModelUnavailable(f"{folder / 'tokenizer.json'} is missing: save the model's fast tokenizer into the folder")
     files = sorted(folder.glob("*.safetensors"))
     if missing := sorted(_named_by_index(folder) - {file.name for file in files}):
         raise ModelUnavailable(f"{folder / missing[0]} is missing: the folder holds {len(files)} files of the weights")
-    if not files:
+    if not files and engine == "native":
         raise ModelUnavailable(f"{folder}: no *.safetensors file; other formats of weights are not read")
     for file in files:
         try:

@@ -1,39 +1,11 @@
-"""How a model is split over vLLM's ranks, and which cores compute each. No vLLM."""
+"""Which cores compute each of vLLM's ranks. No vLLM."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from os import environ
-
-from cluster.errors import InvalidField
-from engine.models.config import DecoderConfig
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 NOT_BOUND = "nobind"
-
-
-def check_ranks(config: DecoderConfig, num_ranks: int) -> None:
-    """Raises InvalidField: vLLM splits heads and columns evenly, and ``config`` does not divide."""
-    parts = {
-        "key-value heads": config.num_kv_heads,
-        "query heads": config.num_heads,
-        "columns of the feed-forward": config.intermediate_size,
-    }
-    for name, num in parts.items():
-        if num % num_ranks:
-            reason = f"must divide the {num} {name} of the model on the vllm engine; engine native splits unevenly"
-            raise InvalidField("target.tensor_parallel", num_ranks, reason)
-
-
-def shard_of(config: DecoderConfig, num_ranks: int) -> DecoderConfig:
-    """The shape of one rank's layers. Raises InvalidField as ``check_ranks``."""
-    check_ranks(config, num_ranks)
-    return replace(
-        config,
-        num_heads=config.num_heads // num_ranks,
-        num_kv_heads=config.num_kv_heads // num_ranks,
-        intermediate_size=config.intermediate_size // num_ranks,
-    )
 
 
 def binding_of(cores: Mapping[int, int], num_ranks: int, num_threads: int) -> str:

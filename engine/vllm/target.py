@@ -7,14 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -22,37 +23,18 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 
+from cluster.errors import InvalidField
 from cluster.types import Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
-from engine.models.config import load_config
-from engine.models.weights import open_weights
 from engine.target import SpanInput, SpanOutcome
+from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.executor import RankExecutor
 from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
-from engine.vllm.worker import EXTRA_ARG, FEATURE_LAYERS, ExactRunner, PassResult, RequestSampling
+from engine.vllm.worker import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from router.plan import Capacity
-
-MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
-
-
-@dataclass(frozen=True, slots=True)
-class VllmLimits:
-    """As of the section ``target`` of a configuration."""
-
-    dtype: str  # bfloat16 or float32
-    max_model_len: int
-    max_num_sequences: int
-    max_pass_tokens: int
-    block_len: int
-    kv_cache_bytes: int  # of one rank; one block of it holds padding
-    tensor_parallel: int = 1
-    device: str = "cpu"
-    num_threads: int = 1  # of one of several ranks on CPUs
-    binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
-    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +53,7 @@ class VllmTarget:
     An exception in ``execute`` leaves vLLM's scheduler between two states. From then on nothing can be computed: the process
     must end. RankLost: one of several ranks has ended; the others have been killed.
 
-    Eager mode: compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU. The environment of the process must have been set
-    by `engine.vllm.environment` before vLLM was imported.
+    The environment of the process must have been set by `engine.vllm.environment` before vLLM was imported.
 
     Args:
         folder: of a Hugging Face model.
@@ -83,32 +64,9 @@ class VllmTarget:
     def __init__(
         self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int], feature_layers: Sequence[int] = ()
     ) -> None:
-        arguments = EngineArgs(
-            model=str(folder),
-            dtype=limits.dtype,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_sequences,
-            max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
-            block_size=limits.block_len,
-            kv_cache_memory_bytes=limits.kv_cache_bytes,
-            enable_prefix_caching=limits.prefix_cache,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=limits.tensor_parallel,
-            distributed_executor_backend=RankExecutor if limits.tensor_parallel > 1 else None,
-            enforce_eager=True,
-            async_scheduling=False,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            worker_cls=f"engine.vllm.worker.{'Worker' if limits.device == 'cpu' else 'GpuWorker'}",
-            scheduler_cls="engine.vllm.scheduler.PlannedScheduler",
-            speculative_config={
-                "method": "custom_class",
-                "model": "engine.vllm.worker.NoProposer",
-                "num_speculative_tokens": MAX_DRAFT_LEN,
-            },
-            additional_config={FEATURE_LAYERS: list(feature_layers)},
-        )
-        config = arguments.create_engine_config()
+        arguments = engine_arguments(folder, limits, feature_layers)
+        executor_class = RankExecutor if limits.tensor_parallel > 1 else None
+        config = EngineArgs(**arguments, distributed_executor_backend=executor_class).create_engine_config()
         envs.disable_envs_cache()  # of an earlier engine in this process
         with _threads(limits):
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -116,23 +74,19 @@ class VllmTarget:
         self._scheduler = self._core.scheduler
         executor = self._core.model_executor
         self._ranks = executor if isinstance(executor, RankExecutor) else None
-        self._folder = folder
         self._limits = limits
-        self._shape = load_config(folder)
-        self._dtype = config.model_config.dtype
-        # Hidden states lie in the slots of vLLM's KV cache, so that its prefix cache and preemption cover them.
-        num_blocks = self._scheduler.kv_cache_config.num_blocks
-        device = torch.device(limits.device)
-        self._features = HiddenStateCache(self._shape, feature_layers, num_blocks, limits.block_len, self._dtype, device)
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._features_group, self._features = self._hidden_state_cache(config, feature_layers)
         self._eos_token_ids = tuple(eos_token_ids)
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
+        self._capacity = self._whole_capacity(config)
         self._has_failed = False
         self.meanwhile: Callable[[], None] | None = None
         self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
         self._waiting: dict[str, _Waiting] = {}  # requests of which it was asked what is cached
         self._computed_before: dict[str, int] = {}  # tokens of the requests in the pass under way, without those it computes
-        self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
+        self.grammars = known_grammars(folder, self._vocab_size, self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         waiting = self._prepared(request, token_ids)
@@ -156,7 +110,7 @@ class VllmTarget:
             return known
         asked = RequestSampling(request.sampling, len(request.prompt_token_ids), self._eos_token_ids)
         sampling = VllmSamplingParams(
-            max_tokens=self._limits.max_model_len - len(token_ids),
+            max_tokens=self._capacity.max_model_len - len(token_ids),
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
@@ -232,16 +186,45 @@ class VllmTarget:
                 self._core.abort_requests([request_id])
 
     def capacity(self) -> Capacity:
+        whole, free = self._capacity, self._pool.get_num_free_blocks()
+        return replace(whole, num_free_blocks=whole.num_blocks * free // self._num_idle_blocks)
+
+    def _whole_capacity(self, config: VllmConfig) -> Capacity:
+        """Of the idle engine, in blocks of one sequence: where groups of layers have blocks of their own, each stands for as
+        many of vLLM's as the longest sequence takes for it. Raises InvalidField: it holds no such sequence."""
+        cache, block_len, max_len = (
+            self._scheduler.kv_cache_config,
+            self._scheduler.block_size,
+            config.model_config.max_model_len,
+        )
+        blocks_per_sequence = cache.num_blocks / get_max_concurrency_for_kv_cache_config(config, cache)
+        num_blocks = int(min(self._num_idle_blocks, self._num_idle_blocks * -(-max_len // block_len) / blocks_per_sequence))
+        if num_blocks * block_len < max_len:
+            num_tokens = num_blocks * block_len
+            reason = f"a KV cache of {num_tokens} tokens cannot hold one such sequence: enlarge kv_cache_gb or lower it"
+            raise InvalidField("max_model_len", max_len, reason)
         limits = self._limits
         return Capacity(
-            block_len=limits.block_len,
-            num_blocks=self._num_idle_blocks,
-            num_free_blocks=self._pool.get_num_free_blocks(),
+            block_len=block_len,
+            num_blocks=num_blocks,
+            num_free_blocks=num_blocks,
             max_num_sequences=limits.max_num_sequences,
             max_pass_tokens=limits.max_pass_tokens,
-            max_model_len=limits.max_model_len,
+            max_model_len=max_len,
             max_verify_len=MAX_DRAFT_LEN,
         )
+
+    def _hidden_state_cache(self, config: VllmConfig, layers: Sequence[int]) -> tuple[int, HiddenStateCache]:
+        """Hidden states lie in the slots of vLLM's KV cache, so that its prefix cache and preemption cover them. Returns the
+        group of layers whose slots these are: one that keeps all positions."""
+        cache, model = self._scheduler.kv_cache_config, config.model_config
+        group = full_attention_group(cache)
+        if group is None and layers:
+            reason = "must be none: each attention layer of the target keeps a window of positions alone"
+            raise InvalidField("drafters that read hidden states", list(layers), reason)
+        shape = model.get_total_num_hidden_layers(), model.get_hidden_size()
+        block_len, device = cache.kv_cache_groups[group or 0].kv_cache_spec.block_size, torch.device(self._limits.device)
+        return group or 0, HiddenStateCache(shape, layers, cache.num_blocks, block_len, model.dtype, device)
 
     def check_integrity(self) -> None:
         if self._ranks is not None:
@@ -266,14 +249,9 @@ class VllmTarget:
 
     @cached_property
     def embedding(self) -> torch.Tensor:
-        """The whole table; that of several ranks, which hold parts of it, is read again."""
-        if self._ranks is None:
-            worker: Any = self._core.model_executor.driver_worker
-            runner = worker.worker.model_runner
-            assert isinstance(runner, ExactRunner)
-            return runner.embedding
-        with open_weights(self._folder, self._shape, self._dtype) as weights:
-            return weights.embedding().to(self._limits.device, copy=True)
+        """The whole table, of whose rows each rank holds a part."""
+        parts = self._core.model_executor.collective_rpc("embedding_rows")
+        return torch.cat([part.to(self._limits.device) for part in parts])[: self._vocab_size]
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         with self._lock:
@@ -283,7 +261,7 @@ class VllmTarget:
                 raise LookupError(
                     f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
                 )
-            (block_table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+            block_table = self._scheduler.kv_cache_manager.get_block_ids(request_id)[self._features_group]
             return self._features.read(np.array(block_table, np.int32), start, stop)
 
     def close(self) -> None:

@@ -14,23 +14,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, iter_layer_specs
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
 from engine.device import to_device
 from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
-from engine.models.config import load_config
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
+from engine.vllm.arguments import FEATURE_LAYERS
 
 EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
-FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,14 @@ class PassResult:
     features: torch.Tensor | None  # [rows, layers * hidden]
 
 
+def full_attention_group(cache: KVCacheConfig) -> int | None:
+    """The first group of layers that keep all positions of a sequence."""
+    for i, group in enumerate(cache.kv_cache_groups):
+        if all(isinstance(spec, FullAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)):
+            return i
+    return None
+
+
 class NoProposer:
     """Proposes nothing; vLLM reserves the slots of draft tokens for it."""
 
@@ -71,10 +82,10 @@ class ExactRunner(GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._model_shape = load_config(Path(self.model_config.model))
         self._feature_layers: tuple[int, ...] = tuple(self.vllm_config.additional_config[FEATURE_LAYERS])
+        num_layers = self.model_config.get_total_num_hidden_layers()
         # vLLM's i means before layer i. The last layer's states are taken after the final norm, as vLLM returns them anyway.
-        self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < self._model_shape.num_layers)
+        self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < num_layers)
         self.use_aux_hidden_state_outputs = bool(self._aux_layers)
         self._states: dict[str, SamplingState] = {}
         self._drafts: dict[str, list[int]] = {}  # that the pass verifies, by request
@@ -83,12 +94,19 @@ class ExactRunner(GPUModelRunner):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocabulary, hidden]; with several ranks only this one's rows."""
-        weight: torch.Tensor = self.model.get_parameter("model.embed_tokens.weight")
-        return weight.detach()[: self._model_shape.vocab_size]
+        """[rows, hidden]: this rank's rows of the vocabulary."""
+        tables = (
+            m for m in self.model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+        )
+        table = next(tables)
+        rows: torch.Tensor = table.weight.detach()[: table.shard_indices.num_org_elements]
+        return rows
 
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
         if self._aux_layers:
+            if not supports_eagle3(self.model):
+                reason = f"must be none: vLLM's {type(self.model).__name__} gives no hidden states of its layers"
+                raise InvalidField("drafters that read hidden states", list(self._feature_layers), reason)
             self.model.set_aux_hidden_state_layers(self._aux_layers)
 
     def _features(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +114,8 @@ class ExactRunner(GPUModelRunner):
         num_rows = state.scheduler_output.total_num_scheduled_tokens
         found = dict(zip(self._aux_layers, state.aux_hidden_states or (), strict=True))
         rows = [found.get(layer + 1, state.hidden_states)[:num_rows] for layer in self._feature_layers]
-        slots = self.input_batch.block_table[0].slot_mapping.gpu[:num_rows]
+        group = full_attention_group(self.kv_cache_config)
+        slots = self.input_batch.block_table[group].slot_mapping.gpu[:num_rows]
         features = torch.cat(rows, -1)
         return (slots, features) if self.parallel_config.world_size == 1 else (slots.cpu().clone(), features.cpu())
 
@@ -191,6 +210,7 @@ class RankWorker:
     """
 
     rank: int
+    model_runner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -198,6 +218,11 @@ class RankWorker:
         self._is_child = target is not None and self.parallel_config.world_size > 1  # type: ignore[attr-defined]
         if target is not None and self._is_child:
             threading.Thread(target=_end_after, args=(target,), name="end with the target", daemon=True).start()
+
+    def embedding_rows(self) -> torch.Tensor:
+        """Of this rank; a rank in a process of its own sends a copy."""
+        rows: torch.Tensor = self.model_runner.embedding
+        return rows.cpu() if self._is_child else rows
 
     def execute_model(self, scheduler_output: Any) -> Any:
         try:

@@ -24,7 +24,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, num_layers: int = 2, **over
     Weights are drawn large enough that greedy answers differ between prompts. ``overrides`` go into ``config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = _write_tokenizer(folder)
+    vocab_size = write_tokenizer(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,7 +66,8 @@ def write_tiny_layers(
     return folder
 
 
-def _write_tokenizer(folder: Path) -> int:
+def write_tokenizer(folder: Path) -> int:
+    """Returns the number of tokens, the last of which ends a sequence."""
     vocab = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

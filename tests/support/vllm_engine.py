@@ -16,20 +16,31 @@ EOS = 256
 
 
 def make_vllm(
-    folder: Path, num_blocks: int = NUM_BLOCKS, feature_layers: Sequence[int] = (), num_ranks: int = 1
+    folder: Path,
+    num_blocks: int = NUM_BLOCKS,
+    feature_layers: Sequence[int] = (),
+    num_ranks: int = 1,
+    kv_cache_bytes: int | None = None,
+    **more: Any,
 ) -> LoadedTarget:
-    """A `VllmTarget` in fp32, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM."""
+    """A `VllmTarget` in fp32, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM.
+
+    Args:
+        num_blocks: of the KV cache, where the model is one that the native engine reads, too; else ``kv_cache_bytes``.
+        more: arguments of vLLM's engine.
+    """
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not in this environment: make test-vllm")
     from engine.models.config import load_config
     from engine.vllm.environment import prepare_environment
 
     prepare_environment()
-    from engine.vllm.ranks import shard_of
-    from engine.vllm.target import VllmLimits, VllmTarget
+    from engine.vllm.arguments import VllmLimits
+    from engine.vllm.target import VllmTarget
 
-    kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * shard_of(load_config(folder), num_ranks).kv_bytes_per_token(4)
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks)
+    if kv_cache_bytes is None:
+        kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4) // num_ranks
+    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks, more=more)
     return VllmTarget(folder, limits, (EOS,), feature_layers)
 
 

@@ -4,17 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, TableOptions, TargetConfig
 from deploy import memory
 from deploy.local_ray import LaunchError
 from deploy.memory import BASE_BYTES, check_memory
+from drafters import footprint
 from drafters.footprint import VLLM_BYTES, target_footprint
 from drafters.registry import feature_layers
 from engine import dtypes as held
 from engine.cpu_level import AVX2, CpuLevel
 from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
+from engine.model_facts import read_facts
 from engine.models.config import load_config
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
@@ -66,8 +69,26 @@ def test_vllm_counts_and_holds_the_dtype_that_it_computes_in(
     monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(AVX2, AVX2))
     native = config_of(tiny_model_folder, dtype="float32")
     vllm = config_of(tiny_model_folder, dtype="auto", engine="vllm")
-    more = target_footprint(vllm).total - target_footprint(native).total
-    assert more == VLLM_BYTES
+    native_total, facts = target_footprint(native).total, read_facts(native, tiny_model_folder)
+    monkeypatch.setattr(footprint, "read_facts", lambda config, folder: facts)  # vLLM is in another environment
+    head_bytes = 257 * 32 * 4  # tied, which the native engine holds twice
+    assert target_footprint(vllm).total - native_total == VLLM_BYTES - head_bytes
+
+
+def test_quantised_weights_on_vllm_count_as_they_are_stored(tmp_path: Path) -> None:
+    import torch
+
+    tensors = {
+        "a.weight": torch.zeros(64, 32, dtype=torch.int8),
+        "a.weight_scale": torch.zeros(64, 1, dtype=torch.bfloat16),
+        "b.weight": torch.zeros(10, 10, dtype=torch.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert footprint.vllm_weights(tmp_path, 4).weight_bytes == 64 * 32 + 64 * 4 + 100 * 4
+    assert footprint.vllm_weights(tmp_path, 2).weight_bytes == 64 * 32 + 64 * 2 + 100 * 2
+    (tmp_path / "model.gguf").write_bytes(b"x" * 1000)
+    (tmp_path / "model.safetensors").unlink()
+    assert footprint.vllm_weights(tmp_path, 2).weight_bytes == 1000
 
 
 def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""The arguments of vLLM's engine that a configuration means. No vLLM."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import InvalidField
+from engine.vllm.engine_args import argument_switches
+
+MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
+FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
+
+_LEAST_GPU_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLimits:
+    """As of the section ``target`` of a configuration."""
+
+    dtype: str  # bfloat16, float16 or float32
+    max_model_len: int
+    max_num_sequences: int
+    max_pass_tokens: int
+    block_len: int  # vLLM takes others for some models
+    kv_cache_bytes: int  # of one rank; one block of it holds padding
+    tensor_parallel: int = 1
+    device: str = "cpu"
+    num_threads: int = 1  # of one of several ranks on CPUs
+    binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
+    prefix_cache: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)  # ``target.vllm``
+
+
+def engine_arguments(folder: Path, limits: VllmLimits, feature_layers: Sequence[int] = ()) -> dict[str, Any]:
+    """Keywords of ``EngineArgs``, but for the executor of several ranks."""
+    on_cpu = limits.device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": limits.dtype,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_sequences,
+        "max_num_batched_tokens": max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
+        "block_size": limits.block_len,
+        "kv_cache_memory_bytes": limits.kv_cache_bytes,
+        "enable_prefix_caching": limits.prefix_cache,
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": limits.tensor_parallel,
+        "enforce_eager": on_cpu,  # compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_cls": f"engine.vllm.worker.{'Worker' if on_cpu else 'GpuWorker'}",
+        "scheduler_cls": "engine.vllm.scheduler.PlannedScheduler",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "engine.vllm.worker.NoProposer",
+            "num_speculative_tokens": MAX_DRAFT_LEN,
+        },
+        "additional_config": {FEATURE_LAYERS: list(feature_layers)},
+    }
+    if not on_cpu:
+        # vLLM refuses to start where less than this share of the GPU is free, though the cache's size is given: drafters may
+        # be on the same GPU.
+        arguments["gpu_memory_utilization"] = _LEAST_GPU_SHARE
+    return {**arguments, **limits.more}
+
+
+def check_names(arguments: Mapping[str, Any]) -> None:
+    """Raises InvalidField: the installed vLLM has no such argument; names the nearest one. Without vLLM nothing is known."""
+    known = argument_switches()
+    for name, value in arguments.items():
+        if known and name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InvalidField(f"target.vllm.{name}", value, f"vLLM's EngineArgs has no such argument{hint}")

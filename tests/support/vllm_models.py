@@ -1,0 +1,57 @@
+"""Tiny random models of families that only vLLM computes, written by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.tiny_model import write_tokenizer
+
+WINDOW = 64
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,  # so large that answers differ between prompts
+}
+_SLIDING = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# name: prefix of transformers' classes, and what differs from _SHAPE; None: a field that the family does not have
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-2": ("Gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 32}),
+    "gemma-3": ("Gemma3Text", {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "layer_types": _SLIDING}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "phi-3": ("Phi3", {"head_dim": None}),
+    "gpt-oss": ("GptOss", {**_EXPERTS, "sliding_window": WINDOW, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", _EXPERTS),
+    "glm-4": ("Glm4", {}),
+    "olmo-2": ("Olmo2", {"head_dim": None}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": _YARN}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
+}
+
+
+def write_model(folder: Path, name: str, seed: int = 0) -> Path:
+    """One of MODELS in fp32, with the tokenizer of `tests.support.tiny_model`, whose last token ends a sequence."""
+    import transformers
+
+    prefix, changes = MODELS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    end = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1, "pad_token_id": vocab_size - 1}
+    fields = {**_SHAPE, "vocab_size": vocab_size, **end, **changes}
+    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in fields.items() if v is not None})
+    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config).to(torch.float32)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.25)  # else a tied head repeats the last token for ever
+        model.save_pretrained(folder)
+    return folder

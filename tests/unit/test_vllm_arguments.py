@@ -1,0 +1,65 @@
+"""What vLLM's engine is told, without vLLM."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import TargetConfig
+from cluster.errors import InvalidField
+from engine.vllm import arguments
+from engine.vllm.arguments import VllmLimits, check_names, engine_arguments
+
+
+def limits(device: str, **more: object) -> VllmLimits:
+    return VllmLimits("bfloat16", 2048, 64, 512, 32, 2**30, device=device, more=more)
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "argument_switches", lambda: {"quantization": False, "trust_remote_code": True})
+    check_names({"quantization": "awq", "trust_remote_code": True})
+    with pytest.raises(InvalidField, match=r"target\.vllm\.quantisation: .*did you mean quantization\?"):
+        check_names({"quantisation": "awq"})
+    monkeypatch.setattr(arguments, "argument_switches", dict)  # without vLLM
+    check_names({"quantisation": "awq"})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scheduler_cls", "scheduler_cls cannot be set here: the round schedules"),
+        ("speculative_config", "speculative_config cannot be set here: set drafters instead"),
+        ("tensor_parallel_size", "set target.tensor_parallel instead"),
+        ("max_model_len", "set model.max_model_len instead"),
+    ],
+)
+def test_arguments_that_are_not_the_users_are_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TargetConfig.model_validate({"engine": "vllm", "vllm": {name: 1}})
+
+
+def test_the_native_engine_takes_no_arguments_of_vllm() -> None:
+    with pytest.raises(ValueError, match="must be empty unless engine is vllm"):
+        TargetConfig.model_validate({"vllm": {"quantization": "awq"}})
+    with pytest.raises(ValueError, match="on the native engine, got 'float16'"):
+        TargetConfig.model_validate({"dtype": "float16"})
+
+
+def test_only_a_cpu_computes_eagerly() -> None:
+    """Graphs are captured on GPUs."""
+    assert engine_arguments(Path("model"), limits("cpu"))["enforce_eager"] is True
+    assert engine_arguments(Path("model"), limits("cuda"))["enforce_eager"] is False
+    assert engine_arguments(Path("model"), limits("cuda", enforce_eager=True))["enforce_eager"] is True
+
+
+def test_a_target_starts_on_a_gpu_that_drafters_use() -> None:
+    """vLLM wants the share free that `gpu_memory_utilization` names, 0.92 by default, though the cache's size is given."""
+    on_gpu = engine_arguments(Path("model"), limits("cuda"))
+    assert on_gpu["kv_cache_memory_bytes"] == 2**30
+    assert on_gpu["gpu_memory_utilization"] <= 0.02
+    assert engine_arguments(Path("model"), limits("cuda", gpu_memory_utilization=0.5))["gpu_memory_utilization"] == 0.5
+
+
+def test_further_arguments_are_passed_on() -> None:
+    passed = engine_arguments(Path("model"), limits("cpu", quantization="compressed-tensors"))
+    assert passed["quantization"] == "compressed-tensors"
+    assert passed["max_num_batched_tokens"] == 64 * 17  # a pass in which every sequence has all its drafts
