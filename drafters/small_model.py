@@ -15,6 +15,7 @@ from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
 from engine.kv_blocks import BlockLedger, Checkpoint
+from engine.ops import FusedSampling
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
 
@@ -72,10 +73,12 @@ class SmallModel:
         model.warm_up(self._cache)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         num_tokens = min(vocab_size, model.config.vocab_size)
-        self._sampler = Sampler(num_tokens, eos_token_ids, model.ops.gumbel_argmax(np.arange(num_tokens)))
+        kernel = model.ops.gumbel_argmax(np.arange(num_tokens) if output_ids is None else output_ids.numpy())
+        if isinstance(kernel, FusedSampling):
+            kernel.warm_up(torch.float32, model.device)
+        self._sampler = Sampler(num_tokens, eos_token_ids, kernel if output_ids is None else None)
         self._head = None
         if output_ids is not None:
-            kernel = model.ops.gumbel_argmax(output_ids.numpy())
             self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler, kernel)
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size

@@ -84,6 +84,9 @@ class FusedSampling(GumbelArgmax, Protocol):
     ) -> RowChoices:
         """One token per row by the rule of ``engine.sampling``. ``logits`` [rows, columns or more] is not modified."""
 
+    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compiles what logits of ``dtype`` need. Else the first choice does, which takes seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:

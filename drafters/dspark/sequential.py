@@ -17,7 +17,7 @@ from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import gumbel, noise_keys
-from engine.ops import Logits, Ops
+from engine.ops import FusedSampling, Logits, Ops
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
@@ -100,7 +100,7 @@ class SequentialStage:
             self._markov = self._markov.to(device, product_dtype(dtype, device))
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
-        self._choose = _make_choice(ops, np.array(known, np.int64))
+        self._choose = _make_choice(ops, np.array(known, np.int64), device)
         self._whole: WholeVocabulary | None = None
         if config.draft_token_ids is not None:
             self._whole = WholeVocabulary(torch.tensor(known, device=device), config.shape.vocab_size)
@@ -246,10 +246,12 @@ def _scaled(logit: float, scaling: TemperatureScaling, position: int, margin: fl
     return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))
 
 
-def _make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
+def _make_choice(ops: Ops, token_ids: NDArray[np.int64], device: torch.device) -> Choice:
     """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1) and its margin (``engine.ops.GumbelArgmax``), where no
     kernel is available among the most probable tokens only. ``token_ids``: of the logits' columns, ascending."""
     kernel = ops.gumbel_argmax(token_ids)
+    if isinstance(kernel, FusedSampling):
+        kernel.warm_up(torch.float32, device)
 
     def by_kernel(
         logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]

@@ -85,7 +85,6 @@ class CudaGumbelArgmax:
         return RowChoices(chosen.astype(np.int64), highest, confidences, values, margins)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compiles the kernels for logits of ``dtype``."""
         logits = torch.zeros(1, self._num_columns, dtype=dtype, device=device)
         self._launch_both(logits, PackedRows(1, self._num_columns), True, True)
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from engine.acceptance import verdict
 from engine.device import to_device
 from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
+from engine.ops import GumbelArgmax
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
 from engine.vllm.arguments import FEATURE_LAYERS
@@ -188,10 +190,12 @@ class ExactRunner(GPUModelRunner):
     def _sampler(self, name: str) -> Sampler:
         eos_token_ids = self._asked(name).eos_token_ids
         if eos_token_ids not in self._samplers:
-            vocab_size = self.model_config.get_vocab_size()
-            kernel = make_gumbel_argmax(vocab_size, self.dtype, self.device)
-            self._samplers[eos_token_ids] = Sampler(vocab_size, eos_token_ids, kernel)
+            self._samplers[eos_token_ids] = Sampler(self.model_config.get_vocab_size(), eos_token_ids, self._kernel)
         return self._samplers[eos_token_ids]
+
+    @cached_property
+    def _kernel(self) -> GumbelArgmax | None:
+        return make_gumbel_argmax(self.model_config.get_vocab_size(), self.dtype, self.device)
 
     def _asked(self, name: str) -> RequestSampling:
         asked = self.requests[name].sampling_params.extra_args[EXTRA_ARG]
