@@ -69,7 +69,8 @@ def _block_bits(key, block):
 def _weight(z):
     """``engine.logits.weights``, int64"""
     t = tl.maximum(z, _LEAST_Z) * _LOG2_E
-    whole = tl.floor(t)
+    whole = t.to(tl.int32).to(tl.float32)
+    whole = tl.where(whole > t, whole - 1.0, whole)  # floor, whose instruction here takes tiny numbers for zero
     f = t - whole
     p = ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + 1.0
     shift = tl.minimum(-whole, 63.0).to(tl.int64)

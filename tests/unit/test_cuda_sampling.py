@@ -132,6 +132,19 @@ def test_filters_that_keep_most_of_a_vocabulary_or_little_are_the_same(spread: f
         assert_alike(logits, [SampleSpan(SamplingState(replace(sampling, seed=3), [1], 1), (), 1)], 700)
 
 
+@pytest.mark.parametrize(("filters", "drops"), [({"top_k": 1}, True), ({"top_k": 2}, True), ({"top_p": 0.99}, False)])
+def test_filters_are_exact_far_below_the_likely_tokens(filters: dict[str, Any], drops: bool) -> None:
+    """As many likely tokens as a filter keeps, or fewer; by a seed with which one of many others would win."""
+    logits = torch.full((1, 3000), -12.01)
+    logits[0, 1234], logits[0, 77] = 0.0, -12.005
+    span_of = [SampleSpan(SamplingState(replace(PLAIN, seed=seed), [1], 1), (), 1) for seed in range(400)]
+    chosen = Sampler(3000, ()).choose(logits.expand(400, -1), span_of)
+    seed = next(i for i, one in enumerate(chosen) if one.token_ids[0] not in (1234, 77))
+    span = SampleSpan(SamplingState(replace(PLAIN, seed=seed, **filters), [1], 1), (), 1)
+    assert_alike(logits, [span], 3000)
+    assert (fused(3000).choose(logits, [span])[0].token_ids[0] in (1234, 77)) == drops
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_grammar_comes_before_bad_words_and_both_before_the_rest(temperature: float) -> None:
     vocab_size = 150
