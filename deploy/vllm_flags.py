@@ -125,7 +125,7 @@ REFUSED: Mapping[str, str] = {
     "--response-role": _NO_COUNTERPART,
     "--default-chat-template-kwargs": "has no counterpart here: send chat_template_kwargs with the call",
     "--enable-force-include-usage": "has no counterpart here: send stream_options with the call",
-    "--return-tokens-as-token-ids": "has no counterpart here: send the field with the call",
+    "--return-tokens-as-token-ids": _NO_COUNTERPART,
     "--tool-parser-plugin": _NO_COUNTERPART,
     "--tool-server": _NO_COUNTERPART,
     "--allowed-methods": _NO_COUNTERPART,

@@ -3,15 +3,14 @@
 ``huggingface_hub`` reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE when it is imported.
 """
 
-import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # the current step, and the fraction done
 
@@ -20,6 +19,7 @@ def no_progress(step: str, fraction: float) -> None:
     """Reports nothing."""
 
 
+_SIGNAL_POLL_S = 0.2
 # What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
 WEIGHTS = "*.safetensors"
 WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
@@ -62,17 +62,35 @@ def _snapshot(name: HubName, progress: Progress | None, without: Sequence[str] =
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    more: dict[str, Any] = {"local_files_only": True} if progress is None else {"tqdm_class": _bar(progress)}
+    stopped = threading.Event()
+    more: dict[str, Any] = {"local_files_only": True} if progress is None else {"tqdm_class": _bar(progress, stopped)}
+    more |= {"allow_patterns": list(WANTED), "ignore_patterns": [*UNWANTED, *without]}
     try:
-        return Path(
-            snapshot_download(
-                name.repo, revision=name.revision, allow_patterns=list(WANTED), ignore_patterns=[*UNWANTED, *without], **more
-            )
-        )
+        return Path(_stoppable(stopped, lambda: snapshot_download(name.repo, revision=name.revision, **more)))
     except HFValidationError as error:
         raise ModelUnavailable(f"{name}: no folder here, and no name of a hub's model: {_first_line(error)}") from error
     except (OSError, httpx2.HTTPError) as error:
         raise ModelUnavailable(_reason(name, error, asked=progress is not None)) from error
+
+
+def _stoppable(stopped: threading.Event, work: Callable[[], str]) -> str:
+    """Of ``work``, in a thread, since snapshot_download answers a signal only when the files under way are complete. What
+    interrupts this sets ``stopped``, which ends them at their next part."""
+    outcome: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    try:
+        while not wait([outcome], timeout=_SIGNAL_POLL_S).done:  # a signal may be handed to another thread than this one
+            pass
+        return outcome.result()
+    finally:
+        stopped.set()
 
 
 def _reason(name: HubName, error: Exception, *, asked: bool) -> str:
@@ -126,8 +144,9 @@ def _snapshot_of(model: Path) -> Path:
     raise ModelUnavailable(f"{model} has {len(found)} snapshots and no main branch: name one of the folders in {snapshots}")
 
 
-def _bar(progress: Progress) -> type:
-    """The class of progress bars that ``snapshot_download`` makes. One of them counts the bytes of all files."""
+def _bar(progress: Progress, stopped: threading.Event) -> type:
+    """The class of progress bars that ``snapshot_download`` makes. One of them counts the bytes of all files, in the threads
+    that load them, and raises there when ``stopped``."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -135,11 +154,18 @@ def _bar(progress: Progress) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = str(kwargs.get("desc")).startswith("Reconstructing")
-            super().__init__(*args, **{**kwargs, "gui": True, "mininterval": 0.2})  # gui: nothing is written to the terminal
+            super().__init__(*args, **{**kwargs, "gui": True})  # gui: nothing is written to the terminal
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped.is_set():
+                raise InterruptedError("the download was stopped")
+            shown = super().update(n)
+            if self._counts_bytes and self.total:  # once in 10 MiB
+                progress(f"downloading {self.total / 1e9:.2f} GB", min(1.0, self.n / self.total))
+            return bool(shown)
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            if self._counts_bytes and self.total:
-                progress(f"downloading {self.total / 1e9:.2f} GB", min(1.0, self.n / self.total))
+            """Nothing is drawn, and nothing may raise here, where tqdm holds its lock."""
 
         def clear(self, *args: Any, **kwargs: Any) -> None:
             """Nothing was written."""

@@ -5,11 +5,13 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
+
+from tests.support.waiting import DEADLINE_S
 
 LFS_SUFFIXES = (".safetensors", ".bin")
 TOKEN = "hf_of_a_test"
@@ -25,6 +27,8 @@ class TestHub:
     repos: dict[str, Path]
     gated: frozenset[str] = frozenset()  # listed and sent only with TOKEN
     cut_after: int | None = None  # bytes after which the first transfer of each longer file breaks
+    pause_after: int | None = None  # bytes after which transfers of longer files wait for ``goes_on``
+    goes_on: threading.Event = field(default_factory=threading.Event)
     asked: Counter[str] = field(default_factory=Counter)
     cut: set[str] = field(default_factory=set)
     url: str = ""
@@ -141,14 +145,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(part[: self.hub.cut_after])
             self.close_connection = True
             return
+        if (pause := self.hub.pause_after) is not None and len(part) > pause:
+            self._send(206 if start else 200, part[:pause], headers, num_bytes=len(part))
+            self.wfile.flush()
+            self.hub.goes_on.wait(DEADLINE_S)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(part[pause:])
+            return
         self._send(206 if start else 200, part, headers)
 
-    def _send(self, status: int, body: bytes | int, headers: Mapping[str, str]) -> None:
-        """``body``: or its length, for HEAD."""
+    def _send(self, status: int, body: bytes | int, headers: Mapping[str, str], num_bytes: int | None = None) -> None:
+        """``body``: or its length, for HEAD. ``num_bytes``: of a body of which more follows."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(body if isinstance(body, int) else len(body)))
+        self.send_header("Content-Length", str(num_bytes or (body if isinstance(body, int) else len(body))))
         self.end_headers()
         if isinstance(body, bytes) and self.command == "GET":
             self.wfile.write(body)

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from cluster.model_name import HubName, public_name
 from engine.models.hub import local_folder
 from engine.models.prepare import check_folder, resolve_model
 from tests.support.hub import TOKEN, TestHub, running_hub
+from tests.support.waiting import DEADLINE_S
 
 NAME = "test/Tiny"
 
@@ -102,6 +105,33 @@ def test_a_broken_transfer_goes_on_where_it_ended(published: Path, tmp_path: Pat
         assert hub.cut == {"more.safetensors"}
         assert hub.asked["range"] == 1
     assert (Path(folder) / "more.safetensors").read_bytes() == (published / "more.safetensors").read_bytes()
+
+
+def test_a_signal_ends_a_download_before_its_file_is_complete(published: Path, tmp_path: Path) -> None:
+    save_file({"more": np.arange(8 * 2**20, dtype=np.int32)}, published / "more.safetensors")
+    code = f"""
+from deploy.stop import stoppable
+from engine.models.prepare import ensure_model
+with stoppable():
+    ensure_model({NAME!r}, lambda step, fraction: print(step, flush=True))
+"""
+    with running_hub({NAME: published}, pause_after=21 * 2**20) as hub:
+        env = {**os.environ, **hub.environment(tmp_path / "cache")}
+        with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=PIPE, stderr=PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                assert "downloading" in process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+                assert process.stderr.readline() == "outrider: stopped\n"
+                hub.goes_on.set()
+                assert process.wait(DEADLINE_S) == 0
+            finally:
+                hub.goes_on.set()
+                process.kill()
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    (snapshot,) = (tmp_path / "cache").glob("hub/models--*/snapshots/*")
+    assert not (snapshot / "more.safetensors").exists()
 
 
 def test_what_cannot_be_had_is_one_line_that_says_what_helps(published: Path, tmp_path: Path) -> None:
