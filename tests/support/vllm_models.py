@@ -1,9 +1,11 @@
 """Tiny random models of families that only vLLM computes, written by transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_model import write_tokenizer
 
@@ -54,4 +56,32 @@ def write_model(folder: Path, name: str, seed: int = 0) -> Path:
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(0.25)  # else a tied head repeats the last token for ever
         model.save_pretrained(folder)
+    return folder
+
+
+def quantise(folder: Path) -> Path:
+    """Rewrites a model in fp32 as compressed-tensors: int8 weights with a scale per row, activations with one per token."""
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if weight.ndim != 2 or "embed" in name or "lm_head" in name:
+            tensors[name] = weight
+            continue
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[name.removesuffix("weight") + "weight_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -19,7 +19,7 @@ from engine.target import LoadedTarget
 from engine.vllm.environment import prepare_environment
 from tests.support.target_driver import Played, play
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
-from tests.support.vllm_models import MODELS, WINDOW, write_model
+from tests.support.vllm_models import MODELS, WINDOW, quantise, write_model
 
 pytestmark = pytest.mark.vllm
 
@@ -109,7 +109,14 @@ def played(engine: LoadedTarget, prefix: str, temperature: float, drafter: Draft
 
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_change_no_token_of_any_model(name: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / name, name)
+    check(write_model(tmp_path / name, name))
+
+
+def test_drafts_change_no_token_of_a_quantised_model(tmp_path: Path) -> None:
+    check(quantise(write_model(tmp_path / "int8", "qwen3-yarn")))
+
+
+def check(folder: Path) -> None:
     plain = plain_tokens(folder)
     with closing(make_vllm(folder, kv_cache_bytes=KV_CACHE_BYTES)) as engine:
         for temperature in (0.0, 0.8):
