@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 
-from cluster.errors import InvalidField
+from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
@@ -68,7 +68,7 @@ class VllmTarget:
         executor_class = RankExecutor if limits.tensor_parallel > 1 else None
         config = EngineArgs(**arguments, distributed_executor_backend=executor_class).create_engine_config()
         envs.disable_envs_cache()  # of an earlier engine in this process
-        with _threads(limits):
+        with _threads(limits), _explained(config):
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         assert isinstance(self._core.scheduler, PlannedScheduler)
         self._scheduler = self._core.scheduler
@@ -275,6 +275,22 @@ class VllmTarget:
     def _computed_len(self, request_id: str) -> int:
         request = self._scheduler.requests.get(request_id)
         return 0 if request is None else int(request.num_computed_tokens)
+
+
+@contextmanager
+def _explained(config: VllmConfig) -> Iterator[None]:
+    """Raises InvalidField for the ValueError of a KV cache that holds no sequence of the longest kind, ModelUnavailable for
+    others."""
+    try:
+        yield
+    except InvalidField:
+        raise
+    except ValueError as error:
+        if "max seq len" in str(error):
+            told = str(error).partition(" Try increasing")[0]
+            reason = f"must be smaller, or target.kv_cache_gb larger: {told}"
+            raise InvalidField("model.max_model_len", config.model_config.max_model_len, reason) from error
+        raise ModelUnavailable(f"vLLM could not load {config.model_config.model}: {error}") from error
 
 
 def _threads(limits: VllmLimits) -> AbstractContextManager[None]:

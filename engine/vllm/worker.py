@@ -106,7 +106,7 @@ class ExactRunner(GPUModelRunner):
 
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
         if self._aux_layers:
-            if not supports_eagle3(self.model):
+            if not supports_eagle3(self.model) or self.model_config.using_transformers_backend():
                 reason = f"must be none: vLLM's {type(self.model).__name__} gives no hidden states of its layers"
                 raise InvalidField("drafters that read hidden states", list(self._feature_layers), reason)
             self.model.set_aux_hidden_state_layers(self._aux_layers)

@@ -12,7 +12,8 @@ from benchmarks.server import ServerProcess
 from cluster.config import DrafterConfig, DSparkOptions, Resources
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
-from tests.support.streaming import Streamed, answers, run, undrafted
+from tests.support.streaming import MODEL, Streamed, answers, run, undrafted
+from tests.support.vllm_models import quantise, write_model
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.vllm]
@@ -68,6 +69,22 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(
     with server.client() as http:
         eventually(lambda: answers(http))
     assert run(server).texts == plain
+
+
+def test_drafts_change_no_token_of_a_quantised_model_of_another_family(tmp_path: Path) -> None:
+    """Gemma 3 in int8, which the native engine does not compute."""
+    folder = quantise(write_model(tmp_path / "gemma", "gemma-3"))
+    config = small_config(str(folder), tmp_path / "state")
+    update = {
+        "model": config.model.model_copy(update={"served_names": (MODEL,)}),
+        "target": config.target.model_copy(update={"engine": "vllm", "vllm": {"quantization": "compressed-tensors"}}),
+        "planner": ALWAYS_DRAFTED,
+    }
+    with served(config.model_copy(update=update)) as server, server.client() as http:
+        plain = undrafted(server)
+        drafted = run(server, drafting="ngram")
+        assert (drafted.texts, drafted.errors) == (plain, {})
+        assert gauge(http, "outrider_drafter_verified_total", "ngram") > 0
 
 
 @pytest.mark.nightly
