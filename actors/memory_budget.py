@@ -44,6 +44,7 @@ def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
             continue
         bundles = plan.group(drafter_name(drafter.name)).bundles
         on_gpu = drafter.device == "cuda"
+        assert config.model.max_model_len != "auto", "the deployment has resolved it"
         more = (config.model.max_model_len, config.proposers_of(drafter.name), config.model.name)
         size = _known(drafter.name, footprint, drafter, str(drafter.device), *more)
         slow = _known(drafter.name, footprint, drafter, "cpu", *more) if on_gpu else Footprint()

@@ -32,7 +32,7 @@ from deploy.placement_groups import as_made, make_groups, read_inventory, with_c
 from deploy.serve_app import APP, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
-from engine.model_facts import read_facts
+from engine.model_facts import max_model_len, read_facts
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,10 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         token = read_token(self._config)
         inventory = with_cores(read_inventory(ray.nodes()))
         sampling_defaults(self._config.model, model_folder)  # refused here rather than in the API's process
-        config = resolve_dtypes(resolve(self._config, inventory, read_facts(self._config, model_folder).useful_threads))
+        facts = read_facts(self._config, model_folder)
+        config = resolve_dtypes(resolve(self._config, inventory, facts.useful_threads))
+        model = config.model.model_copy(update={"max_model_len": max_model_len(config, facts)})
+        config = config.model_copy(update={"model": model})
         plan = place(config, inventory)
         if config.transport.kind == "grpc" and config.cluster.tls is not None:
             tls.check(config.cluster.tls)  # refused here rather than in each process

@@ -22,13 +22,16 @@ def check_memory(config: Config) -> None:
         return
     num_ranks = target.most * target.tensor_parallel
     base = BASE_BYTES + (config.api.replicas - 1) * API_BYTES
-    needed, free = base + num_ranks * target_footprint(config).total, available_memory_bytes()
+    own = target_footprint(config)
+    needed, free = base + num_ranks * own.total, available_memory_bytes()
     if needed <= free:
         return
     held = held_dtype(target.dtype)
     is_wider = held == "float32" and target.dtype != held
     wider = f" (weights are held in {held}, since kernels are not available: {kernels_fault()})" if is_wider else ""
+    weights, caches = (num_ranks * num_bytes / 2**30 for num_bytes in (own.weight_bytes, own.cache_bytes))
+    parts = f"weights {weights:.1f}, caches and hidden states {caches:.1f}, processes and lists of tokens the rest"
     raise LaunchError(
-        f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory{wider}, {free / 2**30:.1f} GB are free: end "
-        f"other programs or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
+        f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory ({parts}){wider}, {free / 2**30:.1f} GB are "
+        f"free: end other programs or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
     )

@@ -27,7 +27,7 @@ from cluster.config import (
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
-from engine.model_facts import read_facts
+from engine.model_facts import max_model_len, read_facts
 from engine.models.config import load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
@@ -82,9 +82,10 @@ def target_footprint(config: Config) -> Footprint:
     from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
-    target, max_model_len = config.target, config.model.max_model_len
+    target = config.target
     folder = resolve_model(config.model.name, target.engine)
     facts = read_facts(config, folder)
+    longest = max_model_len(config, facts)
     dtype = choose_dtype(target.dtype, "cpu", engine=target.engine)
     if target.engine == "vllm":
         whole = vllm_weights(folder, DTYPE_BYTES[dtype])
@@ -92,14 +93,14 @@ def target_footprint(config: Config) -> Footprint:
         options = ModelOptions(model=config.model.name).model_copy(update={"dtype": dtype})
         whole = Footprint(*_weights(options, False, config.model.name))
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
-    parts = (_of(one.options, False, one.capacity * max_model_len, config.model.name) for one in colocated)
+    parts = (_of(one.options, False, one.capacity * longest, config.model.name) for one in colocated)
     kv_cache_bytes = int(target.kv_cache_gb * 2**30)
     kept_bytes = len(feature_layers(colocated)) * facts.hidden_size * max(2, _element(dtype, on_gpu=False))
     own = Footprint(
         whole.stored_bytes,
         int(whole.weight_bytes * facts.weight_share),
         kv_cache_bytes + kept_bytes * (kv_cache_bytes // facts.kv_bytes_per_token),
-        target.max_num_sequences * max_model_len * TOKEN_BYTES,
+        target.max_num_sequences * longest * TOKEN_BYTES,
         PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0),
     )
     return sum(parts, own)

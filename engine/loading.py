@@ -16,7 +16,7 @@ from engine.device import require
 from engine.dtypes import resolve_dtypes
 from engine.early_exit import EarlyExit
 from engine.factory import load_target as load_native
-from engine.model_facts import read_facts
+from engine.model_facts import max_model_len, read_facts
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
@@ -119,7 +119,7 @@ def load_engine(
     info = ModelInfo(
         name=name,
         vocab_size=model.vocab_size,
-        max_model_len=min(config.model.max_model_len, model.max_len),
+        max_model_len=max_model_len(config, model),
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=fingerprint(folder),
         aliases=tuple(aliases),
@@ -128,7 +128,7 @@ def load_engine(
         from engine.vllm.loading import load_vllm
 
         return load_vllm(folder, target, info, feature_layers), info
-    options = _native_options(config)
+    options = _native_options(config, info.max_model_len)
     if target.tensor_parallel == 1:
         return load_native(folder, **options, feature_layers=feature_layers), info
     if ranks is not None:
@@ -145,12 +145,14 @@ def load_engine(
 def load_follower(config: Config, ranks: RankGroup) -> Follower:
     """A rank other than the first, of a resolved configuration. Returns when all ranks are loaded. Raises as
     ``load_engine``."""
-    engine = load_native(ensure_model(config.model.name), **_native_options(config), ranks=ranks)
+    folder = ensure_model(config.model.name)
+    options = _native_options(config, max_model_len(config, read_facts(config, folder)))
+    engine = load_native(folder, **options, ranks=ranks)
     ranks.wait_ready(config.supervision.start_timeout_s)
     return Follower(engine, ranks)
 
 
-def _native_options(config: Config) -> dict[str, Any]:
+def _native_options(config: Config, longest: int) -> dict[str, Any]:
     """What all ranks must agree on."""
     target = config.target
     return {
@@ -160,5 +162,5 @@ def _native_options(config: Config) -> dict[str, Any]:
         "block_len": target.block_len,
         "max_num_sequences": target.max_num_sequences,
         "max_pass_tokens": target.longest_pass,
-        "max_model_len": config.model.max_model_len,
+        "max_model_len": longest,
     }

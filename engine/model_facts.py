@@ -49,3 +49,12 @@ def read_facts(config: Config, folder: Path, *, in_process: bool = False) -> Mod
         weight_share=shard.num_kv_heads / model.num_kv_heads,
         useful_threads=useful_threads(model),
     )
+
+
+def max_model_len(config: Config, facts: ModelFacts) -> int:
+    """Tokens of the longest sequence that is served."""
+    asked, target = config.model.max_model_len, config.target
+    if asked != "auto":
+        return min(asked, facts.max_len)
+    num_blocks = int(target.kv_cache_gb * 2**30) // (facts.kv_bytes_per_token * target.block_len) - 1  # vLLM pads with one
+    return max(1, min(facts.max_len, num_blocks * target.block_len))

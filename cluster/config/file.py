@@ -38,7 +38,8 @@ class ModelConfig(Section):
     # An embedded model (`outrider models`), a folder, or ORG/MODEL[@REVISION] of a Hugging Face hub.
     name: str = Field(default="smollm2-135m", min_length=1)
     served_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # of the API, the first in its answers; []: its own
-    max_model_len: Count = 2048  # prompt and output together; at most the model's own
+    # Prompt and output together; at most the model's own. auto: as many as the model and the KV cache allow.
+    max_model_len: Count | Auto = 2048
     # model: calls without sampling parameters get those of the model's generation_config.json; none: OpenAI's defaults.
     generation_config: Literal["model", "none"] = "model"
 

@@ -84,7 +84,7 @@ def test_drafts_change_no_token_of_a_quantised_model_of_another_family(tmp_path:
         plain = undrafted(server)
         drafted = run(server, drafting="ngram")
         assert (drafted.texts, drafted.errors) == (plain, {})
-        assert gauge(http, "outrider_drafter_verified_total", "ngram") > 0
+        eventually(lambda: gauge(http, "outrider_drafter_verified_total", "ngram") > 0)
 
 
 @pytest.mark.nightly

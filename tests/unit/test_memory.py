@@ -17,6 +17,7 @@ from engine import dtypes as held
 from engine.cpu_level import AVX2, CpuLevel
 from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
+from engine.model_facts import max_model_len as max_model_len_of
 from engine.model_facts import read_facts
 from engine.models.config import load_config
 from tests.support.dspark import write_dspark
@@ -54,6 +55,20 @@ def test_caches_and_replicas_count(tiny_model_folder: Path, monkeypatch: pytest.
     assert 4 + BASE_BYTES / GB < one < 5 + BASE_BYTES / GB
     two = asked(config_of(tiny_model_folder, kv_cache_gb=4, replicas=2), 1, monkeypatch)
     assert 4 < two - one < 5
+
+
+def test_the_longest_sequence_is_what_model_and_cache_allow(tiny_model_folder: Path) -> None:
+    """A model of 512 tokens, 64 bytes a token and layer in bf16, in blocks of 32; one block is for padding."""
+
+    def longest(max_model_len: int | str, kv_cache_gb: float = 0.25) -> int:
+        config = config_of(tiny_model_folder, dtype="bfloat16", kv_cache_gb=kv_cache_gb)
+        model = ModelConfig.model_validate({"name": str(tiny_model_folder), "max_model_len": max_model_len})
+        config = config.model_copy(update={"model": model})
+        return max_model_len_of(config, read_facts(config, tiny_model_folder))
+
+    assert longest("auto") == 512
+    assert longest("auto", 11 * 32 * 128 / GB) == 10 * 32
+    assert (longest(64), longest(4096)) == (64, 512)
 
 
 def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
