@@ -18,6 +18,7 @@ from engine.model_facts import read_facts
 from engine.target import LoadedTarget, SpanInput
 from engine.vllm.arguments import VllmLimits, engine_arguments
 from engine.vllm.engine_args import argument_switches
+from engine.vllm.environment import prepare_environment
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
 from tests.support.vllm_models import WINDOW, write_model
 
@@ -69,12 +70,15 @@ def test_what_vllm_refuses_is_refused_before_the_start_with_its_reason(folder: P
         read_facts(config_of(folder, quantisation="awq"), folder)
 
 
-def test_all_arguments_of_the_engine_are_known_to_vllm() -> None:
-    """Also those for a GPU, and those that a file may not set."""
-    known = set(argument_switches())
-    for device in ("cpu", "cuda"):
-        assert set(engine_arguments(Path("model"), VllmLimits("bfloat16", 1, 1, 1, 32, 1, device=device))) <= known
-    assert set(OURS) | set(OWNED) <= known
+def test_all_arguments_of_the_engine_are_known_to_vllm(folder: Path) -> None:
+    """Also those for a GPU, of which vLLM makes no engine here, and those that a file may not set."""
+    prepare_environment()
+    from vllm.engine.arg_utils import EngineArgs
+
+    for device, is_eager in (("cpu", True), ("cuda", False)):
+        arguments = EngineArgs(**engine_arguments(folder, VllmLimits("bfloat16", 64, 8, 256, 32, 2**20, device=device)))
+        assert (arguments.enforce_eager, arguments.kv_cache_memory_bytes) == (is_eager, 2**20)
+    assert set(OURS) | set(OWNED) <= set(argument_switches())
 
 
 def test_hidden_states_lie_in_the_slots_of_layers_with_full_attention(windowed: LoadedTarget) -> None:
