@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.compare.arms import LLAMA_CPP, NUM_SETS, OUTRIDER, OUTRIDER_VLLM, TRANSFORMERS, VLLM, Arm, chosen_arms
+from benchmarks.compare.arms import NUM_SETS, OUTRIDER, OUTRIDER_VLLM, VLLM, Arm, chosen_arms
 from benchmarks.compare.bursts import TRACE, aiperf_program, aiperf_turn, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
 from benchmarks.compare.peer_server import PeerFailed, PeerServer
-from benchmarks.compare.systems import ModelFiles, RunningArm, missing_families, running
+from benchmarks.compare.systems import FAMILIES, ModelFiles, RunningArm, missing_families, running
 from benchmarks.compare.turns import closed_loop, open_loop
 from benchmarks.load import LoadRequest
 from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult
@@ -43,6 +43,8 @@ def run(options: BenchOptions) -> BenchResult:
       ``vllm_target_overhead.batch_B``. A few percent are told apart by pairs of turns of these two alone, each pair with
       prompts of its own: the median of NUM_PAIRS ratios.
     - ``vllm_target_speedup.batch_B``: Outrider's pool on vLLM over vLLM plain.
+    - ``plugin_over_vllm.batch_B``: our lookups in vLLM's server over vLLM plain; ``vllm_ngram_over_vllm.batch_B``: with
+      vLLM's n-gram.
     - ``tpot_mean_over_vllm``, ``tpot_p99_over_vllm`` on the trace: best of Outrider over best of vLLM.
     - ``identical_fraction.ARM``: answers with drafts that equal those without, of one system and precision.
     - ``tokens_per_s.ARM.batch_B``.
@@ -54,7 +56,7 @@ def run(options: BenchOptions) -> BenchResult:
         raise InvalidField("--model", options.model, f"must be {DEFAULT_MODEL}: llama.cpp needs its GGUF file")
     console = Console(stderr=True)
     missing = missing_families()
-    families = [f for f in (OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS) if f not in missing]
+    families = [family for family in FAMILIES if family not in missing]
     arms = chosen_arms(options.quick, families)
     notes = [f"{family} was not measured: {why}" for family, why in missing.items()]
     with tempfile.TemporaryDirectory(prefix="outrider-compare-") as scratch:

@@ -7,11 +7,12 @@ from cluster.errors import OutriderError
 from engine.cpu_level import AMX, AVX512_BF16, cpu_level
 
 OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS = "outrider", "outrider on vLLM", "vLLM", "llama.cpp", "transformers"
-ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", VLLM: "vllm", LLAMA_CPP: "llamacpp"}  # beside our own: `.venv-NAME`
+PLUGIN = "outrider in vLLM"  # our lookups in vLLM's own server
+ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", PLUGIN: "vllm", VLLM: "vllm", LLAMA_CPP: "llamacpp"}  # beside our own: `.venv-NAME`
 
 NUM_SETS = 2  # of prompts; arms with one server answer different ones
 
-PLAIN, NGRAM, DRAFT_MODEL, POOL = "no drafting", "n-gram", "draft model", "pool"
+PLAIN, NGRAM, DRAFT_MODEL, POOL, LOOKUPS = "no drafting", "n-gram", "draft model", "pool", "lookups"
 
 
 class PeerMissing(OutriderError):
@@ -24,7 +25,7 @@ class Arm:
 
     Args:
         precision: of the weights: bf16, fp32, q8_0 ...
-        drafting: PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
+        drafting: PLAIN, NGRAM, DRAFT_MODEL, of Outrider's server POOL, or of PLUGIN LOOKUPS.
         max_streams: more are not measured.
     """
 
@@ -67,6 +68,8 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
             arms += [Arm(family, "bf16", POOL), Arm(family, "bf16", PLAIN)]
         elif family == OUTRIDER_VLLM:
             arms += [Arm(family, best, POOL), Arm(family, best, PLAIN)]
+        elif family == PLUGIN:
+            arms.append(Arm(family, best, LOOKUPS))
         elif family == VLLM:
             precisions = (best,) if quick else ("bf16", "fp32")  # with both its servers and the others take over 24 GB
             arms += [Arm(family, precision, kind) for precision in precisions for kind in (PLAIN, NGRAM)]

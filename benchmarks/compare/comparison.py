@@ -5,7 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, TRANSFORMERS, VLLM, Arm
+from benchmarks.compare.arms import (
+    LLAMA_CPP,
+    LOOKUPS,
+    NGRAM,
+    OUTRIDER,
+    OUTRIDER_VLLM,
+    PLAIN,
+    PLUGIN,
+    POOL,
+    TRANSFORMERS,
+    VLLM,
+    Arm,
+)
 from benchmarks.compare.turns import Turn, percentile, spread
 from benchmarks.report import BenchResult, Cell, Table
 from simulator.plots import Panel, plot
@@ -22,7 +34,7 @@ class Comparison:
         self._turns: dict[tuple[Arm, int], list[Turn]] = {}
         self._bursts: dict[Arm, list[Turn]] = {}
         self._overheads: dict[int, list[float]] = {}
-        precision = next((arm.precision for arm in arms if arm.family == OUTRIDER_VLLM), "")
+        precision = next((arm.precision for arm in arms if arm.family in (OUTRIDER_VLLM, PLUGIN)), "")
         self.overhead_arms = Arm(OUTRIDER_VLLM, precision, PLAIN), Arm(VLLM, precision, PLAIN)
 
     def add(self, arm: Arm, batch: int, turn: Turn) -> None:
@@ -57,7 +69,7 @@ class Comparison:
             ):
                 if own is not None and theirs is not None:
                     figures[f"{name}.batch_{batch}"] = own / theirs
-            figures |= self._vllm_target(batch)
+            figures |= self._over_plain(batch)
         overheads = {batch: statistics.median(ratios) for batch, ratios in self._overheads.items()}
         figures |= {f"vllm_target_overhead.batch_{batch}": ratio for batch, ratio in overheads.items()}
         if overheads:
@@ -67,13 +79,21 @@ class Comparison:
             figures[f"tokens_per_s.{_slug(arm.name)}.batch_{batch}"] = _median_speed(turns)
         return figures
 
-    def _vllm_target(self, batch: int) -> dict[str, float]:
-        """Of arms of one precision."""
+    def _over_plain(self, batch: int) -> dict[str, float]:
+        """Ways to draft for vLLM, over its server without drafts, of one precision."""
         own, plain = self.overhead_arms
-        pool, plain_turns = (self._turns.get((arm, batch)) for arm in (replace(own, drafting=POOL), plain))
-        if not pool or not plain_turns:
-            return {}
-        return {f"vllm_target_speedup.batch_{batch}": _median_speed(pool) / _median_speed(plain_turns)}
+        arms = {
+            "vllm_target_speedup": replace(own, drafting=POOL),
+            "plugin_over_vllm": Arm(PLUGIN, plain.precision, LOOKUPS),
+            "vllm_ngram_over_vllm": replace(plain, drafting=NGRAM),
+        }
+        plain_turns = self._turns.get((plain, batch))
+        found = {name: self._turns.get((arm, batch)) for name, arm in arms.items()}
+        return {
+            f"{name}.batch_{batch}": _median_speed(turns) / _median_speed(plain_turns)
+            for name, turns in found.items()
+            if turns and plain_turns
+        }
 
     def _burst_figures(self) -> dict[str, float]:
         figures = {}
@@ -88,6 +108,7 @@ class Comparison:
     def _identity(self) -> dict[str, float]:
         """Of each arm with drafts, against the plain arm of its family and precision, if both answer the same prompts."""
         plain = {(arm.family, arm.precision): arm for arm in self._arms if arm.drafting == PLAIN}
+        plain |= {(PLUGIN, precision): arm for (family, precision), arm in plain.items() if family == VLLM}
         figures = {}
         for arm in self._arms:
             if arm.drafting == PLAIN:

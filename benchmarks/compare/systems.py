@@ -16,6 +16,7 @@ from benchmarks.compare.arms import (
     OUTRIDER,
     OUTRIDER_VLLM,
     PLAIN,
+    PLUGIN,
     TRANSFORMERS,
     VLLM,
     Arm,
@@ -27,10 +28,13 @@ from benchmarks.compare.peer_server import PeerServer
 from benchmarks.load import HttpTarget
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
-from cluster.config import Config, TargetConfig
+from cluster.config import CascadeOptions, Config, NgramOptions, SuffixOptions, TableOptions, TargetConfig
+from drafters.shipped import shipped_options
+from drafters.vllm_plugin.proposer import SETTING, PoolProposer
 from engine.vllm.ranks import BINDING
 from profiler.hardware import num_cores
 
+FAMILIES = (OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, LLAMA_CPP, TRANSFORMERS)
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
 MAX_STREAMS = 32
@@ -99,10 +103,16 @@ def python_of(family: str) -> Path:
     return path
 
 
+def lookups_for(model: str) -> CascadeOptions:
+    """The default pool's cascade without models, with the table that is shipped for ``model``."""
+    tables = [options for options in shipped_options(model).values() if isinstance(options, TableOptions)]
+    return CascadeOptions(members=(NgramOptions(), SuffixOptions(), *(tables or [TableOptions()])))
+
+
 def missing_families() -> dict[str, str]:
     """Why a family cannot be measured."""
     reasons = {}
-    for family in (OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS):
+    for family in FAMILIES:
         try:
             python_of(family)
         except PeerMissing as error:
@@ -145,7 +155,7 @@ def outrider_config(arm: Arm, model: str) -> Config:
 def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:
     """Raises PeerMissing where the environment is not there."""
     python = str(python_of(arm.family))
-    if arm.family == VLLM:
+    if arm.family in (VLLM, PLUGIN):
         return _vllm_command(python, arm, files)
     if arm.family == LLAMA_CPP:
         script = Path(__file__).with_name("llama_server.py")
@@ -170,6 +180,10 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
     if arm.drafting == NGRAM:
         lookup = f'"num_speculative_tokens": {DRAFT_LEN}, "prompt_lookup_max": {NGRAM_LEN}, "prompt_lookup_min": 1'
         command += ["--speculative-config", f'{{"method": "ngram", {lookup}}}']
+    elif arm.family == PLUGIN:
+        proposer = f"{PoolProposer.__module__}.{PoolProposer.__qualname__}"
+        draft = f'"model": "{proposer}", "num_speculative_tokens": {DRAFT_LEN}'
+        command += ["--speculative-config", f'{{"method": "custom_class", {draft}}}']
     elif arm.drafting == DRAFT_MODEL:
         draft = f'"model": "{files.draft_model()}", "num_speculative_tokens": {MODEL_DRAFT_LEN}'
         command += ["--speculative-config", f'{{"method": "draft_model", {draft}}}']
@@ -180,6 +194,8 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if arm.family == PLUGIN:
+        environment |= {SETTING: lookups_for(files.name).model_dump_json(), "PYTHONPATH": str(ROOT)}
     cpus = sorted(os.sched_getaffinity(0))
     if num_cores() == len(cpus) == FEW_CORES:
         environment[BINDING] = ",".join(map(str, cpus))

@@ -5,18 +5,32 @@ import gzip
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from benchmarks.compare import equally_long, last_words_of
-from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, VLLM, Arm, chosen_arms
+from benchmarks.compare.arms import (
+    LLAMA_CPP,
+    LOOKUPS,
+    NGRAM,
+    OUTRIDER,
+    OUTRIDER_VLLM,
+    PLAIN,
+    PLUGIN,
+    POOL,
+    VLLM,
+    Arm,
+    chosen_arms,
+)
 from benchmarks.compare.bursts import TRACE, aiperf_trace, bursty_arrivals, read_records, trace_arrivals
 from benchmarks.compare.comparison import Comparison
 from benchmarks.compare.peer_server import PeerFailed
-from benchmarks.compare.systems import RunningArm, outrider_config
+from benchmarks.compare.systems import ModelFiles, RunningArm, outrider_config, peer_command
 from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
 from benchmarks.report import describe_environment
+from drafters.vllm_plugin.proposer import SETTING, PoolProposer
 
 
 @dataclass
@@ -176,6 +190,32 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
     assert figures["vllm_target_speedup.batch_1"] == pytest.approx(50 / 30)
     assert figures["tpot_p99_over_vllm"] == pytest.approx(0.5)
     assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))
+
+
+def test_what_drafts_in_vllms_server_is_compared_with_that_server_without_drafts() -> None:
+    arms = chosen_arms(True, [PLUGIN, VLLM])
+    comparison = Comparison(arms, (1,))
+    for arm in arms:
+        speed = {LOOKUPS: 45.0, NGRAM: 33.0, PLAIN: 30.0}[arm.drafting]
+        comparison.add(arm, 1, Turn(speed, (0.1,), (0.1,), ("text" if arm.drafting != NGRAM else "other",)))
+    figures = comparison.figures()
+    assert figures["plugin_over_vllm.batch_1"] == pytest.approx(1.5)
+    assert figures["vllm_ngram_over_vllm.batch_1"] == pytest.approx(1.1)
+    assert "over_vllm.batch_1" not in figures  # of our own servers
+    (same,) = (value for name, value in figures.items() if name.startswith("identical_fraction.outrider-in-vllm"))
+    assert same == 1.0
+
+
+def test_the_plugin_is_vllms_server_but_for_its_speculative_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.compare.systems.python_of", lambda family: tmp_path)
+    files = ModelFiles("smollm2-135m", tmp_path, tmp_path, tmp_path)
+    plugin, plain = (peer_command(Arm(family, "fp32", kind), files) for family, kind in ((PLUGIN, LOOKUPS), (VLLM, PLAIN)))
+    assert plugin.command[:-2] == plain.command
+    speculation = json.loads(plugin.command[-1])
+    assert resolve_name(speculation["model"]) is PoolProposer
+    assert json.loads(plugin.environment[SETTING])["members"][-1]["path"] == "table"
 
 
 def test_outrider_on_vllm_is_configured_as_a_server_would_and_in_the_precision_of_its_arm(
