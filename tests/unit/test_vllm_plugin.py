@@ -350,6 +350,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import numpy as np
+from itertools import count
 from types import SimpleNamespace as Names
 from drafters.vllm_plugin import PoolProposer
 
@@ -357,7 +358,7 @@ model = Names(max_model_len=64, model="tiny", tokenizer="tiny", get_vocab_size=l
 proposer = PoolProposer(Names(
     model_config=model, speculative_config=Names(num_speculative_tokens=4),
     scheduler_config=Names(max_num_batched_tokens=512), device_config=Names(device_type="cpu"),
-))
+), clock=count().__next__)
 text = np.array([[5, 6, 7, 8] * 8], np.int32)
 print([proposer.propose([[text[0, n - 1]]], np.array([n]), text) for n in range(20, 32)][-1])
 """
