@@ -16,6 +16,7 @@ from cluster.inventory import Inventory
 from cluster.placement import PlacementError
 from cluster.types import ModelInfo
 from deploy.deployment import connect
+from engine.model_facts import ModelFacts, read_facts
 from engine.models.tokenizer import fingerprint
 from tests.support.examples import EXAMPLES, MACHINES
 from tests.support.waiting import DEADLINE_S
@@ -45,6 +46,18 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
         yield request.param, cluster
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def facts_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM the native engine's reader tells the facts of the one model that is served here for all."""
+
+    def read(config: Config, folder: Path) -> ModelFacts:
+        by_vllm = {"engine": "native", "tensor_parallel": 1} if config.target.engine == "vllm" else {}
+        native = config.target.model_copy(update=by_vllm)
+        return read_facts(config.model_copy(update={"target": native}), folder)
+
+    monkeypatch.setattr("deploy.deployment.read_facts", read)
 
 
 def served_here(name: str, cluster: Cluster, model: Path, state: Path) -> Config:

@@ -19,6 +19,7 @@ READERS = {
     "deploy/api/middleware.py": "lines of the audit log",
     "deploy/api/response_writer.py": "`created_at` of an answer",
     "deploy/api/service.py": "`created` of the model",
+    "deploy/console.py": "the age of the process, in the lines of its start",
     "deploy/profiling.py": "when a profile was measured",
     "engine/models/manifest.py": "when a model was converted",
     "engine/vllm/target.py": "arrival times that vLLM asks for; its scheduler is first come, first served",
