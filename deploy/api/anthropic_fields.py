@@ -238,9 +238,12 @@ class CountTokensRequest(TranslatedRequest):
                         function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                         of_role("assistant").setdefault("tool_calls", []).append({"id": block.id, "function": function})
                     case ThinkingBlock():
-                        answer = of_role("assistant")
-                        answer["reasoning_content"] = answer.get("reasoning_content", "") + block.thinking
-        return [{**message, "content": message["content"] or ""} for message in messages]
+                        of_role("assistant").setdefault("reasoning_content", []).append(block.thinking)
+        for written in messages:
+            written["content"] = written["content"] or ""
+            if "reasoning_content" in written:
+                written["reasoning_content"] = "".join(written["reasoning_content"])
+        return messages
 
     def _tool_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import xgrammar
 
+from cluster.errors import InvalidField
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from deploy.api.answer_parts import Arguments, CallStart, Opening, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool
 from deploy.api.reasoning import REASONING, THINK
+from deploy.api.tool_formats.python_text import json_of_literal
 from deploy.api.tool_formats.registry import CALL_FORMS, HARMONY
+from deploy.api.tool_formats.values import alternatives_of, types_of
 from deploy.api.tools import AnswerForm, ToolUse
 from engine.grammar.tag_rules import checked_tag
 
@@ -270,6 +273,53 @@ def random_text(compiled: xgrammar.CompiledGrammar, end: bytes, rng: random.Rand
         if chosen != EOS:
             spelled.append(chosen)
     return spelled.decode(errors="replace")
+
+
+ITSELF = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": ITSELF}, "$defs": {"a": {"anyOf": [ITSELF] * 9}}},  # 9 ** 8 alternatives
+        {"properties": {"a": {"type": [["string"]]}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": "string", "minLength": "x"}}},
+        {"properties": {"a": {"type": "string", "maxLength": 1.5}}},
+        {"properties": {"a": {"type": "string", "pattern": 5}}},
+        {"properties": [1]},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {}}, "required": [1]},
+        {"properties": {f"a{i}": {"type": "string"} for i in range(900)}, "$defs": {"b": {"description": "b" * 999}}},
+    ],
+)
+@pytest.mark.parametrize("form", sorted(CALL_FORMS))
+def test_no_schema_of_a_client_ends_the_making_of_a_grammar(form: str, schema: dict[str, Any]) -> None:
+    """A schema that is none becomes part of the grammar, whose check refuses it; a large one is refused by its length."""
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}})
+    try:
+        asked = AnswerForm(CALL_FORMS[form]).grammar(ToolUse((tool,), forced=True), "answer", None)
+    except (ApiError, InvalidField):
+        return
+    assert asked is not None
+    assert len(asked[1].source) <= MAX_GRAMMAR_CHARS
+
+
+def test_alternatives_that_refer_to_themselves_are_read_to_an_end() -> None:
+    """Also of a tool whose calls are not enforced, when the model calls it."""
+    root = {"$defs": {"a": {"anyOf": [ITSELF] * 9}, "b": {"anyOf": [{"type": "string"}, {"type": ["integer", "null"]}]}}}
+    assert types_of(ITSELF, root) == frozenset()
+    assert alternatives_of(ITSELF, root) is None
+    assert types_of({"$ref": "#/$defs/b"}, root) == {"string", "integer", "null"}
+    kinds = [one["type"] for one in alternatives_of({"$ref": "#/$defs/b"}, root) or ()]
+    assert kinds == ["string", "integer", "null"], "in their order"
+
+
+def test_a_long_number_is_read_once() -> None:
+    """Not from each of its digits again: the pattern gives no digit back."""
+    assert json_of_literal("1" * 100_000 + "x") is None
+    assert json_of_literal("1" * 4000) == "1" * 4000
 
 
 def test_no_grammar_where_nothing_is_enforced() -> None:

@@ -1,18 +1,22 @@
 """Grammars of arguments that are elements with plain text, such that what is parsed of them matches the schema."""
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable
 from typing import Any
 
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, arguments, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.values import FORMATS, plain_of, resolved
+from deploy.api.tool_formats.values import (
+    FORMATS,
+    MAX_COPIED_CHARS,
+    alternatives_of,
+    is_list_of_properties,
+    plain_of,
+)
 
-_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-_LISTED = {"type", "properties", "required", "additionalProperties", "$defs", *_ANNOTATIONS}
 _BOUNDS = {"minLength", "maxLength"}
 _MAX_BOUND = 65_536  # of a string's length
 _BLOCK = 64
-_MAX_DEPTH = 8  # of references and alternatives
 
 # The text before a value, of its key and whether it is a string.
 Written = Callable[[str, bool], str]
@@ -37,42 +41,43 @@ class ElementGrammar:
     def arguments(self, tool: Tool, strict: bool | None) -> Format:
         """Properties in the schema's order, each on a line; any object where it is more than a list of properties."""
         schema = tool.function.arguments
+        if not strict or not is_list_of_properties(schema):
+            return arguments(tool, strict, style=self._style)
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not strict or not schema.keys() <= _LISTED or not set(required) <= set(properties):
+        if len(properties) * len(json.dumps(schema.get("$defs"))) > MAX_COPIED_CHARS:  # each has the definitions
             return arguments(tool, strict, style=self._style)
         elements = []
         for key, one in properties.items():
-            element = sequence(spelled([any_of(self._values(key, one, schema, 0)), "\n"], {}))
+            alternatives = alternatives_of(one, schema)
+            if alternatives is None:
+                return arguments(tool, strict, style=self._style)
+            element = sequence(spelled([any_of([self._value(key, rules, schema) for rules in alternatives]), "\n"], {}))
             elements.append(element if key in required else {"type": "optional", "content": element})
         return sequence(elements or [{"type": "const_string", "value": ""}])
 
-    def _values(self, key: str, schema: Any, root: dict[str, Any], depth: int) -> Iterable[Format]:
-        """The alternatives of a property."""
-        schema = resolved(schema, root)
-        rules = {name: rule for name, rule in schema.items() if name not in _ANNOTATIONS} if isinstance(schema, dict) else {}
-        if depth < _MAX_DEPTH and len(rules) == 1 and (several := rules.get("anyOf", rules.get("oneOf"))):
-            return [value for one in several for value in self._values(key, one, root, depth + 1)]
-        if isinstance(rules.get("type"), list):
-            kinds = [{**rules, "type": kind} for kind in rules["type"]]
-            return [value for one in kinds for value in self._values(key, one, root, depth + 1)]
-        if "enum" in rules or "const" in rules:
-            values = [rules["const"]] if "const" in rules else rules["enum"]
-            return [self._element(key, isinstance(value, str), [plain_of(value)]) for value in values]
+    def _value(self, key: str, rules: dict[str, Any], root: dict[str, Any]) -> Format:
+        """One alternative of a property. What is no schema is refused when the whole grammar is checked."""
+        values = [rules["const"]] if "const" in rules else rules.get("enum")
+        if isinstance(values, list):
+            return any_of([self._element(key, isinstance(value, str), [plain_of(value)]) for value in values])
         if rules.get("type") == "string":
-            return [self._string(key, rules)]
+            return self._string(key, rules)
         if not rules:
-            return [self._text(key)]
+            return self._text(key)
         if "type" in rules:
             shared = {"$defs": root["$defs"]} if "$defs" in root else {}
-            return [self._element(key, False, [json_format({**rules, **shared})])]
-        return [self._in_style(key, rules, root)]
+            return self._element(key, False, [json_format({**rules, **shared})])
+        return self._in_style(key, rules, root)
 
     def _string(self, key: str, rules: dict[str, Any]) -> Format:
         if rules.get("format") in FORMATS:
             return self._in_style(key, rules, {})
-        if "pattern" in rules and not rules.keys() & _BOUNDS:
+        bounds = [rules[name] for name in _BOUNDS & rules.keys()]
+        if not all(type(bound) is int and bound >= 0 for bound in bounds):
+            return self._in_style(key, rules, {})
+        if isinstance(rules.get("pattern"), str) and not bounds:
             return self._element(key, True, [self._break, pattern(rules["pattern"]), self._break])
-        if rules.keys() & _BOUNDS and "pattern" not in rules:
+        if bounds and "pattern" not in rules:
             least, most = rules.get("minLength", 0), rules.get("maxLength")
             if max(least, most or 0) > _MAX_BOUND:
                 return self._in_style(key, rules, {})

@@ -1,5 +1,6 @@
 """Calls as Python: ``[get_weather(city="Paris")]`` (Llama 3.2 and 4, Gemma 3), or in a block (Gemma 3, OLMo 3)."""
 
+import json
 import re
 from collections.abc import Collection, Sequence
 
@@ -10,6 +11,7 @@ from deploy.api.tool_formats.form import CallForm
 from deploy.api.tool_formats.llama3 import LeadingScanner
 from deploy.api.tool_formats.python_text import TOKEN, json_of_arguments
 from deploy.api.tool_formats.scanner import CallReader, Scanner
+from deploy.api.tool_formats.values import MAX_COPIED_CHARS, is_list_of_properties
 
 _QUOTES = "\"'"
 
@@ -130,16 +132,20 @@ class PythonicBlock(Pythonic):
 def _python_arguments(tool: Tool, strict: bool | None) -> Format:
     """``a=1, b=2``, the required ones first. Where the schema is more than a list of properties, ``**{"a": 1, "b": 2}``."""
     schema = tool.function.arguments
+    whole = sequence(spelled(["**", arguments(tool, strict)], {}))
+    if not strict or not is_list_of_properties(schema):
+        return whole
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    is_listed = schema.keys() <= {"type", "properties", "required", "additionalProperties", "title", "description", "$defs"}
-    names = [*(name for name in required), *(name for name in properties if name not in required)]
-    if not strict or not is_listed or any(not name.isidentifier() or name not in properties for name in names):
-        return sequence(spelled(["**", arguments(tool, strict)], {}))
+    names = list(dict.fromkeys([*required, *properties]))
+    num_copies = len(names) if required else len(names) ** 2 // 2  # of the definitions
+    num_chars = num_copies * len(json.dumps(schema.get("$defs"))) + len(names) * len(json.dumps(properties))
+    if num_chars > MAX_COPIED_CHARS or not all(map(str.isidentifier, names)):
+        return whole
     shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     written = [sequence(spelled([f"{name}=", json_format(_with(properties[name], shared))], {})) for name in names]
     after = [sequence(spelled([", ", one], {})) for one in written]
     optional = [{"type": "optional", "content": one} for one in after]
-    num_required = len(required)
+    num_required = len(set(required))
     if num_required:
         return sequence([written[0], *after[1:num_required], *optional[num_required:]])
     # Any of them may be the first.

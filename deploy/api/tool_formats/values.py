@@ -7,31 +7,68 @@ from typing import Any
 from deploy.api.tool_formats.python_text import checked_json, json_of_literal
 
 STRING = frozenset({"string"})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+_LISTED = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs"}
 FORMATS = frozenset({"date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "hostname"})  # that are enforced
 _MAX_REFERENCES = 8
+_MAX_SCHEMAS = 256  # that are read of one value: alternatives that refer to themselves multiply
+MAX_COPIED_CHARS = 200_000  # of a grammar's parts together
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema names; none where it does not say."""
-    if not isinstance(schema, dict) or depth > _MAX_REFERENCES:
-        return frozenset()
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict):
-        return frozenset()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared})
-    if isinstance(declared, list):
-        return frozenset(one for one in declared if isinstance(one, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(_NAMES[type(value)] for value in values if type(value) in _NAMES)
-    found: frozenset[str] = frozenset()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
-            found |= types_of(one, root, depth + 1)
+    found, waiting = frozenset[str](), [schema]
+    for _ in range(_MAX_SCHEMAS):
+        if not waiting:
+            break
+        one = resolved(waiting.pop(), root)
+        if not isinstance(one, dict):
+            continue
+        declared = one.get("type")
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if isinstance(declared, str):
+            found |= {declared}
+        elif isinstance(declared, list):
+            found |= {kind for kind in declared if isinstance(kind, str)}
+        elif isinstance(values, list):
+            found |= {_NAMES[type(value)] for value in values if type(value) in _NAMES}
+        else:
+            for key in ("anyOf", "oneOf", "allOf"):
+                waiting.extend(one[key][:_MAX_SCHEMAS] if isinstance(one.get(key), list) else ())
     return found
+
+
+def alternatives_of(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The schemas of which a value matches one, in order, without annotations; None: too many, or nested too deep."""
+    found, waiting = list[dict[str, Any]](), [(schema, 0)]
+    for _ in range(_MAX_SCHEMAS):
+        if not waiting:
+            return found
+        one, depth = waiting.pop()
+        one = resolved(one, root)
+        rules = {name: rule for name, rule in one.items() if name not in ANNOTATIONS} if isinstance(one, dict) else {}
+        several = rules.get("anyOf", rules.get("oneOf")) if len(rules) == 1 else None
+        if isinstance(rules.get("type"), list):
+            several = [{**rules, "type": kind} for kind in rules["type"][:_MAX_SCHEMAS]]
+        if not isinstance(several, list):
+            found.append(rules)
+        elif depth == _MAX_REFERENCES:
+            return None
+        else:
+            waiting.extend((inner, depth + 1) for inner in reversed(several[:_MAX_SCHEMAS]))
+    return None
+
+
+def is_list_of_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether an object's schema demands no more than properties, some of them required, in the form of JSON Schema."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        schema.keys() <= _LISTED
+        and isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in properties for name in required)
+    )
 
 
 def json_of_value(text: str, types: frozenset[str]) -> str:
