@@ -26,7 +26,7 @@ async def start(process: Process, timeout_s: float) -> Any:
                 try:
                     return await process.call("start")
                 except ProcessUnavailable as error:
-                    logger.warning("%s starts and the connection to it was lost, it is asked again: %s", process.name, error)
+                    logger.warning("the connection to %s was lost while it starts; asking it again: %s", process.name, error)
                     await asyncio.sleep(RETRY_S)
     except TimeoutError as late:
         raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late

@@ -80,7 +80,7 @@ class RayProcess:
                 return str(end)
             except ActorUnavailableError as error:
                 if not is_away:
-                    logger.warning("the connection to %s was lost, it is asked again: %s", self.name, death_cause(error))
+                    logger.warning("the connection to %s was lost; asking it again: %s", self.name, death_cause(error))
                 is_away = True
                 await asyncio.sleep(RETRY_S)
                 self._end = self._remote("wait_end")

@@ -207,7 +207,7 @@ def _admin_socket(config: str) -> Path:
 
 
 def _without_handover(arguments: Sequence[str]) -> list[str]:
-    """For a HAProxy that replaces one that is dead: nobody hands over sockets or must be told to end."""
+    """The arguments of a HAProxy that replaces a dead one, without its sockets (``-x``) and without its pid (``-sf``)."""
     return _without(_without(arguments, "-x", 1), "-sf", None)
 
 

@@ -94,7 +94,7 @@ class Telemetry:
             self.num_failed_observations += 1
             num = self.num_failed_observations
             if num & (num - 1) == 0:
-                logger.exception("a defect: an observation of a round has failed, the %d. since the start", num)
+                logger.exception("a defect: an observation of a round has failed (%d failures since the start)", num)
 
     def drafter(self, name: str) -> DrafterStats:
         stats = self.drafters.get(name)

@@ -135,7 +135,7 @@ class CustomTool(_Cacheable):
 
 
 class BuiltInTool(Strict):
-    """One that Anthropic's servers run or its models know, such as ``web_search_20250305``: left out, with a warning."""
+    """A tool that Anthropic's servers run or its models know, such as ``web_search_20250305``: left out, with a warning."""
 
     model_config = ConfigDict(extra="allow")
 

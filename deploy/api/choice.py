@@ -128,7 +128,7 @@ class Choice:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended it; None: it ended otherwise."""
+        """The stop string that ended the choice; None: it ended otherwise."""
         return self._stops.matched
 
     @property

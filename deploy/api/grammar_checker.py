@@ -28,7 +28,7 @@ class _Check:
 
 
 class GrammarChecker:
-    """Checks NUM_AT_ONCE grammars at once, of one tenant one where there are several tenants. Next is the tenant whose
+    """Checks NUM_AT_ONCE grammars at once, but one of each tenant where several tenants wait. Next is the tenant whose
     checks took the least processor time. Verdicts are kept; a check that fails for another reason refuses no grammar.
 
     Args:

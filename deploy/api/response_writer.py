@@ -68,7 +68,7 @@ class ResponseWriter:
         return self._event({"type": f"response.{status}", "response": self._response(status)})
 
     def error(self, error: ApiError) -> bytes:
-        """OpenAI sends the one or the other, and clients wait for the one or the other."""
+        """Sends both ``error`` and ``response.failed``: OpenAI sends either, and each client waits for one of them."""
         told = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
         if self._items and self._items[-1]["status"] == "in_progress":
             self._items[-1]["status"] = "incomplete"

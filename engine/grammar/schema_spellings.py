@@ -77,7 +77,7 @@ def plain(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _is_keyword(key: str, path: str) -> bool:
-    """Whether it is none of the annotations, which are all keywords that JSON Schema does not know."""
+    """Whether JSON Schema knows the keyword. Other keywords are annotations, unless they look like a misspelt one."""
     likely = _BY_LETTERS.get(key.lower().replace("_", "").replace("-", ""))
     if likely not in (None, key) and key not in ("Not", "If"):
         raise refused(f"{path}/{key}", f"is not known; write {likely}")
