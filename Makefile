@@ -16,7 +16,7 @@ AUDIT_VENV := .venv-audit
 CLIENTS := .clients
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -124,11 +124,15 @@ $(NODE_CLIENTS): tests/clients/package.json tests/clients/package-lock.json
 	! command -v npm >/dev/null || npm install --silent --no-fund --no-audit --prefix $(CLIENTS)
 	touch $@
 
-check: $(VENV)/.dev
+check: size $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Counts of files, lines, settings and words beside their limits, which stand in .ci/size.py.
+size: $(VENV)/.dev
+	PYTHONPATH=. $(BIN)/python .ci/size.py
 
 # A bill of materials of what `make setup` has installed, as CycloneDX JSON, validated. For vLLM's: make sbom VENV=.venv-vllm
 sbom: $(VENV)/.installed $(AUDIT_VENV)/.installed
