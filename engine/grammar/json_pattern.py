@@ -7,7 +7,7 @@ Schema names, and in Python's re, which validates most schemas.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included; sorted, and apart from each other
@@ -26,6 +26,25 @@ _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 
 def json_spelling(pattern: str) -> str:
     """Raises ValueError: the pattern cannot be spelled; says why."""
+    return _respelled(pattern, _spelled)
+
+
+def plain_spelling(pattern: str, excluded: str) -> str:
+    """A pattern of the texts that match and hold none of the characters ``excluded``.
+
+    Raises ValueError: there are none, or the pattern cannot be spelled; says why.
+    """
+
+    def spelled(ranges: Ranges) -> str:
+        kept = _without([(ord(char), ord(char)) for char in sorted(excluded)], _possible(ranges))
+        if not kept:
+            raise ValueError(f"it has a character that no text here holds: {excluded!r} is not possible")
+        return f"[{''.join(map(_range, kept))}]"
+
+    return _respelled(pattern, spelled)
+
+
+def _respelled(pattern: str, spelled: Callable[[Ranges], str]) -> str:
     pattern, at, out = pattern.removeprefix("^"), 0, list[str]()
     while at < len(pattern):
         char = pattern[at]
@@ -45,7 +64,7 @@ def json_spelling(pattern: str) -> str:
             at = quantifier.end()
         else:
             matched, at = _atom(pattern, at)
-            out.append(_spelled(matched))
+            out.append(spelled(matched))
     return "".join(out)
 
 
@@ -125,7 +144,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(out)
 
 
-def _without(ranges: Ranges, whole: Ranges = ((0, _LAST),)) -> Ranges:
+def _without(ranges: Iterable[tuple[int, int]], whole: Ranges = ((0, _LAST),)) -> Ranges:
     out = list[tuple[int, int]]()
     for low, high in whole:
         for first, last in ranges:
@@ -143,10 +162,13 @@ def _within(ranges: Ranges, low: int, high: int) -> Ranges:
     return tuple((max(one, low), min(other, high)) for one, other in ranges if one <= high and other >= low)
 
 
-def _spelled(ranges: Ranges) -> str:
+def _possible(ranges: Ranges) -> Ranges:
     ranges = _without((_SURROGATES,), ranges)
-    if not _within(ranges, ord(NEVER_RAW), ord(NEVER_RAW)):
-        ranges = _within(ranges, 0, ord(NEVER_RAW) - 1)
+    return ranges if _within(ranges, ord(NEVER_RAW), ord(NEVER_RAW)) else _within(ranges, 0, ord(NEVER_RAW) - 1)
+
+
+def _spelled(ranges: Ranges) -> str:
+    ranges = _possible(ranges)
     raw = _without(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)), ranges)
     ways = [f"[{''.join(map(_range, raw))}]"] if raw else []
     short = [name for code, name in _SHORT.items() if _within(ranges, code, code)]

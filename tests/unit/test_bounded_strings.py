@@ -14,7 +14,7 @@ from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import CompiledGrammar, Grammars
-from engine.grammar.json_pattern import json_spelling
+from engine.grammar.json_pattern import json_spelling, plain_spelling
 from engine.grammar.vocabulary import GrammarVocabulary
 
 # Byte-level spellings (Ġ is a space): quotes with what is before and behind them, parts of escapes and of characters.
@@ -174,6 +174,12 @@ def test_patterns_that_cannot_be_spelled_are_refused(grammars: Grammars, pattern
 
 def test_a_pattern_keeps_what_stands_between_its_characters() -> None:
     assert json_spelling("^(?:a|[bc]{1,2})*?d+$") == "(?:[a]|[b-c]{1,2})*?[d]+"
+
+
+def test_a_pattern_of_plain_text_leaves_characters_out() -> None:
+    assert plain_spelling("^(?:[a-d]|e)+$", "b") == r"(?:[ac-d]|[e])+"
+    with pytest.raises(ValueError, match="'<' is not possible"):
+        plain_spelling("<a>", "<")
 
 
 def test_a_string_beside_other_types_keeps_its_bound(grammars: Grammars) -> None:
