@@ -5,8 +5,8 @@ router (`actors.router.Router`), while requests come and go. Every placed reques
 A round: for 256 decoding requests with a proposal each, the plan by every verification policy and beside prompts, and all
 that planning takes in a round by every draft-length policy: the plan, the budgets, and what is learned from the pass. And
 all Python of a live round for 64 and 256 drafted requests, what of it lies before drafters are sent what was committed, and
-between two passes of a device that computes asynchronously; and of a round of plainly decoded ones, with a drafter that is
-not queried and without (`benchmarks/round_python.py`).
+how long a twin of an asynchronous device waits for it between two passes; and of a round of plainly decoded ones, with a
+drafter that is not queried and without (`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.round_python import plain_python_ms, python_times, without_collection
+from benchmarks.round_python import PASS_S, Gap, gap_ms, plain_python_ms, python_times, without_collection
 from cluster.config import (
     AdaSpecLength,
     CollapseConfig,
@@ -112,7 +112,8 @@ def run(options: BenchOptions) -> BenchResult:
     }
     for num, times_of in python.items():
         figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}
-        figures[f"idle_python_ms.{num}"] = times_of.idle_ms
+    gaps = {num: gap_ms(num, num_rounds, step_cost()) for num in NUMS_DRAFTED}
+    figures |= {f"plan_gap_ms.{num}": gap.total for num, gap in gaps.items()}
     for num, (plain_ms, shut_ms) in plain.items():
         figures |= {f"plain_python_ms.{num}": plain_ms, f"not_queried_python_ms.{num}": shut_ms}
     return BenchResult(
@@ -134,12 +135,16 @@ def run(options: BenchOptions) -> BenchResult:
                 ("planner.draft_length", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
                 tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in rounds.items()),
             ),
+            Table(
+                f"between two passes of an asynchronous device, of {1e3 * PASS_S:.0f} ms each, in ms",
+                ("requests", *Gap._fields),
+                tuple((num, *gap) for num, gap in gaps.items()),
+            ),
         ),
         notes=(
             *(
                 f"a live round of {num} drafted requests: {one.round_ms:.2f} ms of Python on the target's thread, "
-                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed; "
-                f"{one.idle_ms:.2f} between two passes of a device that computes asynchronously"
+                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed"
                 for num, one in python.items()
             ),
             *(

@@ -2,12 +2,14 @@
 
 The links are in memory and the clock is virtual, so what is timed is reading proposals, planning, judging and publishing,
 by the default policies. Beside them rounds of requests that are decoded plainly: without drafters, and with a drafter in the
-target's process that is not queried, since its drafts took too long.
+target's process that is not queried, since its drafts took too long. And rounds over a twin of an asynchronous device, a
+thread on which each pass takes PASS_S: how long it waits for Python between two passes.
 """
 
 import gc
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ RATE = 0.75  # conditional acceptance of a draft token
 PROMPT_LEN = 100
 ROUNDS_PER_SLOT = 8
 _WARM_UP = 150  # rounds
+PASS_S = 0.01  # of the device's twin
 _NAMES = [f"d{i}" for i in range(NUM_DRAFTERS)]
 _SLOW, _TOO_SLOW_S = "slow", 1.0  # a drafter, and the time of its drafts for a round
 _ADDRESS = "memory://round-python"
@@ -44,34 +47,59 @@ class PythonTimes(NamedTuple):
 
     round_ms: float  # of a whole round
     publish_ms: float  # of that, from the end of the pass until the last drafter is sent what was committed
-    idle_ms: float  # between two passes, where the device computes asynchronously: what it waits for
+
+
+class Gap(NamedTuple):
+    """What an asynchronous device waits for between two passes, in order: medians. ``total`` is wall time from the end of a
+    pass to the launch of the next, less that of the drafters; the others are processor time of the round's thread."""
+
+    total: float
+    publish: float  # until the last drafter is sent what was committed
+    commit: float  # the rest of what follows a pass
+    mail: float  # proposals are read
+    plan: float
+    launch: float  # the spans of the plan are made, and handed to the engine
 
 
 def python_times(num_requests: int, num_rounds: int, cost: CostModel) -> PythonTimes:
     """Of rounds of ``num_requests`` drafted requests."""
-    times_s, publish_s = _drafted_s(_Rounds(num_requests, cost, _NAMES), num_rounds)
-    rounds = _Rounds(num_requests, cost, _NAMES, is_asynchronous=True)
-    _drafted_s(rounds, num_rounds)
-    idle_s = rounds.idle_s[-num_rounds:]
-    return PythonTimes(*(1e3 * statistics.median(found) for found in (times_s, publish_s, idle_s)))
-
-
-def _drafted_s(rounds: "_Rounds", num_rounds: int) -> tuple[list[float], list[float]]:
-    """Times of whole rounds, and of each until drafters are sent what was committed, in seconds."""
+    rounds = _Rounds(num_requests, cost, _NAMES)
     times_s, publish_s = [], []
+    for start_s in _drafted(rounds, num_rounds):
+        times_s.append(time.thread_time() - start_s)
+        publish_s.append(rounds.last_sent_s - rounds.pass_end_s)
+    return PythonTimes(*(1e3 * statistics.median(found) for found in (times_s, publish_s)))
+
+
+def gap_ms(num_requests: int, num_rounds: int, cost: CostModel) -> Gap:
+    """Between passes of ``num_requests`` drafted requests, in milliseconds."""
+    device = _Device()
+    rounds = _Rounds(num_requests, cost, _NAMES, device=device)
+    gaps = []
+    ended = sent = returned = answered_s = 0.0
+    for start_s in _drafted(rounds, num_rounds):
+        read, planned = rounds.read_s, rounds.planned_s
+        parts = sent - ended, returned - sent, read - start_s, planned - read, rounds.launched_s - planned
+        gaps.append((device.waited_s - answered_s, *parts))
+        ended, sent, returned, answered_s = rounds.pass_end_s, rounds.last_sent_s, time.thread_time(), 0.0
+        answered_s = rounds.answer()
+    device.close()
+    return Gap(*(1e3 * statistics.median(found) for found in zip(*gaps[1:], strict=True)))
+
+
+def _drafted(rounds: "_Rounds", num_rounds: int) -> Iterator[float]:
+    """Behind each round after the first ones: the processor time at which it began."""
     with without_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
             start_s = time.thread_time()
             report = rounds.loop.step(rounds.now_s)
-            if number >= _WARM_UP:
-                times_s.append(time.thread_time() - start_s)
-                publish_s.append(rounds.last_sent_s - rounds.pass_end_s)
             assert report.executed
+            if number >= _WARM_UP:
+                yield start_s
             if number % ROUNDS_PER_SLOT == 0:
                 rounds.loop.telemetry.take_observations()
     assert rounds.num_accepted > rounds.num_requests * num_rounds, "the drafts were not used"
-    return times_s, publish_s
 
 
 def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_drafter: bool) -> float:
@@ -116,6 +144,35 @@ class _Inbox(Mailbox):
         return super().put(event, on_room)
 
 
+class _Device:
+    """A twin: a thread on which each pass takes PASS_S."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0  # from the end of a pass to the launch of the last one
+        self._end_s = time.perf_counter()
+        self._launched, self._done, self._closed = threading.Semaphore(0), threading.Semaphore(0), False
+        self._thread = threading.Thread(target=self._run, name="device")
+        self._thread.start()
+
+    def launch(self) -> None:
+        self.waited_s = time.perf_counter() - self._end_s
+        self._launched.release()
+
+    def wait(self) -> None:
+        self._done.acquire()
+
+    def close(self) -> None:
+        self._closed = True
+        self._launched.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._launched.acquire() and not self._closed:
+            time.sleep(PASS_S)
+            self._end_s = time.perf_counter()
+            self._done.release()
+
+
 class _Rounds:
     """A target loop, its drafters and its gateway; also its engine and clock."""
 
@@ -126,12 +183,14 @@ class _Rounds:
         names: Sequence[str],
         *,
         colocated: bool = False,
-        is_asynchronous: bool = False,
+        device: _Device | None = None,
     ) -> None:
-        self.is_asynchronous = is_asynchronous
+        self.is_asynchronous = device is not None
         self.meanwhile: Callable[[], None] | None = None
-        self.idle_s: list[float] = []  # processor time of the thread between passes
-        self._gateway_s = 0.0  # and of gateway and drafters since the last pass
+        self._device = device
+        # Processor time of the thread when mail was read last, when the plan was made, and when its pass was launched.
+        self.read_s = self.planned_s = self.launched_s = 0.0
+        self._is_planning = False
         self.now_s = 0.0
         self.num_accepted = 0
         self._rng = random.Random(_SEED)
@@ -146,7 +205,7 @@ class _Rounds:
             _MODEL,
             mailbox,
             OnlineCost(cost),
-            lambda: self.now_s,
+            self._clock,
             table=table,
             draft_lengths=lengths,
             colocated=names if colocated else (),
@@ -175,9 +234,14 @@ class _Rounds:
         """Processor time of the thread when a drafter was last sent something."""
         return max([inbox.sent_s for _, inbox, _ in self.drafters], default=0.0)
 
-    def answer(self) -> None:
-        """Every drafter proposes for every commit; the gateway drains its mailbox."""
-        start_s = time.thread_time()
+    def _clock(self) -> float:
+        if self._is_planning:
+            self._is_planning, self.planned_s = False, time.thread_time()
+        return self.now_s
+
+    def answer(self) -> float:
+        """Every drafter proposes for every commit; the gateway drains its mailbox. Returns the seconds that took."""
+        start_s = time.perf_counter()
         self._inbox.drain()
         for name, inbox, link in self.drafters:
             proposals = []
@@ -188,7 +252,7 @@ class _Rounds:
                     proposals += [self._proposal(request_id, length, name) for request_id, length in lens]
             if proposals:
                 link.send(ProposalRound(1, tuple(proposals)))
-        self._gateway_s = time.thread_time() - start_s
+        return time.perf_counter() - start_s
 
     def _proposal(self, request_id: str, base_len: int, drafter: str) -> Proposal:
         start = self._place(request_id) + base_len
@@ -210,7 +274,9 @@ class _Rounds:
         return 0
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        self.idle_s.append(time.thread_time() - self.pass_end_s - self._gateway_s)
+        self.launched_s = time.thread_time()
+        if self._device is not None:
+            self._device.launch()
         if self.meanwhile is not None:
             self.meanwhile()
         outcomes = []
@@ -228,12 +294,15 @@ class _Rounds:
             outcomes.append(SpanOutcome(span.request_id, self._truth[start : start + num_right + 1], num_right))
         num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
         self.now_s += self._cost.step_s(num_rows, context)
+        if self._device is not None:
+            self._device.wait()
         self.pass_end_s = time.thread_time()
         return outcomes
 
     def release(self, request_id: str) -> None: ...
 
     def capacity(self) -> Capacity:
+        self.read_s, self._is_planning = time.thread_time(), True
         return Capacity(16, 2**20, 2**19, 2 * self.num_requests, 2**14, _MODEL.max_model_len)
 
     def check_integrity(self) -> None: ...

@@ -225,7 +225,7 @@ class DrafterSessions:
     # ---- what drafters are sent
 
     def note_plan(self, plan: StepPlan, now_s: float) -> None:
-        """Sends new budgets, and records which drafters were late: those whose holds ran out before the proposal came."""
+        """Records which drafters were late: those whose holds ran out before the proposal came."""
         if self._num_held:
             for span in plan.spans:
                 draft = self._sequences[span.request_id].draft
@@ -237,9 +237,9 @@ class DrafterSessions:
         for request_id in plan.held:
             self._sequences[request_id].draft.hold(now_s)
         self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
-        self.set_budgets(plan.budgets)
 
     def set_budgets(self, budgets: Mapping[str, DraftBudget]) -> None:
+        """Sends new ones with the next message."""
         for request_id, budget in budgets.items():
             sequence = self._sequences[request_id]
             if sequence.draft.set_budget(budget):

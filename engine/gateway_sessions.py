@@ -16,6 +16,7 @@ class GatewaySessions:
     end: Callable[[str], None]
     _outboxes: dict[Link, GatewayOutbox] = field(default_factory=dict)
     _owners: dict[str, GatewayOutbox] = field(default_factory=dict)  # by request
+    _closed: list[Link] = field(default_factory=list)  # whose requests are still to be ended
 
     def link_up(self, link: Link) -> None:
         self._outboxes[link] = GatewayOutbox(link)
@@ -62,8 +63,14 @@ class GatewaySessions:
                     del self._owners[commit.request_id]
 
     def flush(self) -> None:
-        for link, outbox in tuple(self._outboxes.items()):
+        """Sends what is pending. Ends no request: ``end_lost`` does."""
+        for link, outbox in self._outboxes.items():
             try:
                 outbox.flush()
             except LinkClosed:
-                self.link_down(link)
+                self._closed.append(link)
+
+    def end_lost(self) -> None:
+        """Ends the requests whose gateway did not take their commits."""
+        while self._closed:
+            self.link_down(self._closed.pop())

@@ -27,9 +27,9 @@ from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
-from router.draft_length import BatchState, DraftLengths, PassFeedback
+from router.draft_length import BatchState, DraftLengths
 from router.overlap.chunks import Chunks
-from router.plan import Capacity, DraftBudget, StepPlan
+from router.plan import Capacity, DraftBudget, DrafterView, SequenceView, StepPlan
 from router.planner import Planner, StepPlanner
 from router.slo import NO_LIMITS, round_limits
 
@@ -106,7 +106,8 @@ class TargetLoop:
         self._newest_table = table or RoutingTable(version=0)
         self._colocated = ColocatedDrafters(colocated, cost)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
-        self._learning = DeferredLearning(engine, self._drafters, self._colocated, self._pass_costs, self.telemetry)
+        observed = self._pass_costs, self.telemetry, self._draft_lengths
+        self._learning = DeferredLearning(engine, self._drafters, self._colocated, *observed)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
         self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
@@ -154,7 +155,7 @@ class TargetLoop:
 
     def run_resumably(self, stop: threading.Event) -> None:
         """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
-        self._learning.learn()
+        self._learning.catch_up()
         self._pass_costs.interrupt()
         try:
             while not stop.is_set():
@@ -177,7 +178,7 @@ class TargetLoop:
 
     def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
         """Ends every live request; by default another target may continue it. While no other thread runs the loop."""
-        self._learning.learn()
+        self._learning.catch_up()
         sequences = self._sequences.snapshot()
         self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
         for sequence in sequences:
@@ -195,17 +196,17 @@ class TargetLoop:
 
     def begin(self, now_s: float) -> PendingPass | StepReport:
         """The first half of a round: mail and plan. A report instead of a pass: there is nothing to compute now."""
+        self._gateways.end_lost()
         self._drafters.follow(self._newest_table)
         self._inbox.read(now_s, self._after_pass)
         self._after_pass = False
         self._follow_grammars(now_s)
-        plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
-        self._drafters.note_plan(plan, now_s)
+        plan = self._plan(now_s)
         if self._colocated:
             awaited = {self._sequences[request_id].draft.drafter for request_id in plan.held}
             self._colocated.note_plan(awaited, not plan.is_empty, now_s)
         if plan.is_empty:
-            self._learning.learn()
+            self._learning.catch_up()
             if not plan.held:  # else the wait for proposals is part of the round
                 self._pass_costs.interrupt()
             self._flush()
@@ -240,7 +241,7 @@ class TargetLoop:
 
     def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
         """The second half of a round: commit, publish to drafters and gateways, learn; on an asynchronous device later."""
-        self._learning.learn()  # from the pass before, unless that was done while this one was computed
+        self._learning.catch_up()  # with the pass before, unless that was done while this one was computed
         counts = PassCounts.of(begun.spans)
         self._pass_s = end_s - begun.pass_began_s
         # Prompts fill the next pass as they filled this one.
@@ -252,19 +253,18 @@ class TargetLoop:
             self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=self._drafters.num_unsent)
         commits = self._commit(begun.spans, outcomes, end_s)
         self._drafters.flush()  # they draft while this thread learns
-        if commits:
-            since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
-            with self.telemetry.observing():
-                self._draft_lengths.learn(PassFeedback(commits, self._drafters.judgements(), self._pass_s, end_s - since_s))
+        since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
         self._last_end_s = end_s if self._sequences else None
         self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
         of_plan = self._pass_costs.planned, begun.plan.best_left_out
-        record = PassRecord(counts, commits, *of_plan, prompts_wait, begun.began_s, self._pass_s, end_s)
-        self._learning.add(record, is_last=not self._sequences)
-        self._flush()
+        times_s = begun.began_s, self._pass_s, end_s, since_s
+        self._learning.learn(PassRecord(counts, commits, *of_plan, prompts_wait, *times_s))
+        self._learning.later(self._gateways.flush)
         if not self._sequences:
+            self._learning.catch_up()  # no pass follows
             self._engine.check_integrity()
             self.telemetry.idle()
+        self._note_status()
         if self._colocated:
             self._colocated.note_overhead(self._clock() - begun.began_s - self._pass_s)
 
@@ -319,11 +319,22 @@ class TargetLoop:
     # ---- the pass
 
     def _plan(self, now_s: float) -> StepPlan:
+        if not self._sequences:
+            return StepPlan(spans=())
         capacity = self._engine.capacity()
         self._note_cached(capacity)
         views = self._sequences.views()
-        drafters, costs = self._drafters.views(), self._pass_costs
+        drafters = self._drafters.views()
         plan = self._planner.plan(views, drafters, capacity, self._cost, now_s)
+        self._drafters.note_plan(plan, now_s)
+        self._learning.later(lambda: self._set_budgets(plan, views, drafters, now_s))
+        return plan
+
+    def _set_budgets(
+        self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
+    ) -> None:
+        """Of the drafts that answer what is committed next."""
+        costs = self._pass_costs
         ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(ready), sum([view.committed_len for view in ready]))
         has_slo = any(view.slo is not None for view in ready)
@@ -333,7 +344,7 @@ class TargetLoop:
         budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
         if plan.frontiers:
             budgets = self._chunks.limited(budgets, plan.frontiers, views)
-        return replace(plan, budgets=budgets)
+        self._drafters.set_budgets(budgets)
 
     def _note_cached(self, capacity: Capacity) -> None:
         """Of the first waiting requests, as many as a pass has places and rows for. Of others what was known last stays."""
@@ -398,6 +409,10 @@ class TargetLoop:
     def _flush(self) -> None:
         self._drafters.flush()
         self._gateways.flush()
+        self._gateways.end_lost()
+        self._note_status()
+
+    def _note_status(self) -> None:
         num_running = self._sequences.num_running
         num_waiting = len(self._sequences) - num_running
         self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._draining)

@@ -146,14 +146,13 @@ NO_PROMPTS = PromptRows()
 
 @record
 class StepPlan:
-    """The next target pass, and draft budgets for the proposals after it."""
+    """The next target pass, and who waits for the one after it."""
 
     spans: tuple[Span, ...]  # in the order of the batch
     admitted: tuple[str, ...] = ()  # waiting requests that start to run, in spans too
     preempted: tuple[str, ...] = ()  # running requests that give up their blocks, to be computed again later
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
     wake_s: float | None = None  # when to plan again if no mail comes; None unless every request is held
-    budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
     frontiers: Mapping[str, Frontier] = field(default_factory=dict)  # drafter -> it drafts ahead; others do not
     num_micro_batches: int = 1  # that requests are verified in, in turn
     num_prompt_tokens_left: int = 0  # of prompts for which there are places, after the pass

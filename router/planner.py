@@ -39,7 +39,7 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """The next plan, without budgets. ``sequences`` in order of arrival."""
+        """The next plan. ``sequences`` in order of arrival."""
 
 
 class StepPlanner:

@@ -56,6 +56,7 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         "round_p50_cpu_ms",
         "round_python_ms.64",
         "publish_python_ms.256",
+        "plan_gap_ms.64",
     } <= set(figures)
     assert {"plan_p50_ms", "plan_p50_cpu_ms"} <= set(figures)
     assert all(math.isfinite(value) and value > 0 for value in figures.values())

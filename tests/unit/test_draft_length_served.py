@@ -206,7 +206,7 @@ def test_who_opts_out_of_drafting_is_neither_held_nor_drafted_for(folder: Path) 
     assert not served.drafter.lens
     assert not served.drafts.sessions.num_drafted
     assert not served.drafts.sessions.num_shadows
-    assert all(not plan.held and not plan.budgets for plan in served.plans)
+    assert all(not plan.held for plan in served.plans)
     assert {commit.num_proposed for commit in commits} == {0}
     drafted = Served(folder, build_draft_lengths(FixedLength(num_tokens=4), {"d": MAX_LEN})).run(20)
     assert max(commit.num_proposed for commit in drafted) == 4

@@ -233,6 +233,39 @@ def test_what_a_pass_teaches_is_learned_while_the_device_computes_the_next(
     assert learned[0] == learned[1]
 
 
+def test_clients_are_told_beside_the_next_pass_and_a_lost_one_ends_after_it() -> None:
+    told: list[tuple[int, int]] = []  # messages to the gateway, before and after the work beside each pass
+    released: list[tuple[str, bool]] = []  # and whether a pass was under way
+
+    class Computing(Launching):
+        computes, loses = False, False
+
+        def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+            before, self.computes = len(served.inbox._events), True
+            if self.loses:
+                served.gateway.close()
+            outcomes = super().execute(spans)
+            self.computes = False
+            told.append((before, len(served.inbox.drain())))
+            return outcomes
+
+        def release(self, request_id: str) -> None:
+            released.append((request_id, self.computes))
+            super().release(request_id)
+
+    engine = Computing()
+    served = Served(engine)
+    for _ in range(4):
+        served.loop.step(served.clock.now_s)
+    assert told[1:] == [(0, 1)] * 3, "not before the device computes again"
+    engine.loses = True
+    served.loop.step(served.clock.now_s)
+    assert not released
+    served.loop.step(served.clock.now_s)
+    assert released == [("a", False), ("b", False)]
+    engine.check_integrity()
+
+
 def test_a_target_that_waits_for_drafts_learns_meanwhile() -> None:
     engine = Launching()
     served = Served(engine, max_hold_s=10 * PASS_S)
