@@ -11,7 +11,7 @@ from cluster.inventory import Inventory
 from cluster.placement import Bundle, PlacementPlan, drafter_name, target_name
 from drafters.footprint import Footprint, footprint, target_footprint
 from router.assignment import member_name
-from router.devices import GB, Stay, Tenant, check_fits
+from router.residency import GB, Stay, Tenant, check_fits
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from cluster.logs import log_as_configured
 from cluster.placement import drafter_group, drafter_name, target_group, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
-from router.router import SlotReport
+from router.drafter.router import SlotReport
 from router.scaling.report import FleetSize
 
 logger = logging.getLogger(__name__)
@@ -181,9 +181,9 @@ class RaySpawner:
         return dict.fromkeys(named_groups(), False) | dict.fromkeys(named_actors(), True)
 
     async def router(self) -> Process:
+        from router.drafter.policies import build_policy, build_pool, keeps_in_step
+        from router.drafter.router import Router
         from router.estimates.drift import DriftDetector
-        from router.policies import build_policy, build_pool, keeps_in_step
-        from router.router import Router
 
         config = self._deployment.config
         drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)

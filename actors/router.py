@@ -18,8 +18,8 @@ from cluster.config import Config, PolicyConfig
 from cluster.histograms import Histogram, HistogramCounts
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from router.policies import build_policy, keeps_in_step
-from router.router import Router, SlotReport
+from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.router import Router, SlotReport
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
-from router.chains import pass_times
-from router.router import SlotReport
+from router.drafter.chains import pass_times
+from router.drafter.router import SlotReport
 from router.scaling.configured import CostTables
 from router.scaling.report import NOTHING_SERVED, ServedCounts
 
@@ -105,9 +105,9 @@ class TargetActor(LoopActor):
         from engine.round import TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
-        from router.draft_length import draft_lengths_of
-        from router.planner import StepPlanner
-        from router.policies import member_costs
+        from router.drafter.policies import member_costs
+        from router.drafting.policies import draft_lengths_of
+        from router.planning.planner import StepPlanner
 
         self._engine, self._model, cost, colocated = in_own_thread(
             lambda: load_with_colocated(config, stored_profile(config), True, self._join_ranks())

@@ -40,15 +40,15 @@ from cluster.config import (
 from cluster.types import Commit, RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
-from router.draft_length import BatchState, PassFeedback, build_draft_lengths
+from router.drafter.policies import build_policy
+from router.drafter.prompt_features import prompt_features
+from router.drafter.router import Router, SlotReport
+from router.drafting.length import BatchState, PassFeedback
+from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
-from router.prompt_features import prompt_features
-from router.router import Router, SlotReport
-from router.verify_length import VERIFICATION_POLICIES
+from router.planning.planner import PlannerSettings, StepPlanner
 
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8

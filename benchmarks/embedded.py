@@ -34,8 +34,8 @@ from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
-from router.draft_length import build_draft_lengths
-from router.planner import Planner, StepPlanner
+from router.drafting.policies import build_draft_lengths
+from router.planning.planner import Planner, StepPlanner
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import Grammars

@@ -7,7 +7,7 @@ from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import CostModel
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
-from router.planner import Planner
+from router.planning.planner import Planner
 
 KEPT_RESIDUES = 3
 

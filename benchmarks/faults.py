@@ -36,7 +36,7 @@ from benchmarks.serve import checked, local_config, tokenize
 from benchmarks.server import ServerProcess
 from cluster.config import Config, FileStateConfig, FixedPolicy, RouterConfig
 from engine.models.prepare import ensure_model
-from router.planner import MAX_CHUNK_S
+from router.planning.planner import MAX_CHUNK_S
 
 NUM_STREAMS = 8
 MAX_PROMPT_LEN = 256

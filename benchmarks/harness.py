@@ -30,7 +30,7 @@ from engine.vllm.arguments import VllmLimits
 from engine.vllm.environment import prepare_environment
 from router.cost_model import TableCost
 from router.plan import SequenceView
-from router.planner import Planner, PlannerSettings, StepPlanner
+from router.planning.planner import Planner, PlannerSettings, StepPlanner
 
 TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5

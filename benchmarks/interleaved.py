@@ -14,7 +14,7 @@ from cluster.messages import CommitRound, SubmitRound
 from cluster.transport.base import LinkDown, Mailbox, Received
 from cluster.types import FinishReason, Request, RoutingTable
 from drafters.protocol import Drafter
-from router.planner import StepPlanner
+from router.planning.planner import StepPlanner
 
 DRAFT_LEN = 7
 

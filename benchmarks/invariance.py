@@ -30,8 +30,7 @@ from cluster.config import (
 )
 from cluster.types import Request
 from drafters.protocol import Drafter
-from router.overlap import OVERLAP_POLICIES
-from router.verify_length import VERIFICATION_POLICIES
+from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 
 NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
 NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24

@@ -54,8 +54,8 @@ from engine.target import SpanInput
 from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
-from router.overlap.gains import remote_bound
-from router.planner import PlannerSettings, StepPlanner
+from router.drafting.overlap_gains import remote_bound
+from router.planning.planner import PlannerSettings, StepPlanner
 
 TURN_S = 0.5  # several passes of a batch, and shorter than bursts of noise
 AGREEMENT = 0.75  # of a draft token, given that those before it are right

@@ -8,8 +8,8 @@ from dataclasses import replace
 from benchmarks.policy_scenarios import Machine, Text, Workload, gpu_machine
 from benchmarks.report import Cell, Table
 from cluster.config import FixedLength, FixedPolicy
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.drafter.policies import build_policy
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.simulation import Simulation, SimulationResult
 
 SCENARIO, DRAFTER = "h100-32b", "qwen-1.5b"

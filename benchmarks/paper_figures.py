@@ -22,7 +22,7 @@ from benchmarks.policy_scenarios import DEFAULT, FIXED, PAPERS, Machine, Workloa
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import ThresholdLength
 from router.cost_model import CostModel, TableCost
-from router.overlap.gains import remote_bound
+from router.drafting.overlap_gains import remote_bound
 from simulator.plots import Panel, plot
 from simulator.scenario import Lens
 from simulator.speculation import Arm, ArmResult, run_arm

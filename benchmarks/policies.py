@@ -51,7 +51,7 @@ from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.routing import measured_cost
 from cluster.config import parts_in_pool
 from profiler.hardware import num_cores
-from router.overlap.gains import remote_bound
+from router.drafting.overlap_gains import remote_bound
 from simulator.plots import Panel, plot
 from simulator.speculation import Arm, ArmResult, run_arm
 

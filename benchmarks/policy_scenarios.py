@@ -20,7 +20,7 @@ from cluster.config import (
     TurboSpecLength,
 )
 from router.cost_model import CostModel
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.cascade import MemberSpec
 from simulator.policy_comparison import endless

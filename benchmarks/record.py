@@ -15,7 +15,7 @@ from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording
 from engine.acceptance import common_prefix_len
-from router.prompt_features import prompt_features
+from router.drafter.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 
 DRAFT_LEN = 8

@@ -25,7 +25,7 @@ from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
-from router.draft_length import build_draft_lengths
+from router.drafting.policies import build_draft_lengths
 from router.plan import Capacity
 
 NUM_DRAFTERS = 4

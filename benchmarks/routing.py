@@ -41,7 +41,7 @@ from cluster.resolve import resolve
 from deploy.profile_command import here
 from profiler.profile import ProfiledCost
 from router.cost_model import CostModel
-from router.planner import StepPlanner
+from router.planning.planner import StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.plots import Panel, plot
 from simulator.policy_comparison import Contest, compete, endless, regret

@@ -31,8 +31,8 @@ from deploy.local_ray import free_port
 from drafters.shipped import with_shipped
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
-from router.policies import build_policy, build_pool
-from router.router import Router, SlotReport
+from router.drafter.policies import build_policy, build_pool
+from router.drafter.router import Router, SlotReport
 
 NUM_STREAMS = 8
 MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut

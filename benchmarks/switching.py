@@ -23,7 +23,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request, RoutingTable
 from deploy.profile_command import here
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 
 PROMPT_LEN, PROMPT_LEN_QUICK = 1024, 512
 NUM_SWITCHES, NUM_SWITCHES_QUICK = 8, 4  # per variant

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cluster.messages import DraftScore
 from drafters.protocol import Demand, Drafter, TokenByToken
-from router.draft_stopping import PRICE_SHARE
+from router.drafting.stopping import PRICE_SHARE
 
 MAX_ROWS = 32  # per pass in spare time, for which a draft may have to wait
 

@@ -6,7 +6,7 @@ from operator import mul
 
 from drafters.protocol import Demand
 from engine.acceptance import common_prefix_len
-from router.draft_stopping import DraftProgress, continuing
+from router.drafting.stopping import DraftProgress, continuing
 from router.estimates.decayed import DecayedMean
 from router.estimates.draft_times import DraftTimes
 from router.estimates.drafter_stats import MIN_RECORDS

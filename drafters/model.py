@@ -13,7 +13,7 @@ from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
 from profiler.calibration import Calibration, TemperatureScaling
 from router.assignment import NO_POSITIONS, Positions
-from router.chains import PROPOSAL_LEN
+from router.drafter.chains import PROPOSAL_LEN
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
 from cluster.types import NO_STOP, StopRule
-from router.draft_stopping import PRICE_SHARE
+from router.drafting.stopping import PRICE_SHARE
 
 if TYPE_CHECKING:
     from drafters.native.lookup import NativeLookup

@@ -9,7 +9,7 @@ from engine.drafter_sessions import DrafterSessions
 from engine.pass_costs import PassCosts, PassCounts, PlannedBatch
 from engine.target import AsynchronousEngine, TargetEngine
 from engine.telemetry import Telemetry
-from router.draft_length import DraftLengths, PassFeedback
+from router.drafting.length import DraftLengths, PassFeedback
 
 
 @record

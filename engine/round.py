@@ -27,11 +27,11 @@ from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
-from router.draft_length import BatchState, DraftLengths
-from router.overlap.chunks import Chunks
+from router.drafting.frontiers import Chunks
+from router.drafting.length import BatchState, DraftLengths
 from router.plan import Capacity, DraftBudget, DrafterView, SequenceView, StepPlan
-from router.planner import Planner, StepPlanner
-from router.slo import NO_LIMITS, round_limits
+from router.planning.planner import Planner, StepPlanner
+from router.planning.slo import NO_LIMITS, round_limits
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar, Grammars

@@ -8,8 +8,8 @@ from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
 from engine.predicted_output import PredictedOutput
 from engine.target import SpanInput, SpanOutcome
+from router.drafter.prompt_features import prompt_features
 from router.plan import SequenceView, SloProgress, Span
-from router.prompt_features import prompt_features
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
 

@@ -3,9 +3,9 @@
 from cluster.slo import Attainment, SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from engine.sequences import LiveSequence, Sequences
-from router.admission import Departures, Load, exceeds_objective, predicted_ttft
 from router.cost_model import CostModel
 from router.plan import Capacity, SequenceView, SloProgress
+from router.planning.admission import Departures, Load, exceeds_objective, predicted_ttft
 
 
 class SloMonitor:

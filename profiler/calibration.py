@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from cluster.errors import ModelUnavailable
 from profiler.reliability import auroc, expected_calibration_error
+from router.drafter.matching import Floats
 from router.estimates.confidence_scaling import logit, sigmoid
-from router.matching import Floats
 
 FILE = "calibration.json"  # in a drafter's folder
 _FORMAT = 2

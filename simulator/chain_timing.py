@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Positions, drafter_of
-from router.chains import PROPOSAL_LEN
+from router.drafter.chains import PROPOSAL_LEN
 from simulator.agreement import SimulatedRequest
 from simulator.timing import Work
 

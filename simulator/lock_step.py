@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from router.cost_model import CostModel
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
-from router.planner import Planner
+from router.planning.planner import Planner
 
 _LONGEST_S = 60.0
 

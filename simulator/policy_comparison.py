@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config import FixedPolicy, PolicyConfig
-from router.policies import build_policy, keeps_in_step
+from router.drafter.policies import build_policy, keeps_in_step
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
 

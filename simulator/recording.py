@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from cluster.config import Count, Section
 from cluster.errors import InvalidField
-from router.prompt_features import NUM_FEATURES
+from router.drafter.prompt_features import NUM_FEATURES
 from simulator.agreement import CONFIDENCE_STEPS, MAX_DRAFT_LEN, Agreement, AgreementAnswer
 
 FORMAT = 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.types import RoutingTable
-from router.router import Router, SlotReport
+from router.drafter.router import Router, SlotReport
 from simulator.gateway import OpenRequest
 from simulator.target import SimulatedTarget
 

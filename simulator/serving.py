@@ -16,8 +16,8 @@ import numpy as np
 from cluster.config import FixedPolicy, PolicyConfig, SloClass
 from cluster.errors import InvalidField
 from profiler.hardware import num_cores
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy, keeps_in_step
+from router.drafter.policies import build_policy, keeps_in_step
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.plots import Panel
 from simulator.scenario import ServingScenario

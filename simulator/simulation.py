@@ -16,12 +16,12 @@ from cluster.types import FinishReason, ModelInfo
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
-from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
-from router.draft_length import build_draft_lengths
+from router.drafter.chains import pass_times
+from router.drafter.router import Router
+from router.drafting.policies import build_draft_lengths
 from router.estimates.drift import DriftDetector
-from router.planner import Planner
-from router.router import Router
+from router.planning.planner import Planner
 from simulator.agreement import SimulatedRequest
 from simulator.cascade import MemberSpec, SimulatedCascade
 from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedDrafter, TimedLoop

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from cluster.config import DraftLengthConfig, FixedPolicy
 from cluster.types import Slo
 from router.cost_model import CostModel
+from router.drafter.policies import build_policy
 from router.plan import SequenceView
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
-from router.slo import RoundLimits
+from router.planning.planner import PlannerSettings, StepPlanner
+from router.planning.slo import RoundLimits
 from simulator.hindsight import with_hindsight
 from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
 

@@ -22,11 +22,11 @@ import numpy as np
 
 from cluster.config import ChainPolicy, FixedLength, FixedPolicy
 from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
-from router.chains import PROPOSAL_LEN, Level
 from router.cost_model import TableCost, monotone
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy, keeps_in_step
-from router.policies.chain import ModelChains
+from router.drafter.chains import PROPOSAL_LEN, Level
+from router.drafter.policies import build_policy, keeps_in_step
+from router.papers.specrouter import ModelChains
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel

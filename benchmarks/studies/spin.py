@@ -21,8 +21,8 @@ import numpy as np
 
 from cluster.config import FixedLength, FixedPolicy, GreedyLengthPolicy, HedgePolicy, PolicyConfig
 from cluster.types import MAX_DRAFT_LEN
-from router.planner import Planner, PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.drafter.policies import build_policy
+from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.lock_step import LockStep
 from simulator.plots import Panel

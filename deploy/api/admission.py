@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deploy.api.errors import ApiError, bad_request, overloaded
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY, Tenant
-from router.fair_share import TokenCounters
+from router.planning.fair_share import TokenCounters
 
 
 def too_wide(num_sequences: int, tenant: Tenant) -> ApiError:

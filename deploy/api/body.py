@@ -14,7 +14,7 @@ from deploy.api.fields import Strict
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY, Tenant
-from router.fair_share import SharedLimit
+from router.planning.fair_share import SharedLimit
 
 Model = TypeVar("Model", bound=Strict)
 

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from deploy.api.errors import ApiError, overloaded
 from deploy.api.tenants import Tenant
-from router.budgets import UNLIMITED, Budget, TokenBucket
+from router.planning.token_budgets import UNLIMITED, Budget, TokenBucket
 
 BUDGET_HEADERS = tuple(
     f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")

@@ -12,7 +12,7 @@ from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.errors import bad_request
 from deploy.api.grammar_process import NUM_AT_ONCE, Checked, GrammarProcess
-from router.fair_share import SharedLimit, TokenCounters
+from router.planning.fair_share import SharedLimit, TokenCounters
 
 MAX_WAITING = 32  # grammars
 MAX_KNOWN = 1024  # grammars

@@ -18,7 +18,7 @@ from deploy.api.metrics import Metrics
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY
-from router.fair_share import SharedLimit
+from router.planning.fair_share import SharedLimit
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing

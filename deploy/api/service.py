@@ -67,7 +67,7 @@ from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
 from deploy.api.translation import as_chat, own_names
-from router.fair_share import SharedLimit
+from router.planning.fair_share import SharedLimit
 
 T = TypeVar("T")
 Translated = ResponsesRequest | MessagesRequest

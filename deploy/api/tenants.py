@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cluster import strict_yaml
 from cluster.config.section import Count, Name, Section
-from router.budgets import UNLIMITED, Limits
+from router.planning.token_budgets import UNLIMITED, Limits
 
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 

@@ -12,7 +12,7 @@ from drafters.consensus import ComparedDraft, Consensus
 from drafters.ensemble import MAX_SPLICES, MIN_SPLICE_SURVIVAL, MIN_SURVIVAL, MemberDraft
 from drafters.native.lookup import Drafts, Native, NativeLookup, PackedDemands, address
 from drafters.protocol import Demand, Draft
-from router.draft_stopping import PRICE_SHARE
+from router.drafting.stopping import PRICE_SHARE
 from router.estimates.survival import OnlineSurvival
 
 MOST_MEMBERS = 8  # as in ensemble.c

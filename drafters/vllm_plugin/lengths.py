@@ -11,10 +11,10 @@ from sys import maxsize
 from drafters.protocol import Draft
 from profiler.online_cost import HALF_OCTAVES
 from router.cost_model import TableCost, monotone
+from router.drafting.verification import VerifyContext
+from router.drafting.verification_rule import OutriderVerification
 from router.estimates.decayed import DecayedMean
 from router.plan import Capacity, SequenceView
-from router.verify_length.context import VerifyContext
-from router.verify_length.outrider import OutriderVerification
 
 # Rows of a pass that take twice as long as one, where passes were not measured.
 _DOUBLING_ROWS = {"cpu": 32}
@@ -94,7 +94,7 @@ class _Pass:
 
 @dataclass(slots=True)
 class MeasuredLengths:
-    """The lengths that maximise expected tokens per second (`router/verify_length/outrider.py`).
+    """The lengths that maximise expected tokens per second (`router/drafting/verification_rule.py`).
 
     The time of a pass is what lies between two calls of the proposer, so it includes vLLM's scheduler. Only passes without
     prompts count. Drafts that vLLM shortened, for a grammar say, count as proposed.

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from cluster.config import ChainPolicy, HedgePolicy
 from router.assignment import Observation, PoolMember, RequestView, ScoreCounts, drafter_of
+from router.drafter.matching import Floats, Ints
+from router.drafter.prompt_features import PromptClusters
 from router.estimates.combination_gains import CombinationGains, GainSums
 from router.estimates.draft_shares import OnTimeRates, OnTimeSums
 from router.estimates.pool_acceptance import PoolAcceptance, counts_of
 from router.estimates.request_acceptance import RequestAcceptance
-from router.matching import Floats, Ints
-from router.prompt_features import PromptClusters
 
 
 class AcceptanceSnapshot(BaseModel):

@@ -17,8 +17,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from router.drafter.matching import Floats, Ints
 from router.estimates.decayed import DecayedSums
-from router.matching import Floats, Ints
 
 _PRIOR_DRAFTS = 8.0  # without a gain, before the first
 

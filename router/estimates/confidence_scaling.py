@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from router.drafter.matching import Floats
 from router.estimates.decayed import retained
-from router.matching import Floats
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset
 _BEFORE = np.diag([0.3**-2.0, 0.5**-2.0])  # prior precision, from standard deviations

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from pydantic import JsonValue
 
-from router.matching import Floats
+from router.drafter.matching import Floats
 
 Key = TypeVar("Key", bound=Hashable)
 

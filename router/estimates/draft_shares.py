@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from router.assignment import Observation, drafter_of
+from router.drafter.matching import Floats
 from router.estimates.decayed import DecayedSums
-from router.matching import Floats
 
 PRIOR_ROUNDS = 8.0  # assumed in time, with drafts verified in full, before the first of a drafter
 # Forgetting per round with another drafter, in rounds of its own. A drafter that was left because it was late, or seldom

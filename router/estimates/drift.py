@@ -10,7 +10,7 @@ from math import log, sqrt
 from cluster.config import CollapseConfig
 from router.assignment import Observation, PoolMember, drafter_of, lessons
 from router.estimates.decayed import DecayedSums
-from router.estimates.exploration import Pause
+from router.estimates.trial import Pause
 
 logger = logging.getLogger(__name__)
 

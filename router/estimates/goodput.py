@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field, JsonValue, TypeAdapter
 
 from router.assignment import Observation, drafter_of, lessons
+from router.drafter.expiring_cache import ExpiringCache
 from router.estimates.decayed import DecayedSums
-from router.expiring_cache import ExpiringCache
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -4,13 +4,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from router.estimates.decayed import DecayedMean
-from router.estimates.exploration import Pause
+from router.estimates.trial import Pause
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
 _PRIOR_GAIN = 1.0  # tokens, of a drafter of which nothing is known there
 _PRIOR_TRIALS = 3.0  # trials that this counts for
 # Few trials: until there are so many it is queried for a share of a batch, in some rounds. All requests wait for its drafts,
-# and a gate that sees what all drafters cost together (`router/break_even.py`) would count trials as their usual cost.
+# and a gate that sees what all drafters cost together (`break_even.py`) would count trials as their usual cost.
 _TRIED_SHARE, _TRIED_EVERY = 1 / 8, 4
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request

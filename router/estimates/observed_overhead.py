@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from router.assignment import Chain
+from router.drafter.matching import Floats
 from router.estimates.round_times import Rounds, SlotSums, significant_share
-from router.matching import Floats
 
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
 

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from router.assignment import Positions
+from router.drafter.matching import Floats, Ints
 from router.estimates.decayed import retained
-from router.matching import Floats, Ints
 
 NUM_POSITIONS = 8  # further ones share the last
 CONTEXT_LENS = (512, 2048, 8192)  # where one range of context lengths ends and the next begins

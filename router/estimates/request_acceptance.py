@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from cluster.config import HedgePolicy
 from router.assignment import RequestView
+from router.drafter.expiring_cache import GENERATION_SLOTS
+from router.drafter.matching import NOWHERE, Floats, Ints
+from router.drafter.prompt_features import PromptClusters
 from router.estimates.decayed import retained
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
-from router.expiring_cache import GENERATION_SLOTS
-from router.matching import NOWHERE, Floats, Ints
-from router.prompt_features import PromptClusters
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256

@@ -20,9 +20,9 @@ import numpy as np
 from pydantic import JsonValue
 
 from router.assignment import Observation, PoolMember, drafter_of
+from router.drafter.matching import Floats
 from router.estimates.decayed import DecayedSums, Key
 from router.estimates.draft_times import profiled_s
-from router.matching import Floats
 
 MEMORY_SLOTS = 400.0  # of rounds, after which what they took counts 1/e
 _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prompts

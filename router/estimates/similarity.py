@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, repeat, zip_longest
 
 from cluster.messages import Verified
-from router.chains import PROPOSAL_LEN
+from router.drafter.chains import PROPOSAL_LEN
 from router.estimates.decayed import DecayedSums
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth

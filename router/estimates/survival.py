@@ -7,9 +7,9 @@ from math import exp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from router.drafter.matching import Floats
 from router.estimates.confidence_scaling import OnlineScaling, num_due
 from router.estimates.decayed import retained
-from router.matching import Floats
 
 _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))), [1.0]])
 _NUM_BINS = len(_EDGES) - 1

@@ -1,7 +1,8 @@
-"""Whether an option pays, as measured: spells with it take turns with spells without it."""
+"""Whether an option pays, as measured: spells with it take turns with spells without it; and when it is tried again."""
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import fmean, median
 
 MIN_GAIN = 0.02  # least saving, as a share: below it, errors of the measurement decide
@@ -111,3 +112,32 @@ class _Spread:
     @property
     def error(self) -> float:
         return math.sqrt(max(0.0, self._square - self.mean * self.mean) / max(1.0, self.num - 1.0))
+
+
+FIRST_PAUSE = 64  # rounds
+LONGEST_PAUSE = 512
+
+
+@dataclass(slots=True)
+class Pause:
+    """Counts rounds (or slots) without a drafter until the next trial; the pause doubles with each trial that fails. Without
+    trials an estimate of zero could never recover."""
+
+    first: int = FIRST_PAUSE
+    longest: int = LONGEST_PAUSE
+    _num_doubled: int = 0
+    _num_passed: int = 0
+
+    def reset(self) -> None:
+        """The drafter pays."""
+        self._num_doubled = self._num_passed = 0
+
+    def count_round(self) -> bool:
+        """Counts a round. Returns whether it is a trial."""
+        self._num_passed += 1
+        if self._num_passed < min(self.first << self._num_doubled, self.longest):
+            return False
+        self._num_passed = 0
+        if self.first << self._num_doubled < self.longest:
+            self._num_doubled += 1
+        return True

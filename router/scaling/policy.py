@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from router.estimates.exploration import Pause
+from router.estimates.trial import Pause
 from router.scaling.demand import Demand
 from router.scaling.forecast import Forecast
 from router.scaling.report import FleetReport, FleetSize, Replicas

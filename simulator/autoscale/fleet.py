@@ -4,7 +4,7 @@ Of each step of length h, with R targets that are ready and p the share of their
 
     prompts     in order of arrival, at most R (1 - q) h seconds of them, where q is the share that decoding needs to keep
                 its objective; none without a place (sequences, KV cache)
-    refused     who would get the first token too late, as `router/admission.py` refuses them
+    refused     who would get the first token too late, as `router/planning/admission.py` refuses them
     decoding    every running request advances by the same v = h (1 - p) r(N / R, context, drafts) tokens
 
 Since all advance alike, V = sum of v is a clock of tokens: a request that begins at V and has n tokens ends when the clock

@@ -32,9 +32,9 @@ from router.assignment import (
     drafter_of,
     member_name,
 )
-from router.expiring_cache import GENERATION_SLOTS
-from router.policies import POLICIES, build_policy
-from router.prompt_features import prompt_features
+from router.drafter.expiring_cache import GENERATION_SLOTS
+from router.drafter.policies import POLICIES, build_policy
+from router.drafter.prompt_features import prompt_features
 from tests.support.observations import right_at
 
 CONFIGS: list[PolicyConfig] = [

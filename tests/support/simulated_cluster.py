@@ -15,10 +15,10 @@ from cluster.types import Commit, FinishReason, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.draft_length import BatchState, DraftLengths
+from router.drafting.length import BatchState, DraftLengths
+from router.drafting.policies import VERIFICATION_POLICIES
 from router.plan import DraftBudget, SequenceView
-from router.planner import PlannerSettings, StepPlanner
-from router.verify_length import VERIFICATION_POLICIES
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_network import Faults, MemoryNetwork
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, ToyTarget
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from router.cost_model import TableCost
+from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.ranking import padded_one
+from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView
-from router.verify_length import VERIFICATION_POLICIES, PassRows, VerifyContext
-from router.verify_length.context import MIN_CHUNK_LEN
-from router.verify_length.ranking import padded_one
 
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200

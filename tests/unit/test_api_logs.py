@@ -18,8 +18,8 @@ from cluster.config import Config, ObservabilityConfig
 from cluster.errors import LinkClosed
 from cluster.logs import PACKAGES, JsonFormatter, log_json
 from cluster.types import Request
-from router.policies import build_policy, build_pool
-from router.router import Router
+from router.drafter.policies import build_policy, build_pool
+from router.drafter.router import Router
 from tests.support.api import chat_body, serving
 from tests.support.asgi import CHAT, answering
 from tests.support.scripted import Step

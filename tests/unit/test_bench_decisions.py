@@ -9,7 +9,7 @@ from benchmarks import decisions
 from benchmarks.report import BenchOptions
 from cluster.config import HedgePolicy
 from cluster.types import RoutingTable
-from router.draft_length import DRAFT_LENGTHS
+from router.drafting.policies import DRAFT_LENGTHS
 
 pytestmark = pytest.mark.slow
 

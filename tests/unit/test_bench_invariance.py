@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import engine.native
-import router.draft_length
+import router.drafting.policies
 from benchmarks import invariance
 from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second, truncate_by_content
 from benchmarks.harness import Harness, RunConditions
@@ -21,10 +21,9 @@ from drafters.protocol import Demand
 from engine.sampling import Chosen
 from engine.target import SpanOutcome
 from router.cost_model import TableCost
-from router.overlap import OVERLAP_POLICIES
+from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 from router.plan import Capacity, SequenceView
-from router.planner import StepPlanner
-from router.verify_length import VERIFICATION_POLICIES
+from router.planning.planner import StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -63,7 +62,7 @@ def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
     rows = _rows(result)
     assert result.figures["num_runs"] == 2 * invariance.NUM_PROMPTS_QUICK * len(rows)
     assert {"ngram", "suffix", "model", invariance.SELF} <= rows.keys()
-    planned = {f"draft_length {kind}" for kind in router.draft_length.DRAFT_LENGTHS} - {"draft_length outrider"}
+    planned = {f"draft_length {kind}" for kind in router.drafting.policies.DRAFT_LENGTHS} - {"draft_length outrider"}
     planned |= {f"verify {name}" for name in VERIFICATION_POLICIES} - {"verify all"}
     planned |= {f"overlap {name}" for name in OVERLAP_POLICIES} - {"overlap gain"}
     assert planned <= rows.keys()

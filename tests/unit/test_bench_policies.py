@@ -23,9 +23,9 @@ from benchmarks.policy_scenarios import (
     scaled,
     trace_lens,
 )
-from router import slo
 from router.cost_model import TableCost
-from router.planner import StepPlanner
+from router.planning import slo
+from router.planning.planner import StepPlanner
 from simulator.scenario import Lens
 from simulator.simulation import DrafterSpec
 from simulator.speculation import Arm, ArmResult, VerificationAlone, run_arm

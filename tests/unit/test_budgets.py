@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.budgets import Budget, Limits, TokenBucket
+from router.planning.token_budgets import Budget, Limits, TokenBucket
 
 
 def test_a_bucket_is_full_at_first_and_fills_at_its_rate() -> None:

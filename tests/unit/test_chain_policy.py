@@ -21,9 +21,9 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import monotone
+from router.drafter.router import Router, SlotReport
 from router.estimates.observed_overhead import TRIAL_SLOTS
-from router.policies.chain import MOST_TRIALS, ModelChains
-from router.router import Router, SlotReport
+from router.papers.specrouter import MOST_TRIALS, ModelChains
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))
 

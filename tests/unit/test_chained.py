@@ -31,7 +31,7 @@ from engine.factory import load_model
 from engine.loading import load_target
 from engine.models.tokenizer import fingerprint
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 pytestmark = [pytest.mark.usefixtures("known_costs"), pytest.mark.slow]  # together they take seconds

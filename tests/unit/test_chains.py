@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.studies.specrouter import simplified_per_token_s
 from router.assignment import TARGET_ONLY
-from router.chains import Level, Prediction, candidates, fastest, predict
 from router.cost_model import TableCost, monotone
+from router.drafter.chains import Level, Prediction, candidates, fastest, predict
 from tests.support.quick import first
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))  # linear: a constant and a time per row

@@ -20,7 +20,7 @@ from drafters.registry import feature_layers, make_drafter
 from engine.target import SpanInput
 from router.assignment import member_name
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, NODES, config, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark
 from tests.support.quick import first

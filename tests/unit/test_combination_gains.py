@@ -8,8 +8,8 @@ import pytest
 
 from cluster.config import HedgePolicy
 from router.assignment import PoolMember, RequestView, ScoreCounts
+from router.drafter.expiring_cache import GENERATION_SLOTS
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
-from router.expiring_cache import GENERATION_SLOTS
 from tests.support.observations import right_at
 
 CONFIG = HedgePolicy()

@@ -5,7 +5,7 @@ from math import exp
 import pytest
 
 from router.estimates.decayed import DecayedMean, DecayedSums, ema
-from router.estimates.exploration import Pause
+from router.estimates.trial import Pause
 
 
 def test_sums_fade_with_the_samples_of_their_own_key() -> None:

@@ -164,8 +164,8 @@ def test_all_that_a_page_names_exists(page: Path) -> None:
         "`router.nowhere.thing`",
         "`router.router.Nobody`",
         "`target.no_such_key`",
-        "`Nobody` in `router/router.py`",
-        "`Nobody` and `Router` (`router/router.py`)",
+        "`Nobody` in `router/drafter/router.py`",
+        "`Nobody` and `Router` (`router/drafter/router.py`)",
         "[page](docs/nowhere.md)",
         "[page](README.md#no-such-heading)",
         "`outrider fly`",
@@ -184,8 +184,9 @@ def test_what_does_not_exist_is_found(text: str) -> None:
 
 def test_what_exists_is_accepted() -> None:
     text = """
-    `router/router.py`, `tests/unit/test_api_*.py`, `router/policies/NAME.py`, `bf16.c`, `router.router.Router`,
-    `target.dtype`, `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/router.py`,
+    `router/drafter/router.py`, `tests/unit/test_api_*.py`, `router/papers/NAME.py`, `bf16.c`,
+    `router.drafter.router.Router`,
+    `target.dtype`, `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/drafter/router.py`,
     [page](docs/operations.md#models), `config.json`, `model.safetensors`, `outrider_requests_total{status="429"}`
 
         OUTRIDER_CPU=avx2 outrider bench drafters [--quick] [--prompts FILE] --expect 'speedup.best.batch_1>=1.4'   # comment

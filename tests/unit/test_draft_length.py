@@ -5,7 +5,8 @@ import pytest
 from cluster.types import Commit
 from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
-from router.draft_length import PRICE_STEPS, BatchState, DecodeRate, DraftLengths, row_price
+from router.drafting.length import BatchState, DraftLengths
+from router.drafting.prices import PRICE_STEPS, DecodeRate, row_price
 from router.plan import DraftBudget, SequenceView
 
 COST = TableCost((1, 8, 16, 32), (0.01, 0.01, 0.026, 0.042))

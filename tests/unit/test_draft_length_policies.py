@@ -18,11 +18,13 @@ from cluster.config import (
 )
 from cluster.types import Commit, FinishReason, StopRule
 from router.cost_model import TableCost
-from router.draft_length import BatchState, DraftLengths, PassFeedback, QuotedPrice, build_draft_lengths
-from router.draft_length.faser import MAX_UPDATES
-from router.draft_length.outrider import break_even_acceptance
+from router.drafting.length import BatchState, DraftLengths, PassFeedback
+from router.drafting.length_rule import break_even_acceptance
+from router.drafting.policies import build_draft_lengths
+from router.drafting.prices import QuotedPrice
 from router.estimates.drafter_stats import Judgement
-from router.estimates.exploration import FIRST_PAUSE
+from router.estimates.trial import FIRST_PAUSE
+from router.papers.faser import MAX_UPDATES
 from router.plan import DraftBudget, DrafterView, SequenceView
 
 FLAT = TableCost((1, 1024), (0.01, 0.01))

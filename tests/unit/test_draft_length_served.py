@@ -20,9 +20,10 @@ from engine.factory import load_model, load_target
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.draft_length import BatchState, DraftLengths, build_draft_lengths
+from router.drafting.length import BatchState, DraftLengths
+from router.drafting.policies import build_draft_lengths
 from router.plan import DraftBudget, SequenceView, StepPlan
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_model
 
 VOCAB_SIZE = 257

@@ -7,10 +7,11 @@ import pytest
 from cluster.config import OutriderLength
 from cluster.types import StopRule
 from router.cost_model import TableCost
-from router.draft_length import BatchState, build_draft_lengths
-from router.draft_length.objectives import longest_draft, weighted
+from router.drafting.length import BatchState
+from router.drafting.length_objectives import longest_draft, weighted
+from router.drafting.policies import build_draft_lengths
 from router.plan import DraftBudget, DrafterView, SequenceView
-from router.slo import NO_LIMITS, RoundLimits, Stream
+from router.planning.slo import NO_LIMITS, RoundLimits, Stream
 
 COST = TableCost((1, 1001), (0.01, 0.01))
 DRAFTERS = {"d": DrafterView(0.04, 4.0, 0.8, draft_s=0.04, batch=2.0, draft_len=8.0)}  # 5 ms for each token of a batch

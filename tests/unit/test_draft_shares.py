@@ -17,9 +17,9 @@ from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
+from router.drafter.policies import build_policy
 from router.estimates.draft_shares import OnTimeRates
 from router.plan import DraftBudget, Span
-from router.policies import build_policy
 from tests.support.observations import right_at
 
 COST = TableCost((1,), (0.02,))

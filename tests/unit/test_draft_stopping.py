@@ -5,7 +5,7 @@ import pytest
 from cluster.types import NO_STOP, StopRule
 from drafters.draft_stops import DraftStops, cut_lens
 from drafters.protocol import Demand
-from router.draft_stopping import DraftProgress, continuing
+from router.drafting.stopping import DraftProgress, continuing
 
 
 def draft(*confidences: float, price: float = 0.0, stop: StopRule = NO_STOP, is_open: bool = True) -> DraftProgress:

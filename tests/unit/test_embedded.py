@@ -22,7 +22,7 @@ from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
 COST = TableCost((1, 32), (0.02, 0.03))

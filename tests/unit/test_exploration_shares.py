@@ -7,9 +7,9 @@ import numpy as np
 
 from cluster.config import HedgePolicy
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
+from router.drafter.policies import build_policy
+from router.drafter.prompt_features import PromptClusters
 from router.estimates.request_acceptance import RequestAcceptance
-from router.policies import build_policy
-from router.prompt_features import PromptClusters
 from tests.support.observations import right_at
 
 CONFIG = HedgePolicy(exploration=0.01, request_rounds=8)

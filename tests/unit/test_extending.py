@@ -22,11 +22,11 @@ from drafters.registry import FACTORIES, make_drafter
 from engine.round import TargetLoop
 from router.assignment import PoolMember
 from router.cost_model import TableCost
-from router.draft_length import DraftLengths
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import POLICIES, build_policy
-from router.router import Router, SlotReport
-from router.verify_length import VERIFICATION_POLICIES
+from router.drafter.policies import POLICIES, build_policy
+from router.drafter.router import Router, SlotReport
+from router.drafting.length import DraftLengths
+from router.drafting.policies import VERIFICATION_POLICIES
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 from tests.support.verification import a_pass, decoding
 

@@ -20,12 +20,12 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
+from router.drafter.expiring_cache import GENERATION_SLOTS
+from router.drafter.policies import build_policy
+from router.drafter.prompt_features import prompt_features
+from router.drafter.router import NEXT_REQUEST, Router
 from router.estimates.acceptance import AcceptanceModel
 from router.estimates.draft_shares import OnTimeRates
-from router.expiring_cache import GENERATION_SLOTS
-from router.policies import build_policy
-from router.prompt_features import prompt_features
-from router.router import NEXT_REQUEST, Router
 from tests.support.observations import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))

@@ -24,9 +24,9 @@ from engine.factory import load_target
 from engine.liveness import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
-from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
-from router.policies import build_policy
-from router.router import Router
+from router.drafter.policies import build_policy
+from router.drafter.router import Router
+from router.planning.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """Requests that are to be with a drafter that is not in memory."""
 
 from router.assignment import Chain, PoolMember, RequestView
-from router.load_demand import settle
+from router.drafter.seats import settle
 
 POOL = (PoolMember("a", 2, 0.1), PoolMember("b", 2, 0.1), PoolMember("lazy", 8, 0.1))
 

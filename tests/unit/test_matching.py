@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from router.matching import NOWHERE, Floats, Ints, match
+from router.drafter.matching import NOWHERE, Floats, Ints, match
 
 
 def best_sum(values: Floats, capacity: Ints) -> float:

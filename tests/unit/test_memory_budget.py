@@ -12,7 +12,7 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from deploy.placement_groups import smallest_gpu
 from drafters.footprint import CUDA_BYTES, footprint
-from router.devices import GB, Stay
+from router.residency import GB, Stay
 
 GPU_BYTES = 40 * GB
 

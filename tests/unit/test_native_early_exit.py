@@ -24,7 +24,7 @@ from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
-from router.early_exit import ExitPlan
+from router.drafting.early_exit import ExitPlan
 from router.estimates.trial import Trial
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
@@ -228,7 +228,7 @@ def test_exits_are_learned_where_rows_cost_time(
     model: CausalModel, cost: TableCost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_exit, "LENS_ROWS", (1, 2))
-    monkeypatch.setattr("router.early_exit.MIN_GAIN", 0.01)  # this head is a small share of the model
+    monkeypatch.setattr("router.drafting.early_exit.MIN_GAIN", 0.01)  # this head is a small share of the model
     monkeypatch.setattr(early_exit, "MIN_SAMPLES", 8)
     monkeypatch.setattr(early_exit, "VOCABULARY_LEN", 64)
     monkeypatch.setattr(early_exit.ExitCheck, "seconds", lambda check, num_rows: 1e-5 * num_rows)

@@ -15,9 +15,9 @@ from drafters.loop import REPORT_PERIOD_S
 from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
-from router.outcomes import RunnerUpRates, StepTimes, num_prepared, outcomes
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.drafter.policies import build_policy
+from router.drafting.outcomes import RunnerUpRates, StepTimes, num_prepared, outcomes
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from router.cost_model import TableCost
-from router.overlap import OVERLAP_POLICIES
-from router.overlap.chunks import Chunks
-from router.overlap.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Frontiers
-from router.overlap.gains import Pipeline, expected_tokens, remote_bound
+from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Chunks, Frontiers
+from router.drafting.overlap_gains import Pipeline, expected_tokens, remote_bound
+from router.drafting.policies import OVERLAP_POLICIES
 from router.plan import Capacity, DraftBudget, DrafterView, Frontier, SequenceView
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 
 # A pass costs 20 ms and 1 ms for each row; drafts 5 ms for each request.
 COST = TableCost((0, 1000), (0.02, 1.02))

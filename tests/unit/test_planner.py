@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.cost_model import TableCost, monotone
+from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.verification import VerifyContext
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
-from router.planner import PlannerSettings, StepPlanner
-from router.verify_length import VERIFICATION_POLICIES, VerifyContext
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.verification import RowsAttend
 
 FLAT = TableCost((1, 64), (0.02, 0.03))

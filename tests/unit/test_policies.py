@@ -20,10 +20,10 @@ from cluster.config import (
 )
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
+from router.drafter.expiring_cache import GENERATION_SLOTS, ExpiringCache
+from router.drafter.policies import POLICIES, build_policy, build_pool
+from router.drafter.router import MAX_CHAINS, next_table
 from router.estimates.goodput import GoodputEstimates
-from router.expiring_cache import GENERATION_SLOTS, ExpiringCache
-from router.policies import POLICIES, build_policy, build_pool
-from router.routing_table import MAX_CHAINS, next_table
 
 
 def view(request_id: str, chain: tuple[str, ...] = (), prompt_len: int = 10) -> RequestView:

@@ -12,8 +12,8 @@ from cluster.config import Config, DrafterConfig, FixedPolicy, HedgePolicy, Ngra
 from cluster.errors import LinkClosed
 from cluster.types import RoutingTable
 from router.assignment import RequestView
-from router.policies import build_policy, build_pool
-from router.router import Router, SlotReport
+from router.drafter.policies import build_policy, build_pool
+from router.drafter.router import Router, SlotReport
 from tests.support.api import model_info, saying, tokenizer
 from tests.support.scripted import ScriptedClient
 

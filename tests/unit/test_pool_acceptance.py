@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from router.assignment import Positions
+from router.drafter.matching import NOWHERE
+from router.drafter.prompt_features import NUM_FEATURES, PromptClusters, prompt_features
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS, PoolAcceptance, counts_of
-from router.matching import NOWHERE
-from router.prompt_features import NUM_FEATURES, PromptClusters, prompt_features
 
 
 def table(strength: float = 20.0, memory: float = 1e6) -> PoolAcceptance:

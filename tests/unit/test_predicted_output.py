@@ -18,8 +18,8 @@ from engine.factory import load_target
 from engine.native import NativeTarget
 from engine.predicted_output import NEAR, PredictedOutput
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
-from router.verify_length import VERIFICATION_POLICIES
+from router.drafting.policies import VERIFICATION_POLICIES
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.verification import a_pass, decide, decoding
 
 COST = TableCost((1, 64), (0.02, 0.021))

@@ -44,7 +44,7 @@ from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
-from router.router import Router, SlotReport
+from router.drafter.router import Router, SlotReport
 from tests.support.dspark import write_dspark
 
 pytestmark = pytest.mark.usefixtures("known_costs")

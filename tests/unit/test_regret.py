@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.config import EpsilonGreedyPolicy, FixedPolicy, GreedyLengthPolicy, HedgePolicy, LbssPolicy, PolicyConfig
-from router.policies import build_policy
+from router.drafter.policies import build_policy
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 
 NUM_SLOTS = 1024

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from cluster.config import HedgePolicy, LbssPolicy
 from router.assignment import AssignmentPolicy, Chain, Observation, PoolMember, RequestView, ScoreCounts
-from router.policies import build_policy
+from router.drafter.policies import build_policy
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 
 pytestmark = pytest.mark.slow
@@ -131,7 +131,7 @@ def test_lbss_passes_where_places_are_contested() -> None:
 
 
 def test_first_come_instead_of_matching_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policies.lbss.heaviest_matching", FirstCome())
+    monkeypatch.setattr("router.papers.spin.heaviest_matching", FirstCome())
     assert fails(regrets(lbss))
 
 

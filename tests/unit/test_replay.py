@@ -20,7 +20,7 @@ from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_model
 
 DRAFT_LEN = 5

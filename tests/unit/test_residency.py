@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
-from router.devices import GB, Stay, Tenant, check_fits
-from router.residency import MAX_OFFERED, MAX_RETIRING, LoadDemand, ModelPool, Moves
+from router.residency import GB, MAX_OFFERED, MAX_RETIRING, LoadDemand, ModelPool, Moves, Stay, Tenant, check_fits
 
 CALM_S = 10.0
 LIMITS = {"gpu": 10, "cpu": 10}

@@ -19,8 +19,9 @@ from engine.target import SpanInput, SpanOutcome
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
-from router.draft_length import PRICE_STEPS, DraftLengths
-from router.planner import PlannerSettings, StepPlanner
+from router.drafting.length import DraftLengths
+from router.drafting.prices import PRICE_STEPS
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run

@@ -31,11 +31,11 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import TableCost
+from router.drafter.policies import build_policy, keeps_in_step, member_costs
+from router.drafter.router import FALLBACK_COST, Router, SlotReport
+from router.drafter.seats import Fixed
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
-from router.policies import build_policy, keeps_in_step, member_costs
-from router.policies.fixed import Fixed
-from router.router import FALLBACK_COST, Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 

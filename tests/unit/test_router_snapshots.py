@@ -25,8 +25,8 @@ from router.assignment import (
     PoolMember,
     RequestView,
 )
-from router.policies import build_policy
-from router.router import SlotReport
+from router.drafter.policies import build_policy
+from router.drafter.router import SlotReport
 from tests.support.memory_store import MemoryStateStore
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())

@@ -16,8 +16,9 @@ from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from router.cost_model import TableCost
+from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.verification import PassRows, VerificationPolicy, VerifyContext
 from router.plan import SequenceView
-from router.verify_length import VERIFICATION_POLICIES, PassRows, VerificationPolicy, VerifyContext
 from tests.support.verification import a_pass, decoding
 
 A, B = 0, 1

@@ -20,7 +20,7 @@ from deploy.api.keys import ApiKeys
 from deploy.api.metrics_page import Peers
 from deploy.api.outcome import Outcome
 from deploy.api.settings import ApiSettings
-from router.budgets import Budget, Limits
+from router.planning.token_budgets import Budget, Limits
 from tests.support.api import chat_body, model_info, saying, tokenizer
 from tests.support.asgi import CHAT
 from tests.support.scripted import ScriptedClient

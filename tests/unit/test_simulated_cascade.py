@@ -7,8 +7,8 @@ import pytest
 
 from cluster.config import FixedPolicy
 from router.cost_model import TableCost
-from router.planner import StepPlanner
-from router.policies import build_policy
+from router.drafter.policies import build_policy
+from router.planning.planner import StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.cascade import MemberSpec
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate

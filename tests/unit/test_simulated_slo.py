@@ -10,9 +10,9 @@ import pytest
 from cluster.config import FixedPolicy
 from cluster.types import FinishReason, Slo
 from router.cost_model import CostModel, TableCost
+from router.drafter.policies import build_policy
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
-from router.planner import Planner, PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate
 from simulator.synthetic import DrafterFamily, Family

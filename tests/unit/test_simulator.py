@@ -11,8 +11,8 @@ from cluster.config import EpsilonGreedyPolicy, FixedLength, FixedPolicy, HedgeP
 from cluster.types import FinishReason
 from router.assignment import Positions
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.drafter.policies import build_policy
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.lock_step import LockStep
 from simulator.policy_comparison import ORACLE, compete, endless, regret, switching_oracle

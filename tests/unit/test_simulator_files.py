@@ -20,7 +20,7 @@ from drafters import shipped
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
 from router.cost_model import TableCost
-from router.prompt_features import prompt_features
+from router.drafter.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder, read_recording
 from simulator.scenario import Recorded, ServingScenario, read_scenario
 from simulator.serving import read_trace, requests

@@ -21,10 +21,10 @@ from drafters.replay import Recording
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.draft_length import build_draft_lengths
+from router.drafter.policies import build_policy
+from router.drafting.policies import build_draft_lengths
 from router.plan import StepPlan
-from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.recording import Recorder
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.cost_model import TableCost
+from router.drafting.verification import MIN_CHUNK_LEN
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
-from router.planner import PlannerSettings, StepPlanner
-from router.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
-from router.verify_length import MIN_CHUNK_LEN
+from router.planning.planner import PlannerSettings, StepPlanner
+from router.planning.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
 from tests.support.verification import RowsAttend
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row

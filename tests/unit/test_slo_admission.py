@@ -7,11 +7,11 @@ import pytest
 
 from cluster.slo import MAX_CLASSES, OTHER, Attainment, SloCounts, summed
 from cluster.types import Slo
-from router.admission import Departures, Load, exceeds_objective, predicted_ttft
 from router.cost_model import TableCost
+from router.drafting.verification import MIN_CHUNK_LEN
 from router.plan import Capacity, SequenceView, SloProgress
-from router.slo import LATE_TOKENS
-from router.verify_length import MIN_CHUNK_LEN
+from router.planning.admission import Departures, Load, exceeds_objective, predicted_ttft
+from router.planning.slo import LATE_TOKENS
 from tests.support.verification import RowsAttend
 
 COST = TableCost((1, 1001), (0.01, 1.01))  # 10 ms, and 1 ms for each further row

@@ -16,7 +16,7 @@ from cluster.config import (
     NgramOptions,
     RouterConfig,
 )
-from router.devices import Stay, Tenant
+from router.residency import Stay, Tenant
 from tests.support.supervision import FAST, PretendedSpawner, eventually
 
 

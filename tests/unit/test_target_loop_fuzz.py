@@ -28,10 +28,8 @@ from engine.request_spans import RequestSpans
 from engine.round import TargetLoop
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost
-from router.draft_length import DRAFT_LENGTHS, build_draft_lengths
-from router.overlap import OVERLAP_POLICIES
-from router.planner import PlannerSettings, StepPlanner
-from router.verify_length import VERIFICATION_POLICIES
+from router.drafting.policies import DRAFT_LENGTHS, OVERLAP_POLICIES, VERIFICATION_POLICIES, build_draft_lengths
+from router.planning.planner import PlannerSettings, StepPlanner
 
 EOS = 256
 MODEL = ModelInfo("tiny", EOS + 1, 512, (EOS,), "tiny")

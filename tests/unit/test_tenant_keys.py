@@ -13,7 +13,7 @@ from cluster.errors import InvalidField
 from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.outcome import Outcome
-from router.budgets import Limits
+from router.planning.token_budgets import Limits
 from tests.support.api import chat_body, saying, serving
 from tests.support.asgi import CHAT
 from tests.support.tenants import auth, limited

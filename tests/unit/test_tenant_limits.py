@@ -16,7 +16,7 @@ from deploy.api.errors import ApiError
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
-from router.budgets import Limits
+from router.planning.token_budgets import Limits
 from tests.support.api import MODEL, chat_body, completion_body, finishing, saying, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import Step

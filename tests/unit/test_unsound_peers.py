@@ -29,8 +29,8 @@ from drafters.registry import make_drafter
 from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
-from router.policies import build_policy
-from router.router import Router, SlotReport
+from router.drafter.policies import build_policy
+from router.drafter.router import Router, SlotReport
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.quick import first
 from tests.support.simulated_cluster import SimulatedCluster, random_requests

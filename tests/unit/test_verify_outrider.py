@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from router.cost_model import TableCost
-from router.verify_length import ranking
-from router.verify_length.outrider import OutriderVerification
+from router.drafting import ranking
+from router.drafting.verification_rule import OutriderVerification
 from tests.support.verification import COMMITTED_LEN, Drawn, RowsAttend, a_pass, decide, decoding, passes
 
 KNEE = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))

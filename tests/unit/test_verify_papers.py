@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from router.cost_model import TableCost
+from router.drafting.policies import VERIFICATION_POLICIES
 from router.plan import SequenceView
-from router.verify_length import VERIFICATION_POLICIES
 from tests.support.verification import Drawn, a_pass, decide, decoding, passes
 
 # Throughput with the n likeliest of these tokens: 2/1, 2.9/1.1 = 2.64, 3.53/1.25 = 2.82, 4.03/1.6 = 2.52, 4.13/2 = 2.07

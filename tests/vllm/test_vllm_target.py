@@ -24,7 +24,7 @@ from engine.target import LoadedTarget, SpanInput
 from engine.target_probe import TargetProbe
 from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
-from router.planner import PlannerSettings, StepPlanner
+from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.target_driver import Drafts, play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model

@@ -1,0 +1,1 @@
+"""Which drafter a request gets: policies, matching, and the slot of the router."""

@@ -1,0 +1,1 @@
+"""How far to draft, how much to verify, and when: rules, prices and overlap."""

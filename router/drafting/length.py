@@ -1,0 +1,118 @@
+"""What a draft-length policy reads, returns and learns from; the base of the policies; and the two without estimates."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+
+from cluster.config import DEFAULT_DRAFT_LEN, FixedLength, ThresholdLength
+from cluster.fast_dataclass import record
+from cluster.types import Commit, StopRule
+from router.assignment import drafter_of
+from router.cost_model import CostModel
+from router.drafting.prices import PRICE_STEPS, QuotedPrice
+from router.estimates.drafter_stats import Judgement
+from router.plan import DraftBudget, DrafterView, SequenceView
+from router.planning.slo import NO_LIMITS, RoundLimits
+
+_PRICE_SHARE = 0.1  # a quoted row price stays while the true one is so near
+
+
+@record
+class BatchState:
+    """What a policy reads beside the sequences."""
+
+    cost: CostModel
+    drafters: Mapping[str, DrafterView] = field(default_factory=dict)  # those that are linked and draft for a request
+    row_price: float = 0.0  # in tokens, as `prices.row_price`
+    tokens_per_s: float | None = None  # that the present batch decodes; None: not known yet
+    num_micro_batches: int = 1  # of the present plan; with more than one, drafts are made while others are verified
+    limits: RoundLimits = NO_LIMITS  # what the objectives of decoding requests leave a round
+    partition: str = ""  # compute partition of the drafters in the target's process; "": they have none of their own
+
+
+@record
+class PassFeedback:
+    """What came of a pass that sampled."""
+
+    commits: Sequence[Commit]
+    judgements: Mapping[
+        str, Judgement
+    ]  # by request: the verdict on the proposal that it had; none of those with nothing to teach
+    pass_s: float
+    round_s: float  # from the pass before to the end of this one: also what was waited for drafts
+
+
+class DraftLengths:
+    """The base of the policies: budgets by drafter, the same for all its requests. It drafts as far as the drafter can, and
+    ends drafts where a row does not pay.
+
+    A policy is pure: no clock, no randomness without a seed. It overrides ``budget_of`` (one budget per drafter), or
+    ``budgets`` (one per request), and ``learn``.
+
+    Args:
+        max_lens: the longest proposal of each configured drafter.
+    """
+
+    def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
+        self._max_lens = dict(max_lens or {})
+        self._row_price = QuotedPrice(_PRICE_SHARE, 1 / PRICE_STEPS)
+        self._last: dict[str, DraftBudget] = {}  # equal budgets are one object: comparing them is quick
+
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+        """Of each request that has a drafter, for the proposal after the next pass. A budget of 0 tokens is plain decoding:
+        nothing is drafted, awaited or verified, and the drafter stays in step."""
+        self._row_price.follow(round(batch.row_price * PRICE_STEPS) / PRICE_STEPS)
+        of_drafter: dict[str, DraftBudget] = {}
+        budgets = {}
+        for sequence in sequences:
+            drafter = sequence.drafter
+            if drafter is not None:
+                budget = of_drafter.get(drafter)
+                if budget is None:
+                    budget = self.budget_of(drafter, batch)
+                    last = self._last.get(drafter)
+                    budget = of_drafter[drafter] = last if last == budget and last is not None else budget
+                budgets[sequence.request_id] = budget
+        self._last = of_drafter
+        return budgets
+
+    def learn(self, feedback: PassFeedback) -> None:
+        """Once for each pass that sampled."""
+
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
+        return DraftBudget(self.max_len(drafter), self.row_price)
+
+    @property
+    def row_price(self) -> float:
+        """As quoted to drafters."""
+        return self._row_price.value
+
+    def max_len(self, drafter: str) -> int:
+        return self._max_lens.get(drafter_of(drafter), DEFAULT_DRAFT_LEN)
+
+
+def decoding(sequences: Iterable[SequenceView]) -> list[SequenceView]:
+    """Those whose prompt is computed."""
+    return [s for s in sequences if s.running and s.committed_len - s.computed_len == 1]
+
+
+class Fixed(DraftLengths):
+    """``num_tokens`` for every request, or what its drafter can; a row costs nothing."""
+
+    def __init__(self, config: FixedLength, max_lens: Mapping[str, int]) -> None:
+        super().__init__(max_lens)
+        self._num_tokens = config.num_tokens
+
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
+        return DraftBudget(min(self._num_tokens, self.max_len(drafter)))
+
+
+class Threshold(DraftLengths):
+    """As assisted generation in Hugging Face's transformers stops (`assistant_confidence_threshold`). The drafter decides
+    after each token, by its own confidence; a row costs nothing."""
+
+    def __init__(self, config: ThresholdLength, max_lens: Mapping[str, int]) -> None:
+        super().__init__(max_lens)
+        self._stop = StopRule(min_confidence=config.min_confidence)
+
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
+        return DraftBudget(self.max_len(drafter), stop=self._stop)

@@ -1,0 +1,167 @@
+"""FASER's adaptive drafting (section 4.1): a length for each request by GP-LCB over a sliding window.
+
+    s_n = argmin over s of mu(s; b, r) - sqrt(beta_n) sigma(s; b, r)                                    (3)
+    J(s; b, r) = T(s, b, r) / (s a + epsilon)                                                           (4)
+
+J: seconds per committed token of a round with s draft tokens, of which the share a was accepted, in a batch of b and a
+compute partition r. mu, sigma: posterior of a Gaussian process over the last rounds of the request.
+
+Where this differs from the paper:
+
+- epsilon is 1, the bonus token, which every round commits. With a small epsilon, a round without an accepted token costs
+  orders of magnitude more than any other, and the process fits those rounds alone.
+- The paper leaves kernel and beta open: a squared exponential in s and log2 b, partitions apart; beta_n = 0.2 log(2 n)
+  (Kandasamy et al., 2015).
+- Posteriors are updated for at most MAX_UPDATES requests a round, in turn: others keep their length for some rounds.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import log2, sqrt
+
+import numpy as np
+
+from cluster.config import FaserLength
+from router.drafter.matching import Floats
+from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
+from router.plan import DraftBudget, SequenceView
+
+MAX_UPDATES = 4
+_LEN_SCALE = 2.0  # of the kernel, draft tokens
+_BATCH_SCALE = 1.0  # of the kernel, doublings of the batch
+_NOISE = 1.0  # variance of a round's J about its mean, in units of the variance of all
+_BETA = 0.2
+_SLACK = 256  # requests that may be remembered beyond twice the live ones
+
+
+@dataclass(slots=True)
+class _Arms:
+    """The bandit of one request. Rounds: length, log2 of the batch, J."""
+
+    drafter: str
+    length: int  # chosen
+    drafted_len: int  # chosen for the proposal under way
+    rounds: dict[str, deque[tuple[float, float, float]]] = field(default_factory=dict)  # by partition
+    num_rounds: int = 0
+
+
+class Faser(DraftLengths):
+    """``max_lens`` as of the base."""
+
+    def __init__(self, config: FaserLength, max_lens: Mapping[str, int] | None = None) -> None:
+        super().__init__(max_lens)
+        self._window = config.window
+        self._arms: dict[str, _Arms] = {}
+        self._due: dict[str, None] = {}  # requests with new rounds, oldest first
+        self._num_decoding, self._partition = 1, ""
+        self._of_length: dict[int, DraftBudget] = {}
+
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+        sequences = list(sequences)
+        self._num_decoding, self._partition = max(1, len(decoding(sequences))), batch.partition
+        self._choose()
+        if len(self._arms) > 2 * len(sequences) + _SLACK:  # some were aborted
+            live = {sequence.request_id for sequence in sequences}
+            self._arms = {key: arms for key, arms in self._arms.items() if key in live}
+            self._due = {key: None for key in self._due if key in live}
+        of_length = self._of_length
+        budgets = {}
+        for sequence in sequences:
+            if sequence.drafter is not None:
+                length = self._length(sequence.request_id, sequence.drafter)
+                budget = of_length.get(length)
+                if budget is None:
+                    budget = of_length[length] = DraftBudget(length)
+                budgets[sequence.request_id] = budget
+        return budgets
+
+    def learn(self, feedback: PassFeedback) -> None:
+        log_batch = log2(self._num_decoding)
+        for commit in feedback.commits:
+            request_id = commit.request_id
+            arms, judgement = self._arms.get(request_id), feedback.judgements.get(request_id)
+            if arms is None:
+                continue
+            if commit.finish is not None:
+                del self._arms[request_id]
+                self._due.pop(request_id, None)
+            elif judgement is not None and judgement.drafter == arms.drafter:
+                rounds = arms.rounds.get(self._partition)
+                if rounds is None:
+                    rounds = arms.rounds[self._partition] = deque(maxlen=self._window)
+                # The committed tokens are s a and the bonus token.
+                rounds.append((arms.drafted_len, log_batch, feedback.round_s / max(1, len(commit.token_ids))))
+                arms.num_rounds += 1
+                arms.drafted_len = arms.length
+                self._due[request_id] = None
+
+    def _length(self, request_id: str, drafter: str) -> int:
+        arms = self._arms.get(request_id)
+        if arms is None or arms.drafter != drafter:
+            first = max(1, self.max_len(drafter) // 2)  # nothing is known of it
+            arms = self._arms[request_id] = _Arms(drafter, first, first)
+            self._due.pop(request_id, None)
+        return arms.length
+
+    def _choose(self) -> None:
+        """Anew for the next MAX_UPDATES requests with new rounds."""
+        due = [self._arms[request_id] for request_id in islice(self._due, MAX_UPDATES)]
+        for request_id in list(islice(self._due, MAX_UPDATES)):
+            del self._due[request_id]
+        due = [arms for arms in due if arms.rounds.get(self._partition)]
+        if not due:
+            return
+        longest = [self.max_len(arms.drafter) for arms in due]
+        tried = [list(arms.rounds[self._partition]) for arms in due]
+        bounds = lower_bounds(tried, max(longest), log2(self._num_decoding), [arms.num_rounds for arms in due])
+        for arms, length, row in zip(due, longest, bounds, strict=True):
+            arms.length = 1 + int(np.argmin(row[:length]))
+
+
+def lower_bounds(
+    tried: Sequence[Sequence[tuple[float, float, float]]], longest: int, log_batch: float, num_rounds: Sequence[int]
+) -> Floats:
+    """(requests, longest): mu - sqrt(beta_n) sigma of lengths 1 .. ``longest``, in standard deviations of J.
+
+    Args:
+        tried: rounds of each request, at least one: length, log2 of the batch, J.
+        log_batch: of the present batch.
+        num_rounds: n of each request.
+    """
+    cells = [_cells(rounds) for rounds in tried]
+    num = max(map(len, cells))
+    data = np.zeros((len(tried), num, 4))  # length, log2 of the batch, standardised J, rounds
+    for i, of_request in enumerate(cells):
+        data[i, : len(of_request)] = of_request
+    lens, log_batches, targets, counts = (data[..., k] for k in range(4))
+    is_round = (counts > 0).astype(np.float64)
+    among = _kernel(lens[:, :, None] - lens[:, None, :], log_batches[:, :, None] - log_batches[:, None, :])
+    among *= is_round[:, :, None] * is_round[:, None, :]
+    among += np.eye(num) * (_NOISE / np.maximum(counts, 1.0))[:, :, None]
+    candidates = np.arange(1.0, longest + 1)
+    towards = _kernel(lens[:, :, None] - candidates, (log_batches - log_batch)[:, :, None]) * is_round[:, :, None]
+    solved = np.linalg.solve(among, np.concatenate([targets[:, :, None], towards], axis=2))
+    mean = np.einsum("rnm,rn->rm", towards, solved[:, :, 0])
+    variance = np.maximum(1.0 - np.einsum("rnm,rnm->rm", towards, solved[:, :, 1:]), 0.0)
+    betas = _BETA * np.log(2.0 * np.array(num_rounds))
+    bounds: Floats = mean - np.sqrt(betas[:, None] * variance)
+    return bounds
+
+
+def _cells(rounds: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float, float]]:
+    """Rounds of one length and octave of the batch as one: length, octave, mean standardised J, and their number."""
+    costs = [cost for _, _, cost in rounds]
+    mean = sum(costs) / len(costs)
+    spread = max(sqrt(sum([(cost - mean) ** 2 for cost in costs]) / len(costs)), 1e-9)
+    sums: dict[tuple[float, int], tuple[float, int]] = {}
+    for length, log_batch, cost in rounds:
+        total, num = sums.get((length, round(log_batch)), (0.0, 0))
+        sums[length, round(log_batch)] = total + cost, num + 1
+    return [(length, octave, (total / num - mean) / spread, num) for (length, octave), (total, num) in sums.items()]
+
+
+def _kernel(lens: Floats, log_batches: Floats) -> Floats:
+    kernel: Floats = np.exp(-0.5 * ((lens / _LEN_SCALE) ** 2 + (log_batches / _BATCH_SCALE) ** 2))
+    return kernel

@@ -1,0 +1,83 @@
+"""TurboSpec (Liu et al., arXiv 2406.14066): the one length for the batch that maximises its goodput, drafted and verified.
+
+    goodput(k) = sum over requests of (1 - a^(k+1)) / (1 - a)  /  (draft time of k tokens + verification time)
+
+a: acceptance of a draft token, a moving average; here one for each drafter. The numerator counts the bonus tokens.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from router.assignment import drafter_of
+from router.cost_model import CostModel
+from router.drafting.length import BatchState, DraftLengths, decoding
+from router.drafting.ranking import padded_one
+from router.drafting.verification import PassRows, VerifyContext, survivals
+from router.plan import UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
+
+
+class TurboSpec(DraftLengths):
+    """A length of 0 is among the candidates. A draft time that is not in the profile is taken from the drafter's replies, as
+    proportional to the length. Every second of drafting counts, as in the paper."""
+
+    _best_len = 0
+
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+        sequences = list(sequences)
+        self._best_len = self._argmax(decoding(sequences) or sequences, batch)
+        return super().budgets(sequences, batch)
+
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
+        return DraftBudget(min(self._best_len, self.max_len(drafter)))
+
+    def _argmax(self, ready: list[SequenceView], batch: BatchState) -> int:
+        num_of = Counter(sequence.drafter for sequence in ready)
+        longest = max((self.max_len(drafter) for drafter in num_of if drafter is not None), default=0)
+        context = sum(sequence.committed_len for sequence in ready)
+        best, best_goodput = 0, 0.0
+        for length in range(longest + 1):
+            tokens, num_rows, draft_s = 0.0, 0, 0.0
+            for drafter, num in num_of.items():
+                own_len = 0 if drafter is None else min(length, self.max_len(drafter))
+                num_rows += num * (own_len + 1)
+                tokens += num
+                if drafter is not None and own_len:
+                    view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
+                    tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
+                    draft_s = max(draft_s, self._draft_s(drafter, view, num, own_len, batch.cost))
+            goodput = tokens / (draft_s + batch.cost.step_s(num_rows, context))
+            if goodput > best_goodput:
+                best, best_goodput = length, goodput
+        return best
+
+    def _draft_s(self, drafter: str, view: DrafterView, num: int, length: int, cost: CostModel) -> float:
+        measured_s = cost.draft_s(drafter_of(drafter), num, length)
+        return view.reply_s * length / self.max_len(drafter) if measured_s is None else measured_s
+
+
+class GoodputVerification:
+    """The length k that maximises the batch's expected tokens per second; a shorter proposal is verified whole.
+
+    TurboSpec (arXiv 2406.14066), whose goodput is generated tokens over the time of the step. There the acceptance rate is
+    one moving average; here it is the survival of each token.
+    """
+
+    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+        if not ready:
+            return PassRows([], context.num_prompt_tokens)
+        proposals = survivals(ready, context)
+        capacity, limit_s = context.capacity, context.limit_s
+        table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
+        num_rows, expected = len(ready), float(len(ready))
+        best, best_rate = 0, expected / table.at(padded_one(num_rows, capacity.prepared_rows))
+        for position in range(max(map(len, proposals))):
+            reached = [survival[position] for survival in proposals if len(survival) > position]
+            num_rows += len(reached)
+            expected += sum(reached)
+            seconds = table.at(padded_one(num_rows, capacity.prepared_rows))
+            if num_rows > capacity.max_pass_tokens or (limit_s is not None and seconds > limit_s):
+                break
+            if expected / seconds > best_rate:
+                best, best_rate = position + 1, expected / seconds
+        lens = [min(best, len(survival)) for survival in proposals]
+        return PassRows(lens, context.num_prompt_tokens)

@@ -1,0 +1,1 @@
+"""What a pass takes: prompts, objectives, admission and fairness."""
