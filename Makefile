@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-nightly | test-clients | check | proto | sbom | audit | lock
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-gpu | test-nightly | test-clients | check | proto | sbom | audit | lock
 # README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -16,7 +16,7 @@ AUDIT_VENV := .venv-audit
 CLIENTS := .clients
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-nightly test-clients check size proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-gpu test-gpu-vllm test-nightly test-clients check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -71,7 +71,7 @@ serve: setup$(if $(ENGINE),-$(ENGINE))
 # Everything that runs on any machine, without nightly tests. Redis tests need a server's program, not a running server. Tests
 # that start no Ray cluster run in two processes; their products are single-threaded (tests/conftest.py). Arguments of pytest:
 # ARGS=-x
-ANYWHERE := not gpu and not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
+ANYWHERE := not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
 EXCLUDED := $(ANYWHERE) and not nightly
 test: test-local test-ray
 
@@ -96,6 +96,15 @@ test-ray: setup $(VENV)/.dev
 test-vllm: setup-vllm
 	$(VLLM_VENV)/bin/python -m pytest -m 'vllm and not nightly' -W default --durations 10 $(ARGS) \
 	    tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
+
+# On a machine with a GPU, in this checkout, with $(PYTHON) as it is: docs/gpu.md. The report comes into $(OUT).
+OUT ?= build/gpu
+test-gpu:
+	$(PYTHON) -m tests.gpu --out $(OUT)
+
+test-gpu-vllm:
+	$(PYTHON) -m tests.gpu --engine vllm --out $(OUT)
+	$(PYTHON) -m pytest -m 'vllm and not nightly' -W default $(ARGS) tests/vllm tests/contract/test_target.py
 
 # The dashboard of a real server in headless Chromium, which must be installed. ARGS=... goes to pytest.
 test-browser: setup $(VENV)/.browser

@@ -16,13 +16,11 @@ from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
-from engine.grammar.compiling import known_grammars
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import GumbelArgmax, Ops, TorchOps
-from engine.tensor_parallel.leader import LeadingTarget
 from engine.tensor_parallel.ranks import ModelRanks, RankGroup
 from engine.tensor_parallel.sharding import shard_of
 
@@ -164,6 +162,10 @@ def load_target(
         ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``Follower``).
         end_ranks: as of ``LeadingTarget``.
     """
+    # Here, since a process that only drafts needs neither xgrammar nor protobuf.
+    from engine.grammar.compiling import known_grammars
+    from engine.tensor_parallel.leader import LeadingTarget
+
     model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
     largest = model.config if ranks is None else shard_of(model.config, 0, ranks.num_ranks).config_of(model.config)

@@ -19,6 +19,8 @@ from engine.models.config import load_config
 from engine.models.weights import open_weights
 from profiler.calibration import Calibration, TemperatureScaling
 
+CPU = torch.device("cpu")
+
 
 def target_rows(folder: Path) -> TargetRows:
     with open_weights(folder, load_config(folder), torch.float32) as weights:
@@ -114,6 +116,7 @@ def make_dspark(
     model: CausalModel | None = None,
     int8: bool = False,
     with_margins: Mapping[float, TemperatureScaling] | None = None,
+    device: torch.device = CPU,
 ) -> WithFeatures:
     from drafters.dspark.backbone import Backbone
     from drafters.dspark.checkpoint import load_network
@@ -122,11 +125,10 @@ def make_dspark(
     from engine.sampling import Sampler
 
     network = load_network(folder, target_rows(target_folder))
-    device = torch.device("cpu")
     sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
     calibration = Calibration({0.0: TemperatureScaling(tuple(temperatures))}, with_margins or {})
     sequential = SequentialStage(network, torch.float32, device, sampler, min_survival, int8=int8)
     backbone = Backbone(network, torch.float32, device, int8=int8)
-    features = PrefixFeatures(model or load_model(target_folder, "float32"), network.config.target_layer_ids)
+    features = PrefixFeatures(model or load_model(target_folder, "float32", device.type), network.config.target_layer_ids)
     drafter = DSparkDrafter(backbone, sequential, features, calibration, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
     return WithFeatures(drafter, features)

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from engine.target import LoadedTarget
 
@@ -21,9 +22,10 @@ def make_vllm(
     feature_layers: Sequence[int] = (),
     num_ranks: int = 1,
     kv_cache_bytes: int | None = None,
+    dtype: str = "float32",
     **more: Any,
 ) -> LoadedTarget:
-    """A `VllmTarget` in fp32, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM.
+    """A `VllmTarget` on a GPU where there is one, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM.
 
     Args:
         num_blocks: of the KV cache, where the model is one that the native engine reads, too; else ``kv_cache_bytes``.
@@ -40,7 +42,8 @@ def make_vllm(
 
     if kv_cache_bytes is None:
         kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4) // num_ranks
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks, more=more)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    limits = VllmLimits(dtype, MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks, device, more=more)
     return VllmTarget(folder, limits, (EOS,), feature_layers)
 
 

@@ -1,7 +1,6 @@
 """The CUDA kernels, interpreted on the CPU: what they compute, not how fast. Skipped where Triton is not installed."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,18 @@ from drafters.dspark import backbone
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine.batch_layout import lay_out
-from engine.cuda import graphs
 from engine.cuda.graphs import GraphedModel
 from engine.cuda.ops import CudaOps
-from engine.forward import PackedSpan, PassStates
+from engine.forward import PackedSpan
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
-from engine.ops import HeadNorms, Ops, TorchOps
+from engine.ops import Ops, TorchOps
 from tests.support.device_transfers import DeviceTransfers
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
+from tests.support.operator_parity import check_operators, config_of
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
-from tests.support.triton_aot import Case
+from tests.support.recorded_graphs import use_recorded_graphs
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +42,6 @@ def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
         compute_in_pieces(model, sequences, model.new_cache(num_blocks, BLOCK_LEN), random.Random(2))
         logits.append(torch.cat([torch.cat(sequence.logits) for sequence in sequences]))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
-
-
-def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> DecoderConfig:
-    return Case("", "", head_dim, (num_heads, num_kv_heads), BLOCK_LEN, qk_norm, 72).config
 
 
 @pytest.fixture(autouse=True)
@@ -74,32 +69,7 @@ def test_each_operator_gives_what_plain_torch_gives(
     dtype: torch.dtype, head_dim: int, heads: tuple[int, int], qk_norm: bool
 ) -> None:
     config = config_of(head_dim, *heads, qk_norm)
-    generator = torch.Generator().manual_seed(head_dim)
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    table = np.array([3, 0, 2], np.int32)
-    spans = [PackedSpan(37, (0,) * 5, table), PackedSpan(0, (0,), np.array([1], np.int32))]
-    layout = lay_out(spans, BLOCK_LEN, torch.tensor(inverse_frequencies(config)), torch.device("cpu"))
-    history = KvCache.allocate(config, 4, dtype, torch.device("cpu"), BLOCK_LEN)
-    history.keys.copy_(rand(*history.keys.shape))
-    history.values.copy_(rand(*history.values.shape))
-    residual, delta, weight = rand(6, config.hidden_size), rand(6, config.hidden_size).to(dtype), rand(config.hidden_size)
-    qkv = rand(6, config.q_size + 2 * config.kv_size).to(dtype)
-    norms = HeadNorms(rand(head_dim), rand(head_dim)) if qk_norm else None
-    gate_up = rand(6, 2 * config.intermediate_size).to(dtype)
-    results = []
-    for ops in (CudaOps(config, dtype), TorchOps(config, dtype)):
-        own = residual.clone()
-        keys, values = history.keys[0].clone(), history.values[0].clone()
-        queries = ops.rotate_and_store(qkv, norms, layout, keys, values)
-        attended = ops.attention(queries, layout, keys, values)
-        results.append([ops.add_norm(own, delta, weight), own, queries, keys, values, attended, ops.gate(gate_up)])
-    exact = dtype == torch.float32
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 2e-2)
+    check_operators(CudaOps(config, dtype), config, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -119,33 +89,9 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: torch.dtype) -
     assert torch.equal(*attended)
 
 
-class Recorded:
-    """A graph that computes again what was recorded, into the same tensors."""
-
-    def __init__(self, compute: Callable[[], PassStates], outputs: PassStates) -> None:
-        self._compute, self._outputs = compute, outputs
-
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
-
-    def replay(self) -> None:
-        for old, new in zip(self._outputs, self._compute(), strict=True):
-            old.copy_(new)
-
-
 @pytest.fixture
 def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Graphs without a device: a list with the rows of each that was recorded."""
-    rows = []
-
-    def record(compute: Callable[[], PassStates], device: torch.device, pool: object) -> tuple[Recorded, PassStates]:
-        outputs = compute()
-        rows.append(len(outputs[0]))
-        return Recorded(compute, outputs), outputs
-
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(graphs, "PADDED_ROWS", (1, 2, 4, 8))  # the interpreter is slow
-    return rows
+    return use_recorded_graphs(monkeypatch.setattr)
 
 
 def test_replayed_passes_give_what_plain_ones_give(tiny_model_folder: Path, num_recorded: list[int]) -> None:

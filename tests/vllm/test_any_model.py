@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
@@ -69,6 +70,7 @@ def plain_tokens(folder: Path) -> list[list[int]]:
         max_num_batched_tokens=256,
         block_size=BLOCK_LEN,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
+        **({"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}),
     )
     greedy = VllmSamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], greedy, use_tqdm=False)

@@ -1,0 +1,348 @@
+"""The CUDA path against references, on the device. A check takes the place and an empty folder, and raises."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from drafters.dspark.backbone import Backbone
+from drafters.dspark.checkpoint import load_network
+from drafters.protocol import Demand
+from drafters.small_model import Question, SmallModel
+from engine import factory
+from engine.batch_layout import PackedSpan, pack
+from engine.cuda.ops import CudaOps
+from engine.device import to_device, to_host
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.native import NativeLimits, NativeTarget
+from engine.noise import gumbel, noise_keys
+from engine.ops import TorchOps
+from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.target import SpanInput
+from engine.tensor_parallel.group import NcclRanks
+from tests.gpu.place import Place
+from tests.gpu.skipped import Skipped
+from tests.support.dspark import make_dspark, target_rows, write_dspark
+from tests.support.families import FAMILIES, write_family
+from tests.support.operator_parity import check_operators, config_of
+from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
+from tests.support.target_driver import play
+from tests.support.tiny_model import write_tiny_model
+from tests.support.triton_aot import DTYPES, Case
+
+Check = Callable[[Place, Path], None]
+PLAIN = SamplingParams(max_tokens=64)
+EDITED = replace(PLAIN, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.1, logit_bias=((3, 2.0),))
+SAMPLINGS = (
+    PLAIN,
+    replace(PLAIN, temperature=0.0),
+    replace(PLAIN, top_p=0.9),
+    replace(PLAIN, top_p=0.999, temperature=2.0),
+    replace(PLAIN, top_k=20, top_p=0.8, min_p=0.02),
+    replace(EDITED, min_tokens=3, bad_words=((9,), (5, 11))),
+    replace(EDITED, temperature=0.0, allowed_token_ids=tuple(range(0, 250, 3))),
+)
+
+
+def loaded(place: Place, folder: Path, dtype: str = "float32") -> CausalModel:
+    with place.loading() as device:
+        return load_model(folder, dtype, device)
+
+
+def kernels_launch(place: Place, folder: Path) -> None:
+    """Of every dtype, head size and block length."""
+    for dtype, head_dim, block_len in product(DTYPES, (64, 80, 96, 128, 256), (16, 32, 64) if place.is_gpu else ()):
+        config = Case(0, dtype, head_dim, (8, 2), block_len, True, 512).config
+        ops = factory.make_ops(config, DTYPES[dtype], place.device, block_len=block_len)
+        assert isinstance(ops, CudaOps), (dtype, head_dim, block_len)
+    if not place.is_gpu:
+        raise Skipped("the interpreter compiles nothing")
+
+
+def operators_equal_plain_torch(place: Place, folder: Path) -> None:
+    shapes = ((64, 4, 4, False), (80, 6, 2, True), (96, 3, 1, False), (128, 32, 4, True), (256, 2, 1, True))
+    for shape, dtype in product(shapes if place.is_gpu else shapes[:2], place.dtypes):
+        config = config_of(*shape)
+        check_operators(CudaOps(config, dtype), config, dtype, place.device)
+
+
+def computed(model: CausalModel, lens: Sequence[int]) -> torch.Tensor:
+    """Logits of random sequences, computed in random pieces: small passes go through graphs, large ones do not."""
+    sequences, num_blocks = random_sequences(model.config.vocab_size, list(lens), random.Random(1))
+    compute_in_pieces(model, sequences, model.new_cache(num_blocks, BLOCK_LEN), random.Random(2))
+    return torch.cat([torch.cat(sequence.logits).cpu() for sequence in sequences])
+
+
+def packed_passes_equal_the_reference(family: str, place: Place, folder: Path) -> None:
+    if not place.is_gpu and family not in ("llama-odd-sizes", "qwen3"):
+        raise Skipped("two families are enough for the interpreter")
+    write_family(family, folder)
+    lens = (1, 7, 33, 64, 150) if place.is_gpu else (1, 5)
+    ours, exact = computed(loaded(place, folder), lens), computed(load_with(TorchOps, folder), lens)
+    torch.testing.assert_close(ours, exact, rtol=1e-3, atol=1e-3)
+
+
+def bfloat16_is_as_exact_as_plain_torch(place: Place, folder: Path) -> None:
+    """Both against fp32: neither loses more than the other by much."""
+    if not place.is_gpu:
+        raise Skipped("the interpreter has no bfloat16")
+    write_family("qwen3", folder)
+    models = (
+        load_with(TorchOps, folder),
+        load_with(TorchOps, folder, torch.bfloat16, "cuda"),
+        loaded(place, folder, "bfloat16"),
+    )
+    exact, plainly, ours = (computed(model, (1, 33, 150)) for model in models)
+    assert (ours - exact).square().mean() <= 1.5 * (plainly - exact).square().mean()
+
+
+def graphs_replay_what_a_plain_pass_computes(place: Place, folder: Path) -> None:
+    """Every padded size, with hidden states, over a context that grows."""
+    write_family("llama", folder)
+    graphed, plain = loaded(place, folder), load_with(CudaOps, folder, device=place.name)
+    assert graphed.padded_rows
+    caches = graphed.new_cache(8, BLOCK_LEN), plain.new_cache(8, BLOCK_LEN)
+    table = np.arange(8, dtype=np.int32)
+    base_len = 0
+    for num_rows in (1, 2, 3, 5, 9, 17, 32, 40, 4) if place.is_gpu else (1, 3, 9, 2):
+        span = PackedSpan(base_len, list(range(num_rows)), table)
+        both = zip((graphed, plain), caches, strict=True)
+        states = [model.forward_with_hidden_states([span], cache, (0, 2)) for model, cache in both]
+        for found, expected in zip(*states, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        base_len += num_rows
+
+
+def stale_values_do_not_spread(place: Place, folder: Path) -> None:
+    """Blocks are handed on as they are, and a sequence before may have overflowed."""
+    write_family("llama", folder)
+    model = loaded(place, folder, "bfloat16" if place.is_gpu else "float32")
+    hidden = []
+    for stale in (0.0, torch.nan):
+        cache = model.new_cache(4, BLOCK_LEN)
+        cache.keys.fill_(stale)
+        cache.values.fill_(stale)
+        hidden.append(model.forward([PackedSpan(0, list(range(5)), np.array([2], np.int32))], cache).clone())
+    assert torch.equal(*hidden)
+
+
+def tied_embeddings_lie_on_the_device_once(place: Place, folder: Path) -> None:
+    write_family("llama-tied", folder)
+    model = loaded(place, folder)
+    addresses = {cell.cell_contents.weight.data_ptr() for cell in model._head.__closure__ or ()}
+    assert model.embedding.data_ptr() in addresses
+
+
+def copies_are_complete_before_they_are_read(place: Place, folder: Path) -> None:
+    """Of pinned buffers whose memory is taken again at once, behind work that keeps the device busy."""
+    span = PackedSpan(0, (1,), np.zeros(1, np.int32))
+    assert pack([span], BLOCK_LEN, torch.ones(4), place.device).buffer.is_pinned() == place.is_gpu
+    rng = np.random.default_rng(0)
+    busy = torch.randn(1024, 1024, device=place.device)
+    for size in (3, 1000, 2**18) * (50 if place.is_gpu else 1):
+        sent = rng.integers(0, 2**40, size)
+        busy = torch.tanh(busy @ busy)
+        there = to_device(sent.copy(), place.device)
+        to_device(np.zeros_like(sent), place.device)
+        assert np.array_equal(to_host(there + 1), sent + 1)
+
+
+def threads_use_the_device_while_graphs_are_captured(place: Place, folder: Path) -> None:
+    write_family("llama", folder)
+    models = [loaded(place, folder) for _ in range(2 if place.is_gpu else 1)]
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def allocate() -> None:
+        size = 2**22 if place.is_gpu else 1
+        try:
+            while not done.is_set():
+                size += 2**21 if place.is_gpu else 1  # never what a freed block has: the driver is asked each time
+                torch.ones(size, device=place.device).sum().item()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def capture(model: CausalModel) -> None:
+        try:
+            model.warm_up(model.new_cache(8, BLOCK_LEN))
+        except RuntimeError as error:
+            errors.append(error)
+
+    allocating = threading.Thread(target=allocate)
+    capturing = [threading.Thread(target=capture, args=(model,)) for model in models]
+    for thread in (allocating, *capturing):
+        thread.start()
+    for thread in capturing:
+        thread.join()
+    done.set()
+    allocating.join()
+    assert not errors, errors
+
+
+def noise_is_that_of_the_cpu(place: Place, folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    keys = torch.from_numpy(noise_keys(rng.integers(0, 2**64, 64, np.uint64), rng.integers(0, 2**20, 64)))[:, None]
+    token_ids = torch.arange(150_000 if place.is_gpu else 500)
+    assert torch.equal(gumbel(keys.to(place.device), token_ids.to(place.device)).cpu(), gumbel(keys, token_ids))
+
+
+def sampling_chooses_what_the_cpu_chooses(place: Place, folder: Path) -> None:
+    vocab_size, num_seeds = (50_001, 50) if place.is_gpu else (300, 1)
+    for dtype, sampling in product(place.dtypes, SAMPLINGS):
+        logits = (3 * torch.randn(4 * num_seeds, vocab_size, generator=torch.Generator().manual_seed(0))).to(dtype)
+        states = [SamplingState(replace(sampling, seed=i), [1, 2, 3], 2) for i in range(num_seeds)]
+        spans = [SampleSpan(state, (4, 5, 6), 4) for state in states]
+        expected = Sampler(vocab_size, (7,)).choose(logits, spans, want_confidences=True)
+        for kernel in (place.sampling_kernel(vocab_size, dtype), None):
+            found = Sampler(vocab_size, (7,), kernel).choose(logits.to(place.device), spans, want_confidences=True)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected], (dtype, sampling)
+            for own, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(own.confidences, other.confidences, rtol=1e-4, atol=1e-12)
+
+
+def sampling_waits_once_and_on_purpose(place: Place, folder: Path) -> None:
+    vocab_size = 50_001 if place.is_gpu else 300
+    sampler = Sampler(vocab_size, (7,), place.sampling_kernel(vocab_size, torch.float32))
+    spans = [SampleSpan(SamplingState(replace(sampling, seed=1), [1, 2, 3], 2), (), 1) for sampling in SAMPLINGS]
+    logits = torch.randn(len(spans), vocab_size, device=place.device)
+    expected = sampler.choose(logits, spans)  # compiles and allocates
+    with place.refusing_waits():
+        assert sampler.choose(logits, spans) == expected
+
+
+def target_of(model: CausalModel) -> NativeTarget:
+    return NativeTarget(model, NativeLimits(32, BLOCK_LEN, 8, 256, 256))
+
+
+def played(engine: NativeTarget, num: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """Answers to prompts of several chunks, with random drafts, requests held and preempted."""
+    rng = random.Random(1)
+    prompts = {str(i): [rng.randrange(1, 250) for _ in range(9 + 23 * i)] for i in range(num)}
+    sampling = {
+        name: replace(SAMPLINGS[i % len(SAMPLINGS)], max_tokens=max_tokens, seed=i, ignore_eos=True)
+        for i, name in enumerate(prompts)
+    }
+    found = play(
+        engine,
+        prompts,
+        sampling,
+        drafts=lambda name, length: [rng.randrange(250) for _ in range(rng.randrange(6))],
+        holds=lambda name, number: rng.random() < 0.2,
+        preempts=lambda name, number: rng.random() < 0.05,
+    )
+    return [found.outputs[name] for name in prompts]
+
+
+def a_target_says_what_one_on_a_cpu_says(place: Place, folder: Path) -> None:
+    """In fp32, greedy and sampled, whatever is drafted, held or preempted."""
+    write_tiny_model(folder / "model", hidden_size=64)
+    size = (7, 24) if place.is_gpu else (2, 2)
+    model = loaded(place, folder / "model")
+    assert isinstance(model.ops, CudaOps)
+    assert played(target_of(model), *size) == played(target_of(load_model(folder / "model", "float32")), *size)
+
+
+def a_pass_is_over_when_execute_returns(place: Place, folder: Path) -> None:
+    target = target_of(loaded(place, write_tiny_model(folder / "model")))
+    request = Request("a", tuple(range(30)), SamplingParams(max_tokens=1), arrival_s=0.0)
+    target.open(request, request.prompt_token_ids)
+    target.execute([SpanInput("a", 0, request.prompt_token_ids, samples=False)])
+    assert not place.is_gpu or torch.cuda.current_stream().query()
+
+
+def a_model_drafts_what_it_drafts_on_a_cpu(place: Place, folder: Path) -> None:
+    write_tiny_model(folder / "model")
+    chosen = []
+    for model in (loaded(place, folder / "model"), load_model(folder / "model", "float32")):
+        small = SmallModel(model, num_blocks=16, vocab_size=model.config.vocab_size, eos_token_ids=(1,))
+        found = []
+        for i, sampling in enumerate(SAMPLINGS if place.is_gpu else SAMPLINGS[2:4]):
+            small.open(str(i), range(3, 20 + i), 4, replace(sampling, seed=i))
+            found += [one.token_ids for one in small.choose([Question(str(i), (9, 8), (7, 6, 5))])]
+        chosen.append(found)
+    assert chosen[0] == chosen[1]
+
+
+def dspark_drafts_what_it_drafts_on_a_cpu(changes: dict[str, Any], place: Place, folder: Path) -> None:
+    """Its parallel stage, and the drafts of the whole."""
+    target = write_tiny_model(folder / "model")
+    write_dspark(folder / "drafter", target, **changes)
+    table = np.arange(4, dtype=np.int32)
+
+    def compute(device: torch.device) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        stage = Backbone(load_network(folder / "drafter", target_rows(target)), torch.float32, device)
+        cache = stage.new_cache(4)
+        features = torch.randn(9, stage.config.feature_size, generator=torch.Generator().manual_seed(0)).to(device)
+        stage.project([PackedSpan(0, (0,) * 9, table)], features, cache)
+        block = (3, *(stage.config.mask_token_id,) * (stage.config.block_size - 1))
+        hidden = stage.run([PackedSpan(9, block, table)], features[-1:], cache).cpu()
+        drafter = make_dspark(folder / "drafter", target, device=device)
+        for i, temperature in enumerate((0.0, 0.8)):
+            drafter.open(str(i), list(range(5, 20)), 9, replace(PLAIN, temperature=temperature, seed=3))
+        return hidden, [tuple(draft.token_ids) for draft in drafter.propose([Demand("0", 5), Demand("1", 5)])]
+
+    hidden, drafts = compute(torch.device("cpu"))
+    with place.loading():
+        found = compute(place.device)
+    torch.testing.assert_close(found[0], hidden, rtol=1e-3, atol=1e-3)
+    assert found[1] == drafts
+    assert all(drafts)
+
+
+def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folder: Path) -> None:
+    """With one rank, all calls of NCCL that several ranks make."""
+    if not place.is_gpu or torch.cuda.device_count() < num_ranks:
+        raise Skipped(f"needs {num_ranks} GPUs")
+    if num_ranks > 1 and not (find_spec("xgrammar") and find_spec("google.protobuf")):
+        raise Skipped("needs xgrammar and protobuf")
+    write_tiny_model(folder / "model", hidden_size=144, num_attention_heads=9, num_key_value_heads=3)
+    whole = played(target_of(load_model(folder / "model", "float32", "cuda")), 6, 24)
+    if num_ranks == 1:
+        ranks = NcclRanks(dist.HashStore(), 0, 1, "127.0.0.1", 60.0, torch.device("cuda", 0))
+        assert played(target_of(load_model(folder / "model", "float32", "cuda", ranks=ranks)), 6, 24) == whole
+        return
+    from engine.tensor_parallel.local import load_over_local_ranks
+
+    options = {"dtype": "float32", "device": "cuda", "kv_cache_bytes": 2**24, "max_model_len": 256}
+    with closing(load_over_local_ranks(num_ranks, folder / "model", options)) as engine:
+        assert played(engine, 6, 24) == whole
+
+
+def _named(check: Any, *case: Any) -> tuple[str, Check]:
+    return " ".join([check.__name__.replace("_", " "), *map(str, case)]), partial(check, *case)
+
+
+CHECKS = [
+    _named(kernels_launch),
+    _named(operators_equal_plain_torch),
+    *(_named(packed_passes_equal_the_reference, family) for family in sorted(FAMILIES)),
+    _named(bfloat16_is_as_exact_as_plain_torch),
+    _named(graphs_replay_what_a_plain_pass_computes),
+    _named(stale_values_do_not_spread),
+    _named(tied_embeddings_lie_on_the_device_once),
+    _named(copies_are_complete_before_they_are_read),
+    _named(threads_use_the_device_while_graphs_are_captured),
+    _named(noise_is_that_of_the_cpu),
+    _named(sampling_chooses_what_the_cpu_chooses),
+    _named(sampling_waits_once_and_on_purpose),
+    _named(a_target_says_what_one_on_a_cpu_says),
+    _named(a_pass_is_over_when_execute_returns),
+    _named(a_model_drafts_what_it_drafts_on_a_cpu),
+    _named(dspark_drafts_what_it_drafts_on_a_cpu, {"shares_embedding": False}),
+    _named(dspark_drafts_what_it_drafts_on_a_cpu, {"anchor_input": True, "anchor_input_rank": 4}),
+    _named(ranks_over_nccl_say_what_one_target_says, 1),
+    _named(ranks_over_nccl_say_what_one_target_says, 2),
+]
