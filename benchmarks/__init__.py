@@ -23,6 +23,7 @@ class Bench:
 
 
 BENCHES = {
+    "arms": Bench("benchmarks.arms", "drafting as routed beside no drafting and each drafter by name, on one server"),
     "burst": Bench("benchmarks.burst", "a live cluster that grows in a burst and shrinks after it, loses nothing"),
     "compare": Bench("benchmarks.compare", "Outrider beside vLLM and llama.cpp over HTTP, in one run"),
     "decisions": Bench("benchmarks.decisions", "time of decisions in a router's slot and a target's round"),

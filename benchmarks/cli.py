@@ -45,7 +45,7 @@ def bench(
         typer.Option("--live", help="routing, policies: on real loops of this machine"),
     ] = False,
     engine: Annotated[
-        Engine, typer.Option(help="invariance: the target's engine; vllm in the environment of `make setup-vllm`")
+        Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
     url: Annotated[
         str | None,

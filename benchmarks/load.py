@@ -26,6 +26,7 @@ class LoadRequest:
     temperature: float = 0.0
     seed: int = 0
     drafting: str = "auto"  # the API's parameter; not used in process
+    cache_salt: str = ""  # likewise; requests of other salts share neither a prefix nor what drafters learn of text
 
 
 @dataclass(slots=True)
@@ -70,7 +71,8 @@ class HttpTarget:
 
     def body(self, ask: LoadRequest) -> dict[str, Any]:
         """Of `/v1/completions`."""
-        return {
+        salt = {"cache_salt": ask.cache_salt} if ask.cache_salt else {}
+        return salt | {
             "model": self.model,
             "prompt": list(ask.prompt_token_ids),
             "max_tokens": ask.max_tokens,

@@ -56,7 +56,7 @@ class BenchOptions:
     - ``recording``: agreement, written by ``record`` and read by ``routing``.
     - ``data``: a folder whose prompts/ provides prompts.
     - ``live``: ``routing`` and ``policies`` with real loops instead of simulation.
-    - ``engine``: of the target of ``invariance``: native or vllm.
+    - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.
     """
 
