@@ -29,7 +29,7 @@ from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
-from router.cost_model import ROWS, CostModel, TableCost
+from router.cost_model import ROWS, CostModel, TableCost, padded
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def load_target(
         cost = _remembered_cost(config, engine) if remembers else measure_cost(engine)
     if config.target.early_exit == "auto" and isinstance(engine, NativeTarget):
         engine.exit_early(EarlyExit(engine.model, cost))
-    return engine, info, OnlineCost(cost)
+    return engine, info, OnlineCost(padded(cost, engine.capacity().prepared_rows))
 
 
 def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:

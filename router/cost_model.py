@@ -1,6 +1,6 @@
 """What a step, a draft and catching up cost, as the planner, the policies, cascades and the simulator see it."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -84,6 +84,42 @@ def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) ->
     """A TableCost from measured (rows, seconds): sorted, and never falling (the running maximum)."""
     rows, seconds = zip(*sorted(points), strict=True)
     return TableCost(rows, tuple(accumulate(seconds, max)), per_context_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCost:
+    """``base`` of a target whose passes are padded to the next of the ``prepared`` numbers of rows, ascending and not empty:
+    each costs what that many cost, in steps. Larger passes are not padded."""
+
+    base: CostModel
+    prepared: tuple[int, ...]
+
+    def step_s(self, num_rows: int, num_context: int) -> float:
+        return self.base.step_s(self._padded(num_rows), num_context)
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        return self.base.prefill_s(self._padded(num_rows), num_context)
+
+    def table(self, num_context: int) -> TableCost:
+        table, last = self.base.table(num_context), self.prepared[-1]
+        firsts = [1, *[size + 1 for size in self.prepared]]  # of each step, and of the passes that are not padded
+        rows = sorted({*firsts, *self.prepared, *[rows for rows in table.rows if rows > last]})
+        return TableCost(tuple(rows), tuple([table.at(self._padded(num)) for num in rows]))
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return self.base.draft_s(drafter, batch, draft_len)
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        return self.base.catch_up_s(drafter, num_tokens)
+
+    def _padded(self, num_rows: int) -> int:
+        at = bisect_left(self.prepared, num_rows)
+        return self.prepared[at] if at < len(self.prepared) else num_rows
+
+
+def padded(cost: CostModel, prepared: tuple[int, ...]) -> CostModel:
+    """``prepared``: as of `router.plan.Capacity`; may be empty."""
+    return PaddedCost(cost, prepared) if prepared else cost
 
 
 def relative_draft_cost(cost: CostModel, drafter: str, draft_len: int) -> float | None:

@@ -13,6 +13,9 @@ MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cu
 FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
 
 _LEAST_GPU_SHARE = 0.01
+# Of passes that are captured: padding adds at most a quarter from 64 rows on, below which rows cost little. vLLM would add
+# as many for batches in which each request has MAX_DRAFT_LEN drafts.
+_GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,21 @@ def engine_arguments(folder: Path, limits: VllmLimits, feature_layers: Sequence[
         # vLLM refuses to start where less than this share of the GPU is free, though the cache's size is given: drafters may
         # be on the same GPU.
         arguments["gpu_memory_utilization"] = _LEAST_GPU_SHARE
-    return {**arguments, **limits.more}
+        arguments["compilation_config"] = {
+            "cudagraph_mode": "FULL_AND_PIECEWISE",  # `engine.vllm.graphs` prefers full ones for any lengths
+            "cudagraph_capture_sizes": [rows for rows in _GRAPH_ROWS if rows <= arguments["max_num_batched_tokens"]],
+        }
+    return {**arguments, **limits.more, **_compilation(arguments, limits.more)}
+
+
+def _compilation(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for and, of the rest, our own."""
+    ours, asked = own.get("compilation_config"), more.get("compilation_config")
+    if ours is None or not isinstance(asked, Mapping):
+        return {}
+    if "max_cudagraph_capture_size" in asked:  # vLLM chooses the sizes up to it
+        ours = {"cudagraph_mode": ours["cudagraph_mode"]}
+    return {"compilation_config": {**ours, **asked}}
 
 
 def check_names(arguments: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from engine.hidden_states import HiddenStateCache
 from engine.target import SpanInput, SpanOutcome
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.executor import RankExecutor
+from engine.vllm.graphs import prepared_rows
 from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
@@ -211,6 +212,7 @@ class VllmTarget:
             max_num_sequences=limits.max_num_sequences,
             max_pass_tokens=limits.max_pass_tokens,
             max_model_len=max_len,
+            prepared_rows=prepared_rows(config.compilation_config, limits.max_pass_tokens),
             max_verify_len=MAX_DRAFT_LEN,
         )
 

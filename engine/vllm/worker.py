@@ -34,6 +34,7 @@ from engine.ops import GumbelArgmax
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
 from engine.vllm.arguments import FEATURE_LAYERS
+from engine.vllm.graphs import capture_any_lengths
 
 EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
 
@@ -218,6 +219,7 @@ class RankWorker:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        capture_any_lengths(self.vllm_config)  # type: ignore[attr-defined]
         target = multiprocessing.parent_process()
         self._is_child = target is not None and self.parallel_config.world_size > 1  # type: ignore[attr-defined]
         if target is not None and self._is_child:

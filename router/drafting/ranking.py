@@ -3,7 +3,6 @@
 Survival never rises along a proposal, so the first n are a prefix of each, and no other n have more expected tokens.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from struct import pack
@@ -11,7 +10,6 @@ from struct import pack
 import numpy as np
 from numpy.typing import NDArray
 
-from router.cost_model import TableCost
 from router.drafting.verification import VerifyContext, survivals
 from router.plan import SequenceView
 
@@ -72,28 +70,9 @@ def throughputs(ready: Sequence[SequenceView], context: VerifyContext, limit_s: 
     room = max(0, context.capacity.max_pass_tokens - len(ready))
     ranking = Ranking(ready, context, room, weighted=False)
     table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
-    seconds = pass_times(table, len(ready), ranking.num_tokens, context.capacity.prepared_rows)
+    seconds = table.at_each(np.arange(len(ready), len(ready) + ranking.num_tokens + 1))
     rates: Floats = np.asarray(ranking.expected) / seconds
     return ranking, rates if limit_s is None else np.where(seconds <= limit_s, rates, -1.0)
-
-
-def pass_times(table: TableCost, first: int, num: int, prepared: tuple[int, ...]) -> Floats:
-    """Of passes of ``first`` rows to ``first + num``, padded to prepared shapes."""
-    return table.at_each(padded(np.arange(first, first + num + 1), prepared))
-
-
-def padded(num_rows: Ints, prepared: tuple[int, ...]) -> Ints:
-    """Numbers of rows that ascend, each at the next prepared shape, if there is one."""
-    num_padded = int(np.searchsorted(num_rows, prepared[-1], side="right")) if prepared else 0
-    if not num_padded:
-        return num_rows
-    shapes = np.asarray(prepared, np.int64)
-    return np.concatenate((shapes[np.searchsorted(shapes, num_rows[:num_padded])], num_rows[num_padded:]))
-
-
-def padded_one(num_rows: int, prepared: tuple[int, ...]) -> int:
-    at = bisect_left(prepared, num_rows)
-    return prepared[at] if at < len(prepared) else num_rows
 
 
 def _lens(flat: Floats, proposal_lens: Sequence[int], least: float, num_first: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from router.cost_model import TableCost
-from router.drafting.ranking import Floats, Ints, Ranking, padded_one, pass_times
+from router.drafting.ranking import Floats, Ints, Ranking
 from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import SequenceView
 
@@ -62,7 +62,7 @@ class OutriderVerification:
 
 def _best(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyContext) -> tuple[int, float]:
     """The number of draft tokens, and the relative gain over none."""
-    seconds = pass_times(table, num_ready, ranking.num_tokens, context.capacity.prepared_rows)
+    seconds = table.at_each(np.arange(num_ready, num_ready + ranking.num_tokens + 1))
     rates = ranking.expected / seconds
     if context.limit_s is not None:
         rates = rates[: max(1, int(np.searchsorted(seconds, context.limit_s, side="right")))]
@@ -71,10 +71,10 @@ def _best(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyCon
 
 
 def _best_of_few(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyContext) -> tuple[int, float]:
-    prepared, limit_s = context.capacity.prepared_rows, context.limit_s
+    limit_s = context.limit_s
     best, best_rate, plain_rate = 0, 0.0, 0.0
     for number, expected in enumerate(ranking.expected):
-        seconds = table.at(padded_one(num_ready + number, prepared))
+        seconds = table.at(num_ready + number)
         rate = float(expected) / seconds
         if not number:
             plain_rate = best_rate = rate
@@ -90,13 +90,12 @@ def _with_prompts(
 ) -> tuple[int, int, float]:
     """Draft tokens, prompt tokens, and the relative gain over no drafts. All numbers of both are compared."""
     num_drafts, num_prompts = ranking.num_tokens, context.num_prompt_tokens
-    prepared, limit_s = context.capacity.prepared_rows, context.limit_s
+    limit_s = context.limit_s
     prompts = _prompt_table(table, context)
     expected = np.asarray(ranking.expected)
-    step_s = table.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
-    sampling_s = step_s - prompts.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
-    layers_s = pass_times(prompts, num_ready, num_drafts + num_prompts, prepared)  # of rows from num_ready on
-    decoding_s = sampling_s + layers_s[: num_drafts + 1]
+    decoding_s = table.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
+    layers_s = prompts.at_each(np.arange(num_ready, num_ready + num_drafts + num_prompts + 1))
+    sampling_s = decoding_s - layers_s[: num_drafts + 1]
     rates = expected / decoding_s
     value = float(rates.max() if limit_s is None else max(rates[0], rates[decoding_s <= limit_s].max(initial=0.0)))
     prompt_value = value * context.cost.prefill_s(num_prompts, 0) / num_prompts

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.drafting.length import BatchState, DraftLengths, decoding
-from router.drafting.ranking import padded_one
 from router.drafting.verification import PassRows, VerifyContext, survivals
 from router.plan import UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
 
@@ -69,12 +68,12 @@ class GoodputVerification:
         capacity, limit_s = context.capacity, context.limit_s
         table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
         num_rows, expected = len(ready), float(len(ready))
-        best, best_rate = 0, expected / table.at(padded_one(num_rows, capacity.prepared_rows))
+        best, best_rate = 0, expected / table.at(num_rows)
         for position in range(max(map(len, proposals))):
             reached = [survival[position] for survival in proposals if len(survival) > position]
             num_rows += len(reached)
             expected += sum(reached)
-            seconds = table.at(padded_one(num_rows, capacity.prepared_rows))
+            seconds = table.at(num_rows)
             if num_rows > capacity.max_pass_tokens or (limit_s is not None and seconds > limit_s):
                 break
             if expected / seconds > best_rate:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from router.cost_model import TableCost
+from router.cost_model import CostModel, TableCost, padded
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.ranking import padded_one
 from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView
 
@@ -46,7 +45,7 @@ def decide(policy: str, batch: Sequence[SequenceView], context: VerifyContext) -
     return VERIFICATION_POLICIES[policy]().rows(batch, context)
 
 
-def a_pass(cost: TableCost, num_prompt_tokens: int = 0, **capacity: object) -> VerifyContext:
+def a_pass(cost: CostModel, num_prompt_tokens: int = 0, **capacity: object) -> VerifyContext:
     limits = replace(CAPACITY, **capacity)  # type: ignore[arg-type]
     return VerifyContext(DRAFTERS, limits, cost, now_s=0.0, num_prompt_tokens=num_prompt_tokens)
 
@@ -60,8 +59,7 @@ class Drawn:
 
     def seconds(self, num_drafts: int, num_prompts: int = 0) -> float:
         cost, num_ready = self.context.cost, len(self.batch)
-        num_rows = padded_one(num_ready + num_drafts + num_prompts, self.context.capacity.prepared_rows)
-        return cost.step_s(num_rows, num_ready * COMMITTED_LEN)
+        return cost.step_s(num_ready + num_drafts + num_prompts, num_ready * COMMITTED_LEN)
 
     def expected(self, lens: Sequence[int]) -> float:
         weight = self.context.weights
@@ -110,10 +108,10 @@ def passes(draw: st.DrawFn, prompts: bool = False) -> Drawn:
     shapes = draw(st.sampled_from([(), (1, 2, 4, 8), (4, 16)]))
     num_prompts = draw(st.integers(1, 40)) if prompts else 0
     room = draw(st.integers(min(16, num_prompts), 60))
-    capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room, prepared_rows=shapes)
+    capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room)
     weights = {"0": draw(st.sampled_from([1.0, 0.5, 3.0]))} if draw(st.booleans()) else {}
     limit_s = draw(st.sampled_from([None, None, 0.01, 0.03, 0.06]))
-    cost = draw(cliff_costs())
+    cost = padded(draw(cliff_costs()), shapes)
     num_prompts = min(num_prompts, room)
     num_due = draw(st.integers(0, num_prompts))
     context = VerifyContext(DRAFTERS, capacity, cost, 0.0, num_prompts, limit_s, weights, num_due, limit_s)

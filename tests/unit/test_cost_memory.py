@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import JsonValue
 
@@ -13,7 +14,8 @@ from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
 from engine.pass_timing import BUDGET_S, CHECK_S, is_too_steep, measure_cost
 from engine.target import SpanInput, SpanOutcome
-from router.cost_model import TableCost
+from profiler.online_cost import OnlineCost
+from router.cost_model import TableCost, padded
 from router.plan import Capacity
 from tests.support.memory_store import MemoryStateStore
 from tests.support.toys import ToyTarget
@@ -177,6 +179,40 @@ def test_the_cliff_behind_the_largest_graph_is_measured() -> None:
     target = GraphedTarget(num_blocks=256, max_pass_tokens=64)
     cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert [cost.step_s(rows, 0) for rows in (1, 4, 5, 6)] == pytest.approx([0.0001, 0.0001, 0.01, 0.01])
+
+
+class SteppedTarget(SlowTarget):
+    """Passes of up to 16 rows are padded to the next of five graphs."""
+
+    SIZES = (1, 2, 4, 8, 16)
+
+    @classmethod
+    def true_s(cls, num_rows: int) -> float:
+        return next((0.01 + 0.001 * size for size in cls.SIZES if size >= num_rows), 0.05 + 0.001 * num_rows)
+
+    def execute(self, spans):  # type: ignore[no-untyped-def]
+        num_rows = sum(len(span.token_ids) for span in spans)
+        outcomes = super().execute(spans)
+        self.now_s += self.true_s(num_rows) - num_rows
+        return outcomes
+
+    def capacity(self) -> Capacity:
+        return replace(super().capacity(), prepared_rows=self.SIZES)
+
+
+def test_a_pass_costs_what_its_graph_costs() -> None:
+    """Nor do passes between two sizes correct the model: between its points a measured table would be too low."""
+    target, rows = SteppedTarget(num_blocks=256, max_pass_tokens=64), range(1, 33)
+    measured = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    cost = padded(measured, target.capacity().prepared_rows)
+    true_s = [target.true_s(num) for num in rows]
+    assert [cost.step_s(num, 0) for num in rows] == pytest.approx(true_s)
+    assert [cost.table(1000).at(num) for num in rows] == pytest.approx([cost.step_s(num, 1000) for num in rows])
+    assert cost.table(0).at_each(np.array(rows)) == pytest.approx(true_s)
+    online = OnlineCost(cost)
+    for num in (3, 5, 9, 13) * 20:
+        online.observe(num, 0, target.true_s(num))
+    assert [online.step_s(num, 0) for num in rows] == pytest.approx(true_s)
 
 
 class DisturbedTarget(ToyTarget):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from router.cost_model import TableCost
+from router.cost_model import TableCost, padded
 from router.drafting import ranking
 from router.drafting.verification_rule import OutriderVerification
 from tests.support.verification import COMMITTED_LEN, Drawn, RowsAttend, a_pass, decide, decoding, passes
@@ -147,8 +147,8 @@ def test_rows_fill_the_prepared_shape_that_is_paid_for() -> None:
     linear = TableCost((1, 64), (0.02, 0.146))
     batch = [decoding("a", (0.6, 0.4, 0.1, 0.01, 0.005))]
     assert decide("outrider", batch, a_pass(linear)).verify_lens == [2]
-    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 2, 4, 8))).verify_lens == [3]
-    assert decide("outrider", batch, a_pass(linear, prepared_rows=(1, 6))).verify_lens == [5]
+    assert decide("outrider", batch, a_pass(padded(linear, (1, 2, 4, 8)))).verify_lens == [3]
+    assert decide("outrider", batch, a_pass(padded(linear, (1, 6)))).verify_lens == [5]
 
 
 def test_the_budget_falls_as_the_load_rises() -> None:

@@ -1,5 +1,6 @@
 """What vLLM's engine is told, without vLLM."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ def test_only_a_cpu_computes_eagerly() -> None:
     assert engine_arguments(Path("model"), limits("cpu"))["enforce_eager"] is True
     assert engine_arguments(Path("model"), limits("cuda"))["enforce_eager"] is False
     assert engine_arguments(Path("model"), limits("cuda", enforce_eager=True))["enforce_eager"] is True
+
+
+def test_graphs_are_captured_of_the_passes_that_are_planned() -> None:
+    """vLLM would add the multiples of the longest span. What the user asks for of them holds, and the rest is ours."""
+    assert "compilation_config" not in engine_arguments(Path("model"), limits("cpu"))
+    ours = engine_arguments(Path("model"), limits("cuda"))["compilation_config"]
+    sizes = ours["cudagraph_capture_sizes"]
+    assert ours["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert (sizes[0], sizes[-1]) == (1, 512)
+    assert all((longer - shorter - 1) / (shorter + 1) < 0.25 for shorter, longer in pairwise(sizes) if shorter >= 64)
+    few = VllmLimits("bfloat16", 2048, 2, 16, 32, 2**30, device="cuda")
+    assert engine_arguments(Path("model"), few)["compilation_config"]["cudagraph_capture_sizes"][-1] == 32, "of 34 rows"
+
+    def asked(**compilation: object) -> object:
+        return engine_arguments(Path("model"), limits("cuda", compilation_config=compilation))["compilation_config"]
+
+    assert asked(cudagraph_mode="PIECEWISE") == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
+    assert asked(max_cudagraph_capture_size=64) == {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "max_cudagraph_capture_size": 64,
+    }
+    assert engine_arguments(Path("model"), limits("cuda", compilation_config=3))["compilation_config"] == 3
 
 
 def test_a_target_starts_on_a_gpu_that_drafters_use() -> None:
