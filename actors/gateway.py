@@ -4,57 +4,30 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from actors.dialer import MAX_PAUSE_S
 from actors.mailbox import DialingMailbox
+from actors.request_stream import RETRY_AFTER_S, STOPS, Loss, RequestStream, deliver, is_refusal, refusal_error
 from actors.resumption import Resumption, aged
 from cluster.client import ClusterStatus
 from cluster.config import TlsConfig
-from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded, Unattainable
-from cluster.message_checks import Inspection, commit_fault
+from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
+from cluster.message_checks import Inspection
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Received
-from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo
+from cluster.types import Commit, FinishReason, ModelInfo, Request
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
 FULL_PAUSE_S = 0.05
 MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
 IDLE_WAIT_S = 1.0
 RELINK_S = MAX_PAUSE_S + 0.5  # in which a link that was reset is dialled again; behind a cut it takes longer
 MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """A stream has lost its target. ``suspects``: as of ``Resumption.note_death``."""
-
-    reason: str
-    suspects: Mapping[str, int]
-
-    @property
-    def error(self) -> LinkClosed:
-        return LinkClosed(f"{self.reason}; send the request again")
-
-
-_STOPS = _Loss("the server stops", {})
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A running request. Its queue is bounded by the request's max_tokens."""
-
-    loop: asyncio.AbstractEventLoop
-    link: Link
-    next_len: int | None  # committed length at which the next commit begins; None after the last
-    end_len: int  # committed length at max_tokens
-    num_fruitless: int  # of `Resumption`, until its first token here
-    commits: asyncio.Queue[Commit | _Loss] = field(default_factory=asyncio.Queue)
 
 
 class LinkClient:
@@ -84,7 +57,7 @@ class LinkClient:
         self._mailbox = DialingMailbox(hello, addresses, tls)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._aborts: dict[Link, set[str]] = {}  # not sent yet
         self._leaving: frozenset[str] = frozenset()
         self._awaiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of callers without a target
@@ -116,7 +89,7 @@ class LinkClient:
             self._ends = True
             streams = tuple(self._streams.values())
         for stream in streams:
-            _deliver(stream.loop, [(stream, _STOPS)])
+            deliver(stream.loop, [(stream, STOPS)])
         self._wake_awaiting()
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
@@ -132,12 +105,13 @@ class LinkClient:
         resumption = Resumption(request)
         gave_up: set[Link] = set()  # targets that were lost with the request
         avoided: set[Link] = set()  # and those that refused it since
+        refused: Commit | None = None
         lost: LinkClosed | None = None  # why its last target was lost
         lost_s = 0.0
         async with AsyncExitStack() as alone:
             while True:
                 if self._ends:
-                    raise _STOPS.error
+                    raise STOPS.error
                 if lost is not None and not await self._until(
                     partial(self._candidates, avoided), lost_s + self._resume_wait_s
                 ):
@@ -157,10 +131,10 @@ class LinkClient:
                 try:
                     while True:
                         item = await stream.commits.get()
-                        if isinstance(item, _Loss):
+                        if isinstance(item, Loss):
                             break  # the finally clause aborts the request
                         finished = item.finish is not None
-                        if item.finish is FinishReason.OVERLOADED:
+                        if is_refusal(item):
                             break
                         if lost is not None and not goes_on:
                             goes_on = True
@@ -182,10 +156,12 @@ class LinkClient:
                     self._forget(request.id, abort=not finished)
                 avoided.add(stream.link)
                 if self._ends:
-                    raise _STOPS.error
+                    raise STOPS.error
                 if isinstance(item, Commit):
+                    if refused is None or refused.finish is FinishReason.DRAINING:
+                        refused = item  # a full queue says more about when to come again
                     if lost is None and not self._candidates(avoided):
-                        raise _refusal(item, request.slo)
+                        raise refusal_error(refused, request.slo)
                     continue
                 lost, lost_s = item.error, asyncio.get_running_loop().time()
                 gave_up.add(stream.link)
@@ -240,14 +216,14 @@ class LinkClient:
                 del self._awaiting[linked]
         return True
 
-    def _submit(self, request: Request, avoided: set[Link], num_fruitless: int) -> _Stream:
+    def _submit(self, request: Request, avoided: set[Link], num_fruitless: int) -> RequestStream:
         """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
         ones read too slowly."""
         full: LinkFull | None = None
         for link in self._candidates(avoided):
             base_len, end_len = request.committed_len, len(request.prompt_token_ids) + request.sampling.max_tokens
             with self._lock:
-                stream = _Stream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless)
+                stream = RequestStream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless)
                 self._streams[request.id] = stream
                 if link in self._links:
                     self._links[link] += 1
@@ -345,7 +321,7 @@ class LinkClient:
 
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
         """Delivers commits with one wake-up per event loop; an invalid one ends its stream. Returns the faults."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | _Loss]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Commit | Loss]]] = {}
         faults: list[str] = []
         suspects: dict[str, int] = {}
         with self._lock:
@@ -353,22 +329,18 @@ class LinkClient:
                 stream = self._streams.get(commit.request_id)
                 if stream is None or stream.link is not link or stream.next_len is None:
                     continue  # the stream has ended or belongs to another target
-                fault = commit_fault(commit, self._model.vocab_size) or _sequence_fault(stream, commit)
-                item: Commit | _Loss = commit
+                fault = stream.advance(commit, self._model.vocab_size)
+                item: Commit | Loss = commit
                 if fault is not None:
                     faults.append(fault)
-                    item = _Loss(f"the target sent {fault}", {})
+                    item = Loss(f"the target sent {fault}", {})
                 elif commit.finish is FinishReason.ABORT:
-                    item = _Loss(commit.error or "the target gave it up", suspects)
-                elif commit.token_ids:
-                    stream.num_fruitless = 0
-                over = fault is not None or commit.finish is not None
-                stream.next_len = None if over else commit.base_len + len(commit.token_ids)
+                    item = Loss(commit.error or "the target gave it up", suspects)
                 by_loop.setdefault(stream.loop, []).append((stream, item))
             if any(commit.finish is FinishReason.ABORT for commit in commits):
                 suspects |= self._suspects(link)  # none that has a token of this round
         for loop, items in by_loop.items():
-            _deliver(loop, items)
+            deliver(loop, items)
         return faults
 
     def _drop_link(self, link: Link, reason: str) -> None:
@@ -381,38 +353,11 @@ class LinkClient:
             self._links.pop(link, None)
             self._aborts.pop(link, None)
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
-            loss = _Loss(f"the target is gone: {reason}", self._suspects(link))
+            loss = Loss(f"the target is gone: {reason}", self._suspects(link))
         for stream in cut_off:
-            _deliver(stream.loop, [(stream, loss)])
+            deliver(stream.loop, [(stream, loss)])
 
     def _suspects(self, link: Link) -> dict[str, int]:
         """With the lock held."""
         streams = self._streams.items()
         return {key: one.num_fruitless for key, one in streams if one.link is link and one.num_fruitless}
-
-
-def _refusal(commit: Commit, slo: Slo) -> Overloaded:
-    reason = commit.error or "the target takes no more requests"
-    if commit.prefill is None or slo.ttft_s is None:
-        return Overloaded(reason, RETRY_AFTER_S)
-    excess_s = commit.prefill.queue_s + commit.prefill.prefill_s - slo.ttft_s
-    return Unattainable(reason, max(RETRY_AFTER_S, excess_s))
-
-
-def _sequence_fault(stream: _Stream, commit: Commit) -> str | None:
-    """Why a sound commit does not continue its stream; None if it does."""
-    end_len = commit.base_len + len(commit.token_ids)
-    if commit.base_len != stream.next_len:
-        return f"a commit at {commit.base_len} after {stream.next_len} committed tokens"
-    if end_len > stream.end_len:
-        return f"{end_len - stream.end_len} tokens more than the request allows"
-    return None
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | _Loss]]) -> None:
-    def put() -> None:
-        for stream, item in items:
-            stream.commits.put_nowait(item)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(put)

@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import NO_STOP, Commit, Proposal, Request, StopRule
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Role(StrEnum):

@@ -89,6 +89,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # given up by its target, which stops or fails: another may continue it; Commit.error says why
     ERROR = "error"  # the engine failed on this request; Commit.error says why
     OVERLOADED = "overloaded"  # refused: the queue is full
+    DRAINING = "draining"  # refused: the target takes no more requests
     REFUSED = "refused"  # what the request asks for is not possible; Commit.error says why
 
 

@@ -31,7 +31,7 @@ def refusal(
     if request.id in sequences:
         error = f"request {request.id} is live already"
     elif draining and not request.was_admitted:
-        finish, error = FinishReason.OVERLOADED, "the target drains: it takes no more requests"
+        finish, error = FinishReason.DRAINING, "the target drains: it takes no more requests"
     elif num_waiting >= max_waiting and not request.was_admitted:
         finish, error = FinishReason.OVERLOADED, f"{num_waiting} requests wait already"
     elif not 0 < prompt_len < max_len:

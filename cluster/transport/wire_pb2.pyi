@@ -16,6 +16,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR: _ClassVar[FinishReason]
     OVERLOADED: _ClassVar[FinishReason]
     REFUSED: _ClassVar[FinishReason]
+    DRAINING: _ClassVar[FinishReason]
 NOT_FINISHED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
@@ -23,6 +24,7 @@ ABORT: FinishReason
 ERROR: FinishReason
 OVERLOADED: FinishReason
 REFUSED: FinishReason
+DRAINING: FinishReason
 
 class Frame(_message.Message):
     __slots__ = ("hello", "welcome", "refusal", "ping", "draft_round", "proposal_round", "submit_round", "commit_round")

@@ -150,8 +150,8 @@ class Choice:
                 raise ApiError(HTTPStatus.BAD_REQUEST, commit.error or "the request is not possible", code="not_possible")
             case FinishReason.OVERLOADED:
                 raise Overloaded(commit.error or "too many requests wait", retry_after_s=1.0)
-            case FinishReason.ABORT:
-                raise LinkClosed("the request was aborted")
+            case FinishReason.ABORT | FinishReason.DRAINING:
+                raise LinkClosed(commit.error or "the request was aborted")
         self.is_served = True
         self.prefill = commit.prefill or self.prefill
         self.prompt_logprobs += commit.prompt_logprobs
@@ -248,17 +248,17 @@ class Choice:
         cut off, and ``text`` by drafter."""
         begin, end = self._taken_len, self._taken_len + len(text)
         tokens: list[OutputToken] = []
-        segments: list[Segment] = []
+        pieces: list[tuple[str | None, list[str]]] = []  # by drafter
         for token in self._tokens:
             if token.start >= end and self.finish is None:
                 break  # its text comes later
             if token.end <= end or self.finish is not None:
                 tokens.append(token)
             piece = text[max(token.start, begin) - begin : token.end - begin]
-            if segments and segments[-1].drafter == token.drafter:
-                piece = segments.pop().text + piece
-            if piece:
-                segments.append(Segment(piece, token.drafter))
+            if piece and pieces and pieces[-1][0] == token.drafter:
+                pieces[-1][1].append(piece)
+            elif piece:
+                pieces.append((token.drafter, [piece]))
         for _ in range(sum(token.end <= end for token in tokens)):
             self._tokens.popleft()
-        return tuple(tokens), tuple(segments)
+        return tuple(tokens), tuple(Segment("".join(texts), drafter) for drafter, texts in pieces)

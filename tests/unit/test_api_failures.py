@@ -36,13 +36,14 @@ async def test_a_refusal_before_the_first_token_has_its_own_status(
         assert "defect" not in response.text
 
 
-async def test_an_overloaded_finish_is_a_429() -> None:
+@pytest.mark.parametrize(("finish", "status"), [(FinishReason.OVERLOADED, 429), (FinishReason.DRAINING, 503)])
+async def test_a_refusal_says_when_to_come_again(finish: FinishReason, status: int) -> None:
     def script(request: Request) -> list[Step]:
-        return [Commit(request.id, 0, (), finish=FinishReason.OVERLOADED, error="full")]
+        return [Commit(request.id, 0, (), finish=finish, error="not now")]
 
     async with serving(script) as (http, _):
         response = await http.post(CHAT, json=chat_body())
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert (response.status_code, response.headers["retry-after"]) == (status, "1")
 
 
 @pytest.mark.parametrize("failure", [LinkClosed("the target went"), KeyError("a defect")])

@@ -155,6 +155,7 @@ LONG = completion_body(prompt=[1] * 120, max_tokens=30)  # three quarters of a b
         (LinkClosed("no target"), 503),
         (FinishReason.OVERLOADED, 429),
         (FinishReason.ABORT, 503),
+        (FinishReason.DRAINING, 503),
     ],
 )
 async def test_a_prompt_that_targets_refuse_is_charged_nowhere(
