@@ -3,7 +3,8 @@
 Serve looks after its proxy every few seconds and replaces it after three failures, which took a minute.
 
 - Serve must take this process for HAProxy: its process id is the one that the admin socket names. So this process listens
-  there, passes commands on to HAProxy's own admin socket, and puts its own id into the answers.
+  there, passes commands on to HAProxy's own admin socket, and puts its own id into the answers. Each peer has a thread, so
+  that one that is silent, or a HAProxy that hangs, keeps neither signals nor other peers waiting.
 - It listens there only while its HAProxy answers, so that Serve's own checks see a proxy that cannot be started again.
 - A reload starts a new wrapper with `-sf` and the ids of the old ones: HAProxy sends these SIGUSR1, SIGTTOU and SIGTTIN,
   which they pass on. A wrapper whose HAProxy was told to end ends with it.
@@ -24,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +37,10 @@ PROMPT_S = 0.2  # an answer of a process that hands over its sockets in time
 HANDOVER_S = 20.0
 ADMIN_S = 6.0  # of one command: longer than Serve waits, which takes an early end for an answer
 POLL_S = 0.05  # while HAProxy starts
+START_S = 1.0  # of a question meanwhile, during which signals wait
 MAX_PAUSE_S = 5.0
-STABLE_S = 1.0  # a HAProxy that ran for so long is started again without a pause
+MAX_PEERS = 16  # at once; others are disconnected
+STABLE_S = 1.0  # a HAProxy that answered, and ran for so long, is started again without a pause
 # Passed on. After the first three HAProxy is meant to end.
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PASSED_ON = (*ENDING, signal.SIGTTOU, signal.SIGTTIN)
@@ -76,6 +80,7 @@ class Wrapper:
         self._arguments = [str(self._config) if one == str(file) else one for one in arguments]
         self._inner = inner_admin(self._admin)
         self._listener: socket.socket | None = None  # at Serve's admin socket, while HAProxy answers
+        self._peers = threading.BoundedSemaphore(MAX_PEERS)
         self._has_served = False
         self._is_ending = False
 
@@ -89,10 +94,11 @@ class Wrapper:
                 started_s = time.monotonic()
                 child = subprocess.Popen([self._binary, *arguments], preexec_fn=_end_with_parent)
                 self._attend(child, woken)
+                is_stable = self._listener is not None and time.monotonic() - started_s > STABLE_S
                 self._close()
                 if self._is_ending or not self._has_served:
                     return child.returncode if child.returncode >= 0 else 128 - child.returncode
-                num_failures = 0 if time.monotonic() - started_s > STABLE_S else num_failures + 1
+                num_failures = 0 if is_stable else num_failures + 1
                 pause_s = min(MAX_PAUSE_S, 0.1 * 2**num_failures) if num_failures > 1 else 0.0
                 print(f"HAProxy ended with {child.returncode}: started again in {pause_s:g} s", file=sys.stderr, flush=True)
                 if self._waits_to_end(woken, pause_s):
@@ -113,10 +119,10 @@ class Wrapper:
                         child.send_signal(number)
             if self._listener is None:
                 # A predecessor answers at the same socket until it hands it over.
-                if f"\nPid: {child.pid}\n".encode() in _ask(self._inner, b"show info\n"):
+                if f"\nPid: {child.pid}\n".encode() in _ask(self._inner, b"show info\n", START_S):
                     self._listen()
             elif self._listener in ready:
-                self._relay(self._listener)
+                self._accept(self._listener)
 
     def _listen(self) -> None:
         if self._is_ending:
@@ -133,17 +139,27 @@ class Wrapper:
             self._listener.close()
             self._listener = None
 
-    def _relay(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):  # of a peer that has left, or is too slow
-            connection.settimeout(ADMIN_S)
-            asked = b""
-            while not asked.endswith(b"\n"):
-                piece = connection.recv(65536)
-                if not piece:
-                    return
-                asked += piece
-            connection.sendall(re.sub(rb"(?m)^Pid: \d+$", b"Pid: %d" % os.getpid(), _ask(self._inner, asked)))
+        if self._peers.acquire(blocking=False):
+            threading.Thread(target=self._relay, args=(connection,), daemon=True).start()
+        else:
+            connection.close()
+
+    def _relay(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):  # of a peer that has left, or is too slow
+                connection.settimeout(ADMIN_S)
+                asked = b""
+                while not asked.endswith(b"\n"):
+                    piece = connection.recv(65536)
+                    if not piece:
+                        return
+                    asked += piece
+                answer = _ask(self._inner, asked, ADMIN_S)
+                connection.sendall(re.sub(rb"(?m)^Pid: \d+$", b"Pid: %d" % os.getpid(), answer))
+        finally:
+            self._peers.release()
 
     def _waits_to_end(self, woken: socket.socket, pause_s: float) -> bool:
         """Whether a signal to end came within the pause."""
@@ -185,12 +201,12 @@ def wait_for_predecessor(admin: Path, prompt_s: float = PROMPT_S, deadline_s: fl
     return True
 
 
-def _ask(admin: Path, asked: bytes) -> bytes:
-    """The answer at an admin socket; empty: there was none in time."""
+def _ask(admin: Path, asked: bytes, within_s: float) -> bytes:
+    """The answer at an admin socket, each piece of which comes within ``within_s``; empty: there was none in time."""
     pieces = []
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ADMIN_S)
+            connection.settimeout(within_s)
             connection.connect(str(admin))
             connection.sendall(asked)
             while piece := connection.recv(65536):

@@ -170,6 +170,25 @@ def test_serve_does_not_take_a_haproxy_that_hangs_for_a_healthy_one(
     asyncio.run(run())
 
 
+def test_a_silent_peer_keeps_no_other_waiting(folder: Path, replica: str) -> None:
+    file = generated(replica, folder, free_port())
+    command = [*haproxy_wrapper.command(get_haproxy_binary()), "-db", "-f", str(file)]
+    admin = str(folder / "admin.sock")
+    with subprocess.Popen(command) as wrapper, socket.socket(socket.AF_UNIX) as silent:
+        try:
+            eventually(lambda: os.path.exists(admin))
+            silent.connect(admin)
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(admin)
+                asking.sendall(b"show info\n")
+                answer = b"".join(iter(lambda: asking.recv(65536), b""))
+            assert f"\nPid: {wrapper.pid}\n".encode() in answer
+            with pytest.raises(BlockingIOError):  # it is still connected
+                silent.recv(1, socket.MSG_DONTWAIT)
+        finally:
+            wrapper.terminate()
+
+
 def test_a_haproxy_that_does_not_start_ends_its_wrapper(folder: Path, replica: str) -> None:
     """Serve then says so, with HAProxy's own words."""
     file = generated(replica, folder, free_port())
