@@ -4,7 +4,8 @@ The parts do not depend on how the text is split: text that may begin a marker i
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal, Protocol
 
 
@@ -142,14 +143,11 @@ def releasable(text: str, marker: str) -> str:
 def merged(parts: Iterable[Part]) -> list[Part]:
     """Adjacent parts of one kind as one."""
     joined: list[Part] = []
-    for part in parts:
-        match part, joined[-1] if joined else None:
-            case Text(), Text(text):
-                joined[-1] = Text(text + part.text)
-            case Reasoning(), Reasoning(text):
-                joined[-1] = Reasoning(text + part.text)
-            case Arguments(index), Arguments(last, text) if index == last:
-                joined[-1] = Arguments(index, text + part.text)
-            case _:
-                joined.append(part)
+    for _, run in groupby(parts, lambda part: (type(part), getattr(part, "index", 0))):
+        first, *others = run
+        if others and not isinstance(first, CallStart):
+            first = replace(
+                first, text=first.text + "".join(other.text for other in others if not isinstance(other, CallStart))
+            )
+        joined.append(first)
     return joined

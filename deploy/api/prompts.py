@@ -1,5 +1,6 @@
-"""Tokens of the prompts of a call: within the model's context, or cut to it as the caller asks."""
+"""Tokens of the texts of a call. Prompts are within the model's context, or cut to it as the caller asks."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 
 from cluster.types import ModelInfo
+from deploy.api.errors import bad_request
 from deploy.api.messages import text_of
 from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
@@ -55,10 +57,7 @@ class Prompts:
         """Of a conversation, which may exceed the context."""
         messages = [message.for_template() for message in fields.messages]
         encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=self._max_tokens)
-        try:
-            return len(await self._in_share(request, encode))
-        except TextTooLong as error:
-            raise context_exceeded("messages", error.num_tokens, 1, info, counted=False) from error
+        return len(await self._token_ids(request, encode, "messages", info))
 
     async def prediction(self, request: Request, fields: ChatRequest, prompt_len: int, info: ModelInfo) -> tuple[int, ...]:
         """Of the predicted answer, as far as the context has room for it; (): none is predicted."""
@@ -66,9 +65,26 @@ class Prompts:
             return ()
         text = text_of(fields.prediction.content)
         encode = partial(self._tokenizer.encode, text, add_special_tokens=False, max_tokens=self._max_tokens)
-        token_ids = (await self._in_share(request, encode))[: info.max_model_len - prompt_len]
+        token_ids = (await self._token_ids(request, encode, "prediction", info))[: info.max_model_len - prompt_len]
         check_tokens("prediction", token_ids, info)
         return token_ids
+
+    async def bad_words(self, request: Request, fields: GenerationFields) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at the beginning of a text and after a space. Other tokens may spell it, as in vLLM."""
+        words = [word.lstrip() for word in fields.bad_words or ()]
+        if not words:
+            return ()
+        if "" in words:
+            raise bad_request(f"bad_words.{words.index('')}", "must hold more than spaces")
+        texts = [text for word in words for text in (word, f" {word}")]
+
+        async def encode() -> Sequence[tuple[int, ...]]:
+            return await asyncio.to_thread(self._tokenizer.encode_each, texts)
+
+        spelled = await self._in_share(request, encode)
+        if () in spelled:
+            raise bad_request(f"bad_words.{spelled.index(()) // 2}", "has no tokens")
+        return tuple(dict.fromkeys(spelled))
 
     async def of_completion(self, request: Request, fields: CompletionRequest, info: ModelInfo) -> Sequence[Prompt]:
         prompts = []
@@ -86,8 +102,9 @@ class Prompts:
                 check_prompt(prompt, info)
             if fields.echo:
                 is_cut = fields.truncate_prompt_tokens is not None
-                text = one if isinstance(one, str) and not is_cut else self._tokenizer.text_of(prompt.token_ids)
-                prompt = replace(prompt, echo=text)
+                prompt = replace(
+                    prompt, echo=one if isinstance(one, str) and not is_cut else await self._text(request, prompt)
+                )
             prompts.append(prompt)
         return prompts
 
@@ -98,12 +115,18 @@ class Prompts:
     async def _encoded(
         self, request: Request, encode: Encode, field: str, fields: GenerationFields, info: ModelInfo
     ) -> Prompt:
-        try:
-            prompt = _cut(Prompt(await self._in_share(request, encode), field), fields, info)
-        except TextTooLong as error:
-            raise context_exceeded(field, error.num_tokens, 1, info, counted=False) from error
+        prompt = _cut(Prompt(await self._token_ids(request, encode, field, info), field), fields, info)
         check_prompt(prompt, info)
         return prompt
+
+    async def _token_ids(self, request: Request, encode: Encode, field: str, info: ModelInfo) -> tuple[int, ...]:
+        try:
+            return await self._in_share(request, encode)
+        except TextTooLong as error:
+            raise context_exceeded(field, error.num_tokens, 1, info, counted=False) from error
+
+    async def _text(self, request: Request, prompt: Prompt) -> str:
+        return await self._in_share(request, lambda: asyncio.to_thread(self._tokenizer.text_of, prompt.token_ids))
 
 
 def _cut(prompt: Prompt, fields: GenerationFields, info: ModelInfo) -> Prompt:

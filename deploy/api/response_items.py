@@ -133,25 +133,28 @@ def unread(items: Sequence[Item]) -> Iterator[str]:
 def messages_of(instructions: str | None, asked: str | Sequence[Item]) -> list[dict[str, Any]]:
     """The messages of a chat call. An assistant's reasoning, text and calls, which are items of their own here, are one
     message there, and so are the instructions and the system messages after them: many templates take no second one."""
-    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    opening = [] if instructions is None else [instructions]
+    messages: list[dict[str, Any]] = []
     if isinstance(asked, str):
-        return [*messages, {"role": "user", "content": asked}]
+        messages.append({"role": "user", "content": asked})
+        asked = ()
     answer: dict[str, Any] | None = None
     for item in asked:
         told = _told(item)
         if told is not None:
             answer = None
-            is_opening = told["role"] == "system" and all(message["role"] == "system" for message in messages)
-            if messages and is_opening:
-                told = {"role": "system", "content": f"{messages.pop()['content']}\n\n{told['content']}"}
-            messages.append(told)
+            if told["role"] == "system" and not messages:
+                opening.append(told["content"])
+            else:
+                messages.append(told)
         elif (part := _part_of_answer(item)) is not None:
             if answer is None or ("content" in part and answer["content"]):
                 answer = {"role": "assistant", "content": ""}
                 messages.append(answer)
-            calls = [*answer.get("tool_calls", ()), *part.pop("tool_calls", ())]
-            answer.update(part, **({"tool_calls": calls} if calls else {}))
-    return messages
+            if calls := part.pop("tool_calls", ()):
+                answer.setdefault("tool_calls", []).extend(calls)
+            answer |= part
+    return [{"role": "system", "content": "\n\n".join(opening)}, *messages] if opening else messages
 
 
 def _told(item: Item) -> dict[str, Any] | None:

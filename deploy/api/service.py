@@ -21,7 +21,6 @@ from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.anthropic_writer import AnthropicWriter
-from deploy.api.bad_words import spellings
 from deploy.api.body import BodyReader
 from deploy.api.budgets import Budgets
 from deploy.api.cached import Cached
@@ -303,7 +302,7 @@ class Service:
             tenant=tenant.salt,
             trace=getattr(request.state, "trace", ""),
             grammar=grammar,
-            bad_words=spellings(fields.bad_words or (), self._tokenizer),
+            bad_words=await self._prompts.bad_words(request, fields),
         )
         options = replace(
             options,

@@ -12,16 +12,16 @@ async def fitting(messages: Messages, fits: Callable[[Messages], Awaitable[bool]
     A tool's result is not kept without the call before it. ``fits`` is asked a logarithmic number of times.
     """
     num_kept = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    shorter = [
-        [*messages[:num_kept], *messages[i:]]
-        for i in range(num_kept, len(messages))
-        if messages[i]["role"] != "tool"
-    ]  # fmt: skip
-    low, high = 0, len(shorter)  # those before ``low`` are too long, those from ``high`` on fit
+    firsts = [i for i in range(num_kept, len(messages)) if messages[i]["role"] != "tool"]
+
+    def from_first(i: int) -> Messages:
+        return [*messages[:num_kept], *messages[firsts[i] :]]
+
+    low, high = 0, len(firsts)  # those before ``low`` are too long, those from ``high`` on fit
     while low < high:
         middle = (low + high) // 2
-        if await fits(shorter[middle]):
+        if await fits(from_first(middle)):
             high = middle
         else:
             low = middle + 1
-    return shorter[high] if high < len(shorter) else messages
+    return from_first(high) if high < len(firsts) else messages

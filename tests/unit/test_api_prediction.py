@@ -1,13 +1,17 @@
 """OpenAI's predicted outputs: what a target is sent of them, and how their tokens are counted."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import fastapi
 import pytest
 
 from cluster.types import PREDICTION, Request
-from tests.support.api import MAX_MODEL_LEN, chat_body, finishing, serving, token_ids
+from deploy.api.errors import ApiError
+from deploy.api.prompts import Prompts
+from deploy.api.schema import ChatRequest
+from tests.support.api import MAX_MODEL_LEN, chat_body, finishing, model_info, serving, token_ids, tokenizer
 from tests.support.scripted import Step
 
 CHAT = "/v1/chat/completions"
@@ -69,3 +73,16 @@ async def test_with_a_prediction_usage_counts_its_tokens_alone(prediction: objec
     details = answer["usage"]["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == expected
     assert set(answer["outrider"]["acceptance"]["drafters"]) == {PREDICTION, "ngram"}
+
+
+async def test_a_text_of_far_too_many_tokens_is_a_bad_request() -> None:
+    """Normalisation may make more of a text than it has bytes."""
+
+    async def now(_: object, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()
+
+    fields = ChatRequest.model_validate(chat_body(prediction=content("an answer " * 10_000)))
+    prompts = Prompts(tokenizer(), now, max_request_bytes=10)
+    with pytest.raises(ApiError) as refused:
+        await prompts.prediction(fastapi.Request({"type": "http"}), fields, 1, model_info())
+    assert (refused.value.status, refused.value.param) == (400, "prediction")

@@ -1,6 +1,7 @@
 """Tools, items and hints of the Responses API, as Codex CLI and other agents send them."""
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.api.response_fields import ResponsesRequest
-from deploy.api.truncation import fitting
+from deploy.api.truncation import Messages, fitting
 from tests.support.api import MAX_MODEL_LEN, MODEL, fast_tokenizer, serving
 from tests.unit.test_api_responses import serving as answering
 
@@ -242,3 +243,18 @@ async def test_as_many_messages_are_kept_as_fit(most: int) -> None:
 def test_models_are_named_in_the_answer() -> None:
     response, _ = post("the answer", {"input": "a"})
     assert response.json()["model"] == MODEL
+
+
+async def test_the_conversations_that_are_tried_are_not_kept() -> None:
+    """4096 messages have 8 million in their suffixes."""
+    messages = [{"role": "user", "content": "a"}] * 4096
+
+    async def fits(tried: Messages) -> bool:
+        return len(tried) <= 10
+
+    tracemalloc.start()
+    kept = await fitting(messages, fits)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept) == 10
+    assert peak < 2**20

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Prefill, Request, TokenLogprobs
+from deploy.api.tokenizer import Tokenizer
 from tests.support.api import (
     MAX_MODEL_LEN,
     MODEL,
@@ -405,3 +407,18 @@ async def test_bad_words_are_sent_as_tokens_with_and_without_a_space() -> None:
         request = await request_of(path, body(bad_words=["answer", " the", "the"]))
         expected = tuple(token_ids(text) for text in ("answer", " answer", "the", " the"))
         assert request.sampling.bad_words == expected
+
+
+async def test_the_event_loop_encodes_no_bad_words_and_decodes_no_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    for name in ("encode_each", "text_of"):
+        work = getattr(Tokenizer, name)
+
+        def noted(self: Tokenizer, texts: Any, work: Any = work) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(self, texts)
+
+        monkeypatch.setattr(Tokenizer, name, noted)
+    await ask(COMPLETIONS, completion_body(echo=True, truncate_prompt_tokens=1, bad_words=["answer"]))
+    assert len(threads) == 2
+    assert threading.main_thread().name not in threads
