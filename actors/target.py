@@ -131,7 +131,7 @@ class TargetActor(LoopActor):
         )
         spans = open_spans(config.observability, name)
         if spans is not None:
-            self._loop.spans = RequestSpans(spans, name)
+            self._loop.observer.spans = RequestSpans(spans, name)
             for drafter in colocated:
                 drafter.loop.sessions.spans = DraftSpans(spans, drafter.name)
         model, instance = self._model, secrets.token_hex(8)

@@ -116,7 +116,7 @@ def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_
                 times_s.append(time.thread_time() - start_s)
             elif rounds.last_sent_s > last_sent_s:  # it was queried
                 last_sent_s = rounds.last_sent_s
-                rounds.loop.note_inline({_SLOW: _TOO_SLOW_S})
+                rounds.loop.observer.drafted_inline({_SLOW: _TOO_SLOW_S})
             if number % ROUNDS_PER_SLOT == 0:
                 rounds.loop.telemetry.take_observations()
     assert rounds.last_sent_s == last_sent_s, "the drafter was queried while rounds were timed"

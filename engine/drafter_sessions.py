@@ -1,20 +1,19 @@
 """The drafters of a target: which are linked, which follow each request, what they are sent and what they propose."""
 
 import logging
-from collections.abc import Collection, Iterable, KeysView, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
-from cluster.types import FREE_DRAFTERS, Commit, Proposal, RoutingTable
+from cluster.types import Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
-from engine.draft_state import DraftState
+from engine.draft_learning import DraftLearning, Offer
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
-from engine.telemetry import ObservedCommit, Telemetry
+from engine.target import SpanInput
+from engine.telemetry import Telemetry
 from router.assignment import Chain, drafter_of
-from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -33,34 +32,27 @@ class DrafterSessions:
         proposers: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.table = table
+        self.learning = DraftLearning(telemetry, colocated)
         self._sequences = sequences
-        self._telemetry = telemetry
         self._colocated = colocated
         self._outboxes: dict[str, DrafterOutbox] = {}
         self._proposers = proposers or {}
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
-        self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
-        # Of published commits: verdicts with the kind of the request's grammar, those of proposals that were passed over,
-        # and of free drafts.
-        self._unlearned_aside: list[tuple[str | None, Judgement]] = []
-        self._unobserved: list[ObservedCommit] = []  # of published commits
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
         names = dict.fromkeys([sequence.draft.drafter for sequence in self._sequences])
-        views = {name: self._telemetry.drafter(name).view for name in names if name is not None and name in self._outboxes}
-        for name in views:
-            if self._colocated.shares_device(name):
-                views[name] = replace(views[name], shares_device=True)
-        return views
+        return self.learning.views([name for name in names if name is not None and name in self._outboxes])
 
     def num_followed(self) -> tuple[tuple[str, int], ...]:
         """Linked drafters, and for how many requests each drafts. From any thread."""
         return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in tuple(self._outboxes.items())])
 
-    def linked(self) -> KeysView[str]:
-        return self._outboxes.keys()
+    def wanted(self, spans: Iterable[SpanInput]) -> set[str]:
+        """Linked drafters that are to draft for requests of these spans."""
+        drafts = [self._sequences[span.request_id].draft for span in spans if span.samples]
+        return {draft.drafter for draft in drafts if draft.drafter in self._outboxes and not draft.is_plain}
 
     def num_unsent(self, name: str) -> int:
         """Tokens that a drafter has not been sent; 0 if it is not linked."""
@@ -76,7 +68,7 @@ class DrafterSessions:
         if former is not None and former.link is not link:
             former.link.close()
         outbox = self._outboxes[name] = DrafterOutbox(link)
-        self._telemetry.drafter(name).restarted()
+        self.learning.restarted(name)
         for sequence in self._sequences:
             if sequence.draft.drafter == name:
                 outbox.open(sequence)
@@ -93,7 +85,7 @@ class DrafterSessions:
         for sequence in self._sequences:
             if sequence.draft.drafter == name:
                 sequence.draft.expect_nothing()
-                self._telemetry.forget(sequence.request.id)
+                self.learning.forget(sequence.request.id)
         logger.warning("drafter %s is down: %s", name, reason)
 
     def knows(self, link: Link) -> bool:
@@ -112,36 +104,17 @@ class DrafterSessions:
         """Takes the sound message (`cluster.message_checks`) of a known link. Returns its faults: parts that contradict what
         the drafter was sent, and were ignored. ``after_pass``: it may have waited for the end of a pass."""
         name = link.peer.name
-        outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
-        faults: list[str] = []
-        lens = [num for one in message.proposals if (num := len(one.token_ids))]
-        for timing in message.timings:
-            stats.drafted(timing.num_requests, timing.seconds, lens)
-        offers = [self._offer(one, outbox, stats, arrived_s, after_pass, faults) for one in message.proposals]
-        taken = [sequence for sequence in offers if sequence is not None]
-        if taken:
-            self._predict_survival(taken, stats)
-        if message.levels:
-            self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
-        for report in message.outcomes:
-            stats.tally.outcomes = stats.tally.outcomes.plus(report)
-        if message.scores:
-            self._telemetry.note_scores(name, [score for score in message.scores if self._is_possible(score, faults)])
+        outbox, faults = self._outboxes[name], list[str]()
+        offers = [offer for one in message.proposals if (offer := self._offer(one, outbox, faults)) is not None]
+        levels = [level for level in message.levels if self._is_own(level, name, faults)]
+        scores = [score for score in message.scores if self._is_possible(score, faults)]
+        self.learning.received(name, message, offers, levels, scores, arrived_s, after_pass)
         for request_id in message.resyncs:
-            stats.num_resyncs += 1
             self._reopen(request_id, name, outbox)
         return tuple(faults)
 
-    def _offer(
-        self,
-        proposal: Proposal,
-        outbox: DrafterOutbox,
-        stats: DrafterStats,
-        arrived_s: float,
-        after_pass: bool,
-        faults: list[str],
-    ) -> LiveSequence | None:
-        """Returns the request whose proposal this now is, if it was taken."""
+    def _offer(self, proposal: Proposal, outbox: DrafterOutbox, faults: list[str]) -> Offer | None:
+        """None: the drafter follows no such request."""
         if proposal.drafter != outbox.link.peer.name:
             faults.append(f"a proposal in the name of {proposal.drafter!r}")
             return None
@@ -149,52 +122,14 @@ class DrafterSessions:
         if sequence is None or proposal.request_id not in outbox.followed:
             outbox.release(proposal.request_id)
             return None
-        # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
-        if proposal.token_ids:
-            sent_s = sequence.draft.sent_s(proposal.base_len)
-            if sent_s is not None:
-                stats.replied(max(0.0, arrived_s - sent_s))
-                stats.awaited(not after_pass or self._colocated.shares_device(proposal.drafter))
-            num_right = sequence.draft.num_right_of(proposal)
-            kind = sequence.draft.grammar_kind
-            if num_right is not None and kind is not None:
-                stats.under(kind).proposed(num_right)
-            elif num_right is not None and sequence.teaches:
-                stats.accepted(num_right)
-        if sequence.draft.offer(proposal):
-            stats.tally.note_drafted(len(proposal.token_ids))
-            return sequence
-        stats.num_stale += 1
-        return None
-
-    def _predict_survival(self, taken: list[LiveSequence], stats: DrafterStats) -> None:
-        free: list[tuple[DraftState, tuple[float, ...]]] = []
-        for sequence in taken:
-            draft = sequence.draft
-            if draft.proposal is None or draft.proposal.drafter in FREE_DRAFTERS:
-                continue  # the message had two of one request
-            confidences = draft.proposal.confidences
-            kind = draft.grammar_kind
-            if kind is None and not draft.passed_over:
-                free.append((draft, confidences))
-                continue
-            survival = stats.survival_under(kind, confidences)
-            if kind is not None:
-                stats.under(kind).proposed(sum(survival))
-            draft.set_survival(survival)
-        for (draft, _), survival in zip(free, stats.predict_survival([one for _, one in free]), strict=True):
-            draft.set_survival(survival)
+        return sequence, proposal, sequence.draft.offer(proposal)
 
     def offer_free(self, sequence: LiveSequence) -> None:
         """After a commit: proposes a free draft of the request where it is expected to bring most."""
         draft = sequence.draft
         if draft.grammar is None and draft.prediction is None:
             return
-        kind, drafter = draft.grammar_kind, self._telemetry.drafter
-        drafts = draft.free_drafts(sequence.request.id)
-        candidates = [(one, drafter(one.drafter).survival_under(kind, one.confidences)) for one in drafts]
-        awaited_len = 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
-        draft.offer_free(candidates, awaited_len)
+        draft.offer_free(*self.learning.candidates(draft, draft.free_drafts(sequence.request.id)))
 
     def _reopen(self, request_id: str, name: str, outbox: DrafterOutbox) -> None:
         """The drafter asks for a request anew."""
@@ -229,11 +164,9 @@ class DrafterSessions:
         if self._num_held:
             for span in plan.spans:
                 draft = self._sequences[span.request_id].draft
-                if draft.held_since_s is not None and draft.drafter is not None:
-                    self._telemetry.drafter(draft.drafter).tally.hold_s.note(now_s - draft.held_since_s)
-                waited_s = draft.end_hold(now_s)
-                if waited_s is not None and draft.drafter is not None:
-                    self._telemetry.drafter(draft.drafter).late(waited_s)
+                held_since_s, waited_s = draft.held_since_s, draft.end_hold(now_s)
+                if held_since_s is not None and draft.drafter is not None:
+                    self.learning.held(draft.drafter, now_s - held_since_s, waited_s)
         for request_id in plan.held:
             self._sequences[request_id].draft.hold(now_s)
         self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
@@ -247,20 +180,16 @@ class DrafterSessions:
                 if outbox is not None:
                     outbox.set_budget(request_id, budget)
 
-    def publish(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
+    def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
         outboxes = self._outboxes
+        self.learning.note_commits(commits, outboxes, bool(self.table.scorers), now_s)
         scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
         for sequence, commit in commits:
             draft, request_id = sequence.draft, commit.request_id
             drafter = draft.drafter
             outbox = None if drafter is None else outboxes.get(drafter)
-            if draft.grammar is not None and commit.error is None:
-                verdicts = (draft.judgement, *draft.passed_judgements)
-                self._unlearned_aside += [(draft.grammar.kind, one) for one in verdicts if one is not None]
-            if sequence.teaches and commit.error is None:  # a failed pass says nothing
-                self._note_round(draft, commit, None if outbox is None else drafter, now_s)
             if commit.finish is not None or sequence.max_new_tokens <= 1:
                 draft.expect_nothing()
                 continue
@@ -276,52 +205,10 @@ class DrafterSessions:
             else:
                 draft.expect(now_s, drafter in queried)
 
-    def _note_round(self, draft: DraftState, commit: Commit, drafter: str | None, now_s: float) -> None:
-        """``drafter``: that follows the request, if it is linked."""
-        judgement, passed = draft.judgement, draft.passed_judgements
-        self._unlearned_aside += [(None, one) for one in passed]
-        if judgement is not None and judgement.drafter in FREE_DRAFTERS:
-            self._unlearned_aside.append((None, judgement))
-            self._telemetry.forget(commit.request_id)
-            for one in passed if self.table.scorers else ():
-                if one.drafter == drafter:
-                    score = DraftScore(commit.request_id, commit.base_len, one.num_right, one.num_judged)
-                    self._telemetry.note_scores(drafter, (score,))
-            return
-        if judgement is not None:
-            self._unlearned[commit.request_id] = judgement, commit.num_proposed
-        if drafter is None:
-            return
-        if judgement is None and draft.is_plain:
-            self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
-            return
-        elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
-        draft_len = draft.budget.num_tokens
-        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
-
-    def judgements(self) -> dict[str, Judgement]:
-        """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
-        return {request_id: judgement for request_id, (judgement, _) in self._unlearned.items()}
-
-    def learn(self) -> None:
-        """Learns from the commits that were published since the last call."""
-        unlearned, self._unlearned = self._unlearned, {}
-        for judgement, num_proposed in unlearned.values():
-            self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
-        aside, self._unlearned_aside = self._unlearned_aside, []
-        for kind, judgement in aside:
-            stats = self._telemetry.drafter(judgement.drafter)
-            if kind is None:
-                stats.judged(judgement, 0)
-            else:
-                stats.under(kind).judged(judgement)
-        unobserved, self._unobserved = self._unobserved, []
-        self._telemetry.observe(unobserved)
-
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""
         request_id = sequence.request.id
-        self._telemetry.forget(request_id)
+        self.learning.forget(request_id)
         own = self._outbox_of(sequence)
         for outbox in self._outboxes.values():
             if outbox is own or request_id in outbox.followed:
@@ -366,7 +253,7 @@ class DrafterSessions:
         request_id = sequence.request.id
         former = self._outbox_of(sequence)
         if sequence.draft.switch(chain):
-            self._telemetry.forget(request_id)
+            self.learning.forget(request_id)
             if former is not None:
                 if former.link.peer.name in self._scorers(sequence):
                     former.stop_drafting(request_id)

@@ -8,7 +8,6 @@ from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Request
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
-from engine.telemetry import Telemetry
 
 
 class TargetInbox:
@@ -21,14 +20,12 @@ class TargetInbox:
         vocab_size: int,
         gateways: GatewaySessions,
         drafters: DrafterSessions,
-        telemetry: Telemetry,
         submit: Callable[[Link, Request, float], None],
     ) -> None:
         self._mailbox = mailbox
         self._vocab_size = vocab_size
         self._gateways = gateways
         self._drafters = drafters
-        self._telemetry = telemetry
         self._submit = submit
         self._inspection = Inspection("the target")
 
@@ -60,7 +57,7 @@ class TargetInbox:
                 faults = self._drafters.receive(link, message, arrived_s, after_pass)
                 if faults:
                     self._inspection.note(link, faults)
-                self._telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound
+                self._drafters.learning.unsound(link.peer.name, self._inspection.num_unsound - num_unsound)
             case _:
                 self._close(link, f"it sent a {type(message).__name__}, which no {link.peer.role} sends to a target")
         if self._inspection.must_go(link):

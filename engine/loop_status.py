@@ -1,6 +1,25 @@
-"""The round's status: a report per step, and a snapshot for other threads."""
+"""A round between its halves, its report, and a snapshot of the loop for other threads."""
+
+from dataclasses import dataclass, field
 
 from cluster.fast_dataclass import record
+from engine.target import SpanInput
+from router.plan import StepPlan
+
+
+@dataclass(slots=True)
+class PendingPass:
+    """A round between its two halves: what the engine computes, and when its pass began and ended."""
+
+    plan: StepPlan
+    began_s: float
+    spans: list[SpanInput] = field(default_factory=list)
+    pass_began_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def pass_s(self) -> float:
+        return self.end_s - self.pass_began_s
 
 
 @record

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.client import DraftingEffect
@@ -12,15 +12,15 @@ from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, InlineDrafters
-from engine.deferred_learning import DeferredLearning, PassRecord
+from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
-from engine.loop_status import LoopStatus, StepReport
-from engine.pass_costs import PassCosts, PassCounts
+from engine.loop_status import LoopStatus, PendingPass, StepReport
+from engine.pass_costs import PassCosts
 from engine.request_checks import refusal
-from engine.request_spans import RequestSpans
+from engine.round_observer import RoundObserver
 from engine.sequences import LiveSequence, Sequences
 from engine.slo_monitor import SloMonitor
 from engine.target import SpanInput, SpanOutcome, TargetEngine
@@ -41,16 +41,6 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
 
 IDLE_WAIT_S = 1.0  # until an idle loop looks at its stop event again; mail ends the wait
-
-
-@dataclass(slots=True)
-class PendingPass:
-    """A round between its two halves. ``execute`` fills in what the engine computes, and since when."""
-
-    plan: StepPlan
-    began_s: float
-    spans: list[SpanInput] = field(default_factory=list)
-    pass_began_s: float = 0.0
 
 
 class TargetLoop:
@@ -91,7 +81,6 @@ class TargetLoop:
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
         self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
-        self.spans: RequestSpans | None = None  # of traced requests; None: nothing is traced
         self._engine = engine
         self._model = model
         self._cost = cost
@@ -99,22 +88,22 @@ class TargetLoop:
         self._draft_lengths = draft_lengths or DraftLengths()
         self._chunks = Chunks()
         self._pass_costs = PassCosts(cost)
-        self._slo = SloMonitor(cost, self.telemetry.attainment, sheds)
+        self._slo = SloMonitor(cost, self.telemetry, sheds)
         self._max_waiting = max_waiting
         self._clock = clock
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
-        self._colocated = ColocatedDrafters(colocated, cost)
-        self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
-        observed = self._pass_costs, self.telemetry, self._draft_lengths
-        self._learning = DeferredLearning(engine, self._drafters, self._colocated, *observed)
+        companions = ColocatedDrafters(colocated, cost)
+        self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, companions, proposers)
+        # Gates of drafters on the target's device count what was saved and what was waited for in the order of rounds.
+        self._deferred = DeferredWork(engine, waits=bool(companions))
+        learns = companions, self._pass_costs, self._draft_lengths, self._slo
+        self.observer = RoundObserver(self._deferred, self.telemetry, self._drafters, *learns)
         self._gateways = GatewaySessions(self._end)
-        self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
+        self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self._submit)
         self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
         self._draining = False
         self._after_pass = False  # the last step had one
-        self._pass_s = 0.0  # of the last pass
-        self._last_end_s: float | None = None  # of it; None: no request has been live since
         self._status = LoopStatus()
 
     # ---- called from any thread
@@ -155,8 +144,8 @@ class TargetLoop:
 
     def run_resumably(self, stop: threading.Event) -> None:
         """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
-        self._learning.catch_up()
-        self._pass_costs.interrupt()
+        self._deferred.catch_up()
+        self.observer.interrupt()
         try:
             while not stop.is_set():
                 self.work()
@@ -169,7 +158,7 @@ class TargetLoop:
         report = self.step(self._clock())
         drafted_s = self.inline.step()
         if drafted_s:
-            self.note_inline(drafted_s)
+            self.observer.drafted_inline(drafted_s)
         elif not report.executed:
             if not self._sequences:
                 self._engine.check_integrity()
@@ -178,7 +167,7 @@ class TargetLoop:
 
     def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
         """Ends every live request; by default another target may continue it. While no other thread runs the loop."""
-        self._learning.catch_up()
+        self._deferred.catch_up()
         sequences = self._sequences.snapshot()
         self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
         for sequence in sequences:
@@ -202,13 +191,9 @@ class TargetLoop:
         self._after_pass = False
         self._follow_grammars(now_s)
         plan = self._plan(now_s)
-        if self._colocated:
-            awaited = {self._sequences[request_id].draft.drafter for request_id in plan.held}
-            self._colocated.note_plan(awaited, not plan.is_empty, now_s)
+        self.observer.planned(plan, {self._sequences[request_id].draft.drafter for request_id in plan.held}, now_s)
         if plan.is_empty:
-            self._learning.catch_up()
-            if not plan.held:  # else the wait for proposals is part of the round
-                self._pass_costs.interrupt()
+            self._deferred.catch_up()
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
         self._after_pass = True
@@ -224,7 +209,7 @@ class TargetLoop:
             sequence.admit(self._engine.open(sequence.request, sequence.token_ids), begun.pass_began_s)
         begun.spans = [self._sequences.span_input(span) for span in begun.plan.spans]
         while begun.spans:
-            self._learning.begin_pass()
+            self._deferred.begin_pass()
             begun.pass_began_s = self._clock()
             try:
                 return self._engine.execute(begun.spans)
@@ -241,40 +226,23 @@ class TargetLoop:
 
     def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
         """The second half of a round: commit, publish to drafters and gateways, learn; on an asynchronous device later."""
-        self._learning.catch_up()  # with the pass before, unless that was done while this one was computed
-        counts = PassCounts.of(begun.spans)
-        self._pass_s = end_s - begun.pass_began_s
-        # Prompts fill the next pass as they filled this one.
-        prompts_wait = 0 < counts.num_prompt_rows <= begun.plan.num_prompt_tokens_left
-        sampled = counts.num_sampled, counts.num_sampled_context
-        if self._colocated and counts.num_sampled:
-            drafts = [self._sequences[span.request_id].draft for span in begun.spans if span.samples]
-            wanted = {draft.drafter for draft in drafts if not draft.is_plain} & self._drafters.linked()
-            self._colocated.choose(*sampled, wanted, prompts_wait=prompts_wait, num_missed=self._drafters.num_unsent)
+        begun.end_s = end_s
+        self._deferred.catch_up()  # with the pass before, unless that was done while this one was computed
+        self.observer.computed(begun)
         commits = self._commit(begun.spans, outcomes, end_s)
         self._drafters.flush()  # they draft while this thread learns
-        since_s = begun.pass_began_s if self._last_end_s is None else self._last_end_s
-        self._last_end_s = end_s if self._sequences else None
-        self._slo.note_pass(counts.num_sampled_rows, end_s, not self._sequences)
-        of_plan = self._pass_costs.planned, begun.plan.best_left_out
-        times_s = begun.began_s, self._pass_s, end_s, since_s
-        self._learning.learn(PassRecord(counts, commits, *of_plan, prompts_wait, *times_s))
-        self._learning.later(self._gateways.flush)
-        if not self._sequences:
-            self._learning.catch_up()  # no pass follows
+        is_last = not self._sequences
+        self.observer.published(begun, commits, is_last)
+        self._deferred.later(self._gateways.flush)
+        if is_last:
+            self._deferred.catch_up()  # no pass follows
             self._engine.check_integrity()
-            self.telemetry.idle()
         self._note_status()
-        if self._colocated:
-            self._colocated.note_overhead(self._clock() - begun.began_s - self._pass_s)
-
-    def note_inline(self, seconds: Mapping[str, float]) -> None:
-        """Drafters that are stepped between passes took so long since the last one, by name."""
-        self._colocated.note_inline(seconds)
+        self.observer.round_ended(begun, self._clock(), is_last)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         capacity = self._engine.capacity()
-        self.telemetry.arrived(len(request.prompt_token_ids))
+        self.observer.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
         cached_len = 0
@@ -327,13 +295,21 @@ class TargetLoop:
         drafters = self._drafters.views()
         plan = self._planner.plan(views, drafters, capacity, self._cost, now_s)
         self._drafters.note_plan(plan, now_s)
-        self._learning.later(lambda: self._set_budgets(plan, views, drafters, now_s))
+        self._deferred.later(lambda: self._set_budgets(plan, views, drafters, now_s))
         return plan
 
     def _set_budgets(
         self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
     ) -> None:
         """Of the drafts that answer what is committed next."""
+        budgets: Mapping[str, DraftBudget] = {}
+        with self.telemetry.observing:
+            budgets = self._budgets(plan, views, drafters, now_s)
+        self._drafters.set_budgets(budgets)
+
+    def _budgets(
+        self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
+    ) -> Mapping[str, DraftBudget]:
         costs = self._pass_costs
         ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(ready), sum([view.committed_len for view in ready]))
@@ -341,10 +317,8 @@ class TargetLoop:
         limits = round_limits(ready, (), self._cost, now_s) if has_slo else NO_LIMITS
         rates = costs.row_price, costs.planned.tokens_per_s
         batch = BatchState(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
-        budgets: Mapping[str, DraftBudget] = self._draft_lengths.budgets(views, batch)
-        if plan.frontiers:
-            budgets = self._chunks.limited(budgets, plan.frontiers, views)
-        self._drafters.set_budgets(budgets)
+        budgets = self._draft_lengths.budgets(views, batch)
+        return self._chunks.limited(budgets, plan.frontiers, views) if plan.frontiers else budgets
 
     def _note_cached(self, capacity: Capacity) -> None:
         """Of the first waiting requests, as many as a pass has places and rows for. Of others what was known last stays."""
@@ -362,8 +336,7 @@ class TargetLoop:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""
         self._engine.release(sequence.request.id)
         sequence.preempt()
-        self.telemetry.forget(sequence.request.id)
-        self.telemetry.num_preempted += 1
+        self.observer.preempted(sequence.request.id)
 
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         published: list[tuple[LiveSequence, Commit]] = []
@@ -379,15 +352,11 @@ class TargetLoop:
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             published.append((sequence, commit))
         self._drafters.publish(published, now_s)
+        self.observer.committed(published, now_s)
         for sequence, commit in published:
-            if self.spans is not None:
-                with self.telemetry.observing():
-                    self.spans.note(sequence, commit, now_s)
             if commit.finish is None:
                 self._drafters.offer_free(sequence)
             else:
-                if sequence.has_slo and commit.finish not in (FinishReason.ERROR, FinishReason.REFUSED):
-                    self._slo.note_answer(sequence, now_s)
                 self._end(commit.request_id)
         commits = [commit for _, commit in published]
         self._gateways.publish(commits)
@@ -400,11 +369,7 @@ class TargetLoop:
                 self._grammars.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
-            self.telemetry.ended(len(sequence.token_ids) - sequence.prompt_len)
-            self._slo.note_end()
-            if self.spans is not None:
-                with self.telemetry.observing():
-                    self.spans.end(sequence, self._clock())
+            self.observer.ended(sequence, self._clock())
 
     def _flush(self) -> None:
         self._drafters.flush()

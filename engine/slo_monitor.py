@@ -1,19 +1,21 @@
 """Service-level objectives at a target: requests refused because theirs would be missed, and attainment."""
 
-from cluster.slo import Attainment, SloCounts
+from cluster.slo import SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from engine.sequences import LiveSequence, Sequences
+from engine.telemetry import Telemetry
 from router.cost_model import CostModel
 from router.plan import Capacity, SequenceView, SloProgress
 from router.planning.admission import Departures, Load, exceeds_objective, predicted_ttft
 
 
 class SloMonitor:
-    """Owned by the round. ``sheds``: refuse requests whose first token would come too late."""
+    """The round owns it, and calls the ``note`` methods ``observing``. ``sheds``: refuse requests whose first token would
+    come too late."""
 
-    def __init__(self, cost: CostModel, attainment: Attainment, sheds: bool) -> None:
+    def __init__(self, cost: CostModel, telemetry: Telemetry, sheds: bool) -> None:
         self._cost = cost
-        self._attainment = attainment
+        self._attainment, self._observing = telemetry.attainment, telemetry.observing
         self._sheds = sheds
         self._departures = Departures()
         self._num_decode_rows = self._num_ended = 0
@@ -26,8 +28,15 @@ class SloMonitor:
         slo = request.slo
         if slo.ttft_s is None or not self._sheds or request.was_admitted:
             return None
+        with self._observing:
+            return self._predicted_refusal(request, slo.ttft_s, cached_len, sequences, capacity, now_s)
+        return None
+
+    def _predicted_refusal(
+        self, request: Request, ttft_s: float, cached_len: int, sequences: Sequences, capacity: Capacity, now_s: float
+    ) -> Commit | None:
         prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        progress = SloProgress(now_s + slo.ttft_s, slo.tpot_s)
+        progress = SloProgress(now_s + ttft_s, request.slo.tpot_s)
         view = SequenceView(
             request.id, prompt_len, 0, 0, False, None, None, max_tokens, arrived_s=now_s, slo=progress, cached_len=cached_len
         )
@@ -35,9 +44,9 @@ class SloMonitor:
         predicted = predicted_ttft(view, sequences.views(), load, capacity, self._cost, now_s)
         if not exceeds_objective(view, predicted, self._cost):
             return None
-        self._attainment.note(SloCounts(slo.name or "", num_refused=1))
+        self._attainment.note(SloCounts(request.slo.name or "", num_refused=1))
         predicted_s = predicted.queue_s + predicted.prefill_s
-        error = f"the first token would come after {predicted_s:.2f} s, the objective leaves {slo.ttft_s:.2f} s"
+        error = f"the first token would come after {predicted_s:.2f} s, the objective leaves {ttft_s:.2f} s"
         prefill = Prefill(0, predicted.queue_s, predicted.prefill_s)
         return Commit(request.id, request.committed_len, (), finish=FinishReason.OVERLOADED, error=error, prefill=prefill)
 

@@ -1,10 +1,8 @@
 """What the round measures of itself and of its drafters."""
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster import messages
@@ -13,12 +11,11 @@ from cluster.histograms import Histogram
 from cluster.messages import LevelReport
 from cluster.slo import Attainment
 from cluster.types import Commit
+from engine.observing import Observing
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import ema
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.scaling.report import NOTHING_SERVED, ServedCounts
-
-logger = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
@@ -61,14 +58,14 @@ class _Tally:
 
 @dataclass(slots=True)
 class Telemetry:
-    """The round owns it. Other threads may read single fields and call the ``take_`` methods."""
+    """The round owns it, and calls it ``observing``. Other threads may read single fields and call the ``take_`` methods."""
 
+    observing: Observing = field(default_factory=Observing)
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     num_passes: int = 0
     num_rows: int = 0
     num_committed: int = 0
     num_preempted: int = 0
-    num_failed_observations: int = 0
     served: ServedCounts = NOTHING_SERVED  # replaced as a whole
     attainment: Attainment = field(default_factory=Attainment)
     step_s: float | None = None
@@ -84,17 +81,9 @@ class Telemetry:
     _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """What a round measures, traces or learns within it changes no token: an error is counted and logged, each time that
-        their number has doubled, and the round goes on. Nothing else may be done within it."""
-        try:
-            yield
-        except Exception:
-            self.num_failed_observations += 1
-            num = self.num_failed_observations
-            if num & (num - 1) == 0:
-                logger.exception("a defect: an observation of a round has failed (%d failures since the start)", num)
+    @property
+    def num_failed_observations(self) -> int:
+        return self.observing.num_failed
 
     def drafter(self, name: str) -> DrafterStats:
         stats = self.drafters.get(name)

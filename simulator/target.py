@@ -166,7 +166,7 @@ class SimulatedTarget:
 
             def end(end_s: float, companion: TimedLoop = companion, work: StepWork = work) -> None:
                 companion.loop.finish(work, now_s, end_s)
-                self.loop.note_inline({companion.loop.name: end_s - now_s})
+                self.loop.observer.drafted_inline({companion.loop.name: end_s - now_s})
                 self._draft(end_s, goes_on=True)
 
             self._events.at(now_s + seconds, STEP, end)

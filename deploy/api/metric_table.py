@@ -264,7 +264,7 @@ METRICS = (
     replace(
         target_gauge(
             "failed_observations",
-            "Rounds in which measuring, tracing or learning failed; tokens do not depend on it.",
+            "Failures to measure, trace or learn in rounds; tokens do not depend on them.",
             lambda t: t.num_failed_observations,
         ),
         kind="counter",

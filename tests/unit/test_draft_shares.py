@@ -76,7 +76,7 @@ class Target:
         commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
         assert commit is not None
         self.drafters.publish([(sequence, commit)], self.now_s)
-        self.drafters.learn()
+        self.drafters.learning.learn()
         if commit.finish is not None:
             self.sequences.remove(request_id)
             self.drafters.release(sequence)
@@ -86,7 +86,7 @@ class Target:
         commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
         assert commit is not None
         self.drafters.publish([(sequence, commit)], self.now_s)
-        self.drafters.learn()
+        self.drafters.learning.learn()
 
     def seen(self) -> Observation:
         (seen,) = self.telemetry.take_observations()

@@ -80,7 +80,7 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
         sequence.token_ids.extend((5, 6))
         sequence.draft.judge((5, 6))
         drafters.publish([(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))], 3.0)
-        drafters.learn()
+        drafters.learning.learn()
     assert telemetry.drafter("d").accepted_per_round == pytest.approx(expected, abs=0.05)
 
 
@@ -190,7 +190,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     drafters.set_budgets({"r": DraftBudget(4)})
     drafters.publish([(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1))], 1.0)
     drafters.flush()
-    drafters.learn()
+    drafters.learning.learn()
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody

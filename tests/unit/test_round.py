@@ -354,7 +354,7 @@ def test_what_a_round_measures_traces_or_learns_may_fail_and_no_token_changes(
     cluster = SimulatedCluster(3, Faults(), crash=0.0, hang=0.0, num_drafters=1)
     monkeypatch.setattr(Telemetry, "record", fails)
     monkeypatch.setattr(DraftLengths, "learn", fails)
-    cluster.loop.spans = cast(RequestSpans, _Failing())
+    cluster.loop.observer.spans = cast(RequestSpans, _Failing())
     requests = random_requests(random.Random(3))
     for request in requests:
         cluster.submit(request)

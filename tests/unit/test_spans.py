@@ -109,7 +109,7 @@ class Served:
         self.now_s = 0.0
         self.kept = Kept()
         self.loop = TargetLoop(ToyTarget(), TOY, Mailbox(), TableCost((1, 32), (PASS_S, PASS_S)), self.clock)
-        self.loop.spans = RequestSpans(self.kept, "target-0")
+        self.loop.observer.spans = RequestSpans(self.kept, "target-0")
         network, self.inbox = LocalNetwork(), Mailbox()
         network.listen("memory://t", self.loop.mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
         self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))

@@ -9,26 +9,42 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from cluster.config import DraftLengthConfig
+from cluster.drafting_counts import DraftingTally
 from cluster.grammar import Grammar, GrammarKind
+from cluster.histograms import Histogram
 from cluster.messages import CommitRound, DraftScore, DraftTiming, Hello, Message, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
+from cluster.slo import Attainment
 from cluster.spans import FinishedSpan
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
+from engine.colocated import ColocatedDrafters
+from engine.drafting_monitor import DraftingMonitor
 from engine.early_exit import EarlyExit
 from engine.factory import load_target
 from engine.native import NativeTarget
+from engine.pass_costs import PassCosts, PassCounts
 from engine.request_spans import RequestSpans
 from engine.round import TargetLoop
+from engine.slo_monitor import SloMonitor
+from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
+from router.assignment import Positions
 from router.cost_model import TableCost
+from router.drafting.break_even import BreakEvenGate
+from router.drafting.length import DraftLengths
 from router.drafting.policies import DRAFT_LENGTHS, OVERLAP_POLICIES, VERIFICATION_POLICIES, build_draft_lengths
+from router.drafting.prices import DecodeRate
+from router.estimates.drafter_stats import DictatedDrafts, DrafterStats
+from router.estimates.survival import OnlineSurvival
+from router.planning.admission import Departures
 from router.planning.planner import PlannerSettings, StepPlanner
 
 EOS = 256
@@ -44,6 +60,9 @@ CALL = {
     "content": {"type": "json_schema", "json_schema": SCHEMA},
     "end": "}",
 }
+DRAFT_LENGTH_CONFIGS: list[DraftLengthConfig] = [
+    TypeAdapter(DraftLengthConfig).validate_python({"kind": kind}) for kind in sorted(DRAFT_LENGTHS)
+]
 GRAMMARS = (
     Grammar(GrammarKind.EBNF, f'root ::= "{LETTERS}"'),
     None,
@@ -53,6 +72,14 @@ GRAMMARS = (
     Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": CALL})),
     Grammar(GrammarKind.EBNF, 'root ::= "yes, " [a-z]+ ", really" | "no"'),
 )
+
+# What a round measures with, traces with and learns by; and of their methods those that it cannot do without.
+OBSERVERS: tuple[type[Any], ...] = (
+    *(Telemetry, DrafterStats, DictatedDrafts, DraftingTally, OnlineSurvival, Histogram, Positions),
+    *(SloMonitor, Attainment, Departures, RequestSpans, PassCosts, PassCounts, DraftingMonitor, DecodeRate),
+    *(ColocatedDrafters, BreakEvenGate, *{type(build_draft_lengths(one, {})) for one in DRAFT_LENGTH_CONFIGS}, DraftLengths),
+)
+DECIDING = {"num_failed_observations", "refusal", "is_queried", "shares_device"}
 
 
 @dataclass(eq=False)
@@ -102,9 +129,7 @@ class Fuzz:
         settings = PlannerSettings(
             rng.choice(sorted(VERIFICATION_POLICIES)), rng.choice((0.0, 0.05)), 64, rng.choice(sorted(OVERLAP_POLICIES))
         )
-        length: DraftLengthConfig = TypeAdapter(DraftLengthConfig).validate_python(
-            {"kind": rng.choice(sorted(DRAFT_LENGTHS))}
-        )
+        length = rng.choice(DRAFT_LENGTH_CONFIGS)
         engine.exit_early(EarlyExit(engine.model, COST) if rng.random() < 0.4 else None)
         colocated = rng.choice(((), ("near",)))
         self.loop = TargetLoop(
@@ -119,9 +144,9 @@ class Fuzz:
             colocated=colocated,
             grammars=engine.grammars,
         )
-        self.loop._learning._is_deferred = not colocated  # as on a GPU
+        self.loop._deferred._is_deferred = not colocated  # as on a GPU
         self.spans = Spans()
-        self.loop.spans = RequestSpans(self.spans, "target")
+        self.loop.observer.spans = RequestSpans(self.spans, "target")
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason | None] = {}
         self.prompt_lens: dict[str, int] = {}
@@ -239,7 +264,7 @@ def predicted(truth: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(token_ids) if rng.random() < 0.7 else ()
 
 
-def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int) -> Fuzz:
+def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int, *, fails: bool = False) -> Fuzz:
     rng = random.Random(seed)
     fuzz, waiting, aborted = Fuzz(engine, seed), rng.sample(REQUESTS, len(GRAMMARS)), set[str]()
     while waiting or fuzz.live:
@@ -260,7 +285,7 @@ def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int) -> 
         assert tuple(output) == (expected[: len(output)] if request_id in aborted else expected), request_id
     assert fuzz.loop.status().num_running == fuzz.loop.status().num_waiting == 0
     assert max(num for _, num in fuzz.verified) <= MAX_DRAFT_LEN
-    assert fuzz.loop.telemetry.num_failed_observations == 0
+    assert bool(fuzz.loop.telemetry.num_failed_observations) == fails
     return fuzz
 
 
@@ -278,3 +303,22 @@ def test_no_proposal_ends_a_round_or_changes_a_token(
     assert {num > MAX_DRAFT_LEN for fuzz in found for num in fuzz.lens} == {True, False}
     assert {drafter for fuzz in found for drafter, num in fuzz.verified if num} == {"far", "near", FORCED, PREDICTION}
     assert any(fuzz.spans.num for fuzz in found)
+
+
+def test_no_failing_observation_ends_a_round_or_changes_a_token(
+    engine: NativeTarget, truths: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every public method fails, of whatever measures, traces or learns."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("nothing was counted")
+
+    for observer in OBSERVERS:
+        for name, method in tuple(vars(observer).items()):
+            if not name.startswith("_") and name not in DECIDING:
+                if isinstance(method, FunctionType):
+                    monkeypatch.setattr(observer, name, fail)
+                elif isinstance(method, property):
+                    monkeypatch.setattr(observer, name, property(fail))
+    for seed in range(3):
+        run(engine, truths, seed, fails=True)

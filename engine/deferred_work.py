@@ -1,0 +1,31 @@
+"""What no pass needs: done at once, or where the device computes asynchronously, while it computes the next pass."""
+
+from collections.abc import Callable
+
+from engine.target import AsynchronousEngine, TargetEngine
+
+
+class DeferredWork:
+    """The round owns it. ``waits``: something else needs the work of a round before the next pass."""
+
+    def __init__(self, engine: TargetEngine, waits: bool) -> None:
+        self._engine = engine if isinstance(engine, AsynchronousEngine) else None
+        self._is_deferred = self._engine is not None and self._engine.is_asynchronous and not waits
+        self._work: list[Callable[[], None]] = []
+
+    def begin_pass(self) -> None:
+        """Before each ``execute``: another loop may have used the engine."""
+        if self._engine is not None:
+            self._engine.meanwhile = self.catch_up if self._is_deferred else None
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Beside the next pass, in the order of the calls. It may neither end a request nor use the engine."""
+        self._work.append(work)
+        if not self._is_deferred:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """What is still to be done."""
+        work, self._work = self._work, []
+        for one in work:
+            one()

@@ -1,0 +1,201 @@
+"""What a target learns of its drafters: from their messages, and from the verdicts on their proposals."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from cluster.messages import DraftScore, LevelReport, ProposalRound
+from cluster.types import FREE_DRAFTERS, Commit, Proposal
+from engine.colocated import ColocatedDrafters
+from engine.draft_state import Candidate, DraftState
+from engine.sequences import LiveSequence
+from engine.telemetry import ObservedCommit, Telemetry
+from router.estimates.drafter_stats import DrafterStats, Judgement
+from router.plan import DrafterView
+
+Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
+
+
+class DraftLearning:
+    """The round owns it. Its methods raise nothing (`Observing`): where one fails, what it would answer is not known."""
+
+    def __init__(self, telemetry: Telemetry, colocated: ColocatedDrafters) -> None:
+        self._telemetry = telemetry
+        self._observing = telemetry.observing
+        self._colocated = colocated
+        self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
+        # Of published commits: verdicts with the kind of the request's grammar, those of proposals that were passed over,
+        # and of free drafts.
+        self._unlearned_aside: list[tuple[str | None, Judgement]] = []
+        self._unobserved: list[ObservedCommit] = []  # of published commits
+
+    def views(self, names: Iterable[str]) -> dict[str, DrafterView]:
+        """What the planner knows of these drafters."""
+        views = {}
+        with self._observing:
+            for name in names:
+                view = self._telemetry.drafter(name).view
+                views[name] = replace(view, shares_device=True) if self._colocated.shares_device(name) else view
+        return views
+
+    def restarted(self, drafter: str) -> None:
+        with self._observing:
+            self._telemetry.drafter(drafter).restarted()
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, or another drafter follows it."""
+        with self._observing:
+            self._telemetry.forget(request_id)
+
+    def held(self, drafter: str, held_s: float, waited_s: float | None) -> None:
+        """A request was held for its proposal. ``waited_s``: without success, since its commit."""
+        with self._observing:
+            stats = self._telemetry.drafter(drafter)
+            stats.tally.hold_s.note(held_s)
+            if waited_s is not None:
+                stats.late(waited_s)
+
+    def unsound(self, drafter: str, num: int) -> None:
+        """So many unsound parts of messages."""
+        with self._observing:
+            self._telemetry.drafter(drafter).num_unsound += num
+
+    def received(
+        self,
+        drafter: str,
+        message: ProposalRound,
+        offers: Sequence[Offer],
+        levels: Sequence[LevelReport],
+        scores: Sequence[DraftScore],
+        arrived_s: float,
+        after_pass: bool,
+    ) -> None:
+        """``offers``, ``levels``, ``scores``: of the message, those without a fault. ``after_pass``: it may have waited for
+        the end of a pass. Sets the survival of the proposals that were taken."""
+        with self._observing:
+            taken = [sequence for sequence, _, is_taken in offers if is_taken]
+            if taken:
+                self._predict_survival(taken, self._telemetry.drafter(drafter))
+        with self._observing:
+            stats = self._telemetry.drafter(drafter)
+            lens = [num for one in message.proposals if (num := len(one.token_ids))]
+            for timing in message.timings:
+                stats.drafted(timing.num_requests, timing.seconds, lens)
+            was_awaited = not after_pass or self._colocated.shares_device(drafter)
+            for sequence, proposal, is_taken in offers:
+                # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
+                if proposal.token_ids:
+                    _note_reply(sequence, proposal, stats, arrived_s, was_awaited)
+                if is_taken:
+                    stats.tally.note_drafted(len(proposal.token_ids))
+                else:
+                    stats.num_stale += 1
+            if levels:
+                self._telemetry.note_levels(levels)
+            for report in message.outcomes:
+                stats.tally.outcomes = stats.tally.outcomes.plus(report)
+            if scores:
+                self._telemetry.note_scores(drafter, scores)
+            stats.num_resyncs += len(message.resyncs)
+
+    def _predict_survival(self, taken: list[LiveSequence], stats: DrafterStats) -> None:
+        free: list[tuple[DraftState, tuple[float, ...]]] = []
+        for sequence in taken:
+            draft = sequence.draft
+            if draft.proposal is None or draft.proposal.drafter in FREE_DRAFTERS:
+                continue  # the message had two of one request
+            confidences = draft.proposal.confidences
+            kind = draft.grammar_kind
+            if kind is None and not draft.passed_over:
+                free.append((draft, confidences))
+                continue
+            survival = stats.survival_under(kind, confidences)
+            if kind is not None:
+                stats.under(kind).proposed(sum(survival))
+            draft.set_survival(survival)
+        for (draft, _), survival in zip(free, stats.predict_survival([one for _, one in free]), strict=True):
+            draft.set_survival(survival)
+
+    def candidates(self, draft: DraftState, drafts: Iterable[Proposal]) -> tuple[list[Candidate], float]:
+        """Free drafts with their survival, and the tokens that are expected of the drafter's own; 0: not known."""
+        kind, drafter = draft.grammar_kind, self._telemetry.drafter
+        with self._observing:
+            found = [(one, drafter(one.drafter).survival_under(kind, one.confidences)) for one in drafts]
+            return found, 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
+        return [], 0.0
+
+    def note_commits(
+        self, commits: Iterable[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
+    ) -> None:
+        """Before drafters follow these commits: whose drafts were right, and who had none. ``linked``: drafters."""
+        with self._observing:
+            for sequence, commit in commits:
+                draft = sequence.draft
+                if commit.error is not None:  # a failed pass says nothing
+                    continue
+                if draft.grammar is not None:
+                    verdicts = (draft.judgement, *draft.passed_judgements)
+                    self._unlearned_aside += [(draft.grammar.kind, one) for one in verdicts if one is not None]
+                if sequence.teaches:
+                    drafter = draft.drafter if draft.drafter in linked else None
+                    self._note_round(draft, commit, drafter, has_scorers, now_s)
+
+    def _note_round(self, draft: DraftState, commit: Commit, drafter: str | None, has_scorers: bool, now_s: float) -> None:
+        """``drafter``: that follows the request, if it is linked."""
+        judgement, passed = draft.judgement, draft.passed_judgements
+        self._unlearned_aside += [(None, one) for one in passed]
+        if judgement is not None and judgement.drafter in FREE_DRAFTERS:
+            self._unlearned_aside.append((None, judgement))
+            self._telemetry.forget(commit.request_id)
+            for one in passed if has_scorers else ():
+                if one.drafter == drafter:
+                    score = DraftScore(commit.request_id, commit.base_len, one.num_right, one.num_judged)
+                    self._telemetry.note_scores(drafter, (score,))
+            return
+        if judgement is not None:
+            self._unlearned[commit.request_id] = judgement, commit.num_proposed
+        if drafter is None:
+            return
+        if judgement is None and draft.is_plain:
+            self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
+            return
+        elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
+        draft_len = draft.budget.num_tokens
+        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
+
+    def judgements(self) -> dict[str, Judgement]:
+        """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
+        return {request_id: judgement for request_id, (judgement, _) in self._unlearned.items()}
+
+    def learn(self) -> None:
+        """Learns from the commits that were noted since the last call."""
+        unlearned, self._unlearned = self._unlearned, {}
+        aside, self._unlearned_aside = self._unlearned_aside, []
+        unobserved, self._unobserved = self._unobserved, []
+        with self._observing:
+            for judgement, num_proposed in unlearned.values():
+                self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
+            for kind, judgement in aside:
+                stats = self._telemetry.drafter(judgement.drafter)
+                if kind is None:
+                    stats.judged(judgement, 0)
+                else:
+                    stats.under(kind).judged(judgement)
+        with self._observing:
+            self._telemetry.observe(unobserved)
+
+
+def _note_reply(
+    sequence: LiveSequence, proposal: Proposal, stats: DrafterStats, arrived_s: float, was_awaited: bool
+) -> None:
+    draft = sequence.draft
+    sent_s = draft.sent_s(proposal.base_len)
+    if sent_s is not None:
+        stats.replied(max(0.0, arrived_s - sent_s))
+        stats.awaited(was_awaited)
+    num_right, kind = draft.num_right_of(proposal), draft.grammar_kind
+    if num_right is None:
+        return
+    if kind is not None:
+        stats.under(kind).proposed(num_right)
+    elif sequence.teaches:
+        stats.accepted(num_right)
