@@ -126,11 +126,12 @@ $(CLIENTS)/.installed $(CLIENTS)/aider/.installed:
 	$(@D)/bin/pip install --quiet --no-compile -r $<
 	touch $@
 
-# Not `npm ci`: it refuses a registry that lacks another platform's optional packages. Without npm their tests are skipped.
+# Not `npm ci`: it refuses a registry that lacks another platform's optional packages.
 $(NODE_CLIENTS): tests/clients/package.json tests/clients/package-lock.json
+	command -v npm || { echo 'npm is missing: install Node.js 18 or newer with npm (Debian: apt-get install npm)' >&2; exit 1; }
 	mkdir -p $(@D)
 	cp $^ $(CLIENTS)
-	! command -v npm >/dev/null || npm install --silent --no-fund --no-audit --prefix $(CLIENTS)
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS)
 	touch $@
 
 check: size $(VENV)/.dev

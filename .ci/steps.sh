@@ -10,6 +10,17 @@ step() {
     names+=("$1") limits+=("$2") num_lines+=("$3") commands+=("$4")
 }
 
+# packages PROGRAM=PACKAGE...: Debian packages of the programs that are missing
+packages() {
+    local missing=() sudo=() pair
+    for pair in "$@"; do command -v "${pair%=*}" || missing+=("${pair#*=}"); done
+    ((${#missing[@]})) || return 0
+    [[ $(id -u) == 0 ]] || sudo=(sudo --non-interactive)
+    "${sudo[@]}" apt-get update --quiet
+    DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install --quiet --yes --no-install-recommends "${missing[@]}"
+}
+export -f packages
+
 run_step() {
     local name=$1 limit=$((60 * $2)) lines=$3 command=$4 log=$LOGS/$1.log start=$SECONDS status=0
     local left=$((60 * BUDGET - SECONDS))

@@ -14,11 +14,7 @@ import pytest
 URL = os.environ.get("OUTRIDER_URL")
 PACKAGES = Path(sys.prefix) / "node_modules"
 
-pytestmark = [
-    pytest.mark.skipif(URL is None, reason="OUTRIDER_URL names no server"),
-    pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
-    pytest.mark.skipif(not (PACKAGES / "openai").is_dir(), reason="make test-clients installs node_modules where npm is"),
-]
+pytestmark = pytest.mark.skipif(URL is None, reason="OUTRIDER_URL names no server")
 
 
 @pytest.mark.parametrize("script", ["openai.mjs", "ai.mjs"])
