@@ -84,9 +84,10 @@ test-nightly: setup setup-vllm $(VENV)/.dev
 	$(VLLM_VENV)/bin/python -m pytest -m 'nightly and vllm' -W default $(ARGS) tests/cluster/test_vllm_server.py
 
 # Unit tests without Ray, the embedded model or a compiler, with fewer examples of Hypothesis: within 2 minutes on 2 cores with
-# AVX2. The plugin names the tests that took most processor time.
+# AVX2. The plugin names the tests that took most processor time. Asserts are plain: rewriting them in each process takes a
+# tenth of it. ARGS=--assert=rewrite shows the values of one that fails.
 test-fast: $(VENV)/.dev
-	CC=none $(BIN)/python -m pytest -p tests.support.processor_time tests/unit --hypothesis-profile fast \
+	CC=none $(BIN)/python -m pytest -p tests.support.processor_time tests/unit --hypothesis-profile fast --assert=plain \
 	    -m '$(EXCLUDED) and not ray and not model and not slow' --numprocesses 2 --dist worksteal $(ARGS)
 
 test-ray: setup $(VENV)/.dev

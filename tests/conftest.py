@@ -1,5 +1,6 @@
 """Fixtures shared by suites."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.support.simulated_network import EncodingNetwork
 # Products of tiny models are too small for several threads, which made a suite ten times slower on a busy machine. Read by
 # torch at its import, which is later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until all tests are collected
 
 configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
 
@@ -40,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("ray") is not None, order.get(suite, len(SUITES))
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """A full collection over modules and tests takes a second, and there are dozens in a run."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

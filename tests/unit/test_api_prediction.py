@@ -8,9 +8,7 @@ import fastapi
 import pytest
 
 from cluster.types import PREDICTION, Request
-from deploy.api.errors import ApiError
-from deploy.api.prompts import Prompts
-from deploy.api.schema import ChatRequest
+from deploy.api import errors, prompts, schema
 from tests.support.api import MAX_MODEL_LEN, chat_body, finishing, model_info, serving, token_ids, tokenizer
 from tests.support.scripted import Step
 
@@ -81,8 +79,8 @@ async def test_a_text_of_far_too_many_tokens_is_a_bad_request() -> None:
     async def now(_: object, work: Callable[[], Awaitable[Any]]) -> Any:
         return await work()
 
-    fields = ChatRequest.model_validate(chat_body(prediction=content("an answer " * 10_000)))
-    prompts = Prompts(tokenizer(), now, max_request_bytes=10)
-    with pytest.raises(ApiError) as refused:
-        await prompts.prediction(fastapi.Request({"type": "http"}), fields, 1, model_info())
+    fields = schema.ChatRequest.model_validate(chat_body(prediction=content("an answer " * 10_000)))
+    encoder = prompts.Prompts(tokenizer(), now, max_request_bytes=10)
+    with pytest.raises(errors.ApiError) as refused:
+        await encoder.prediction(fastapi.Request({"type": "http"}), fields, 1, model_info())
     assert (refused.value.status, refused.value.param) == (400, "prediction")

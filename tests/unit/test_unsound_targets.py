@@ -108,7 +108,7 @@ async def test_no_message_of_a_target_ends_a_gateway(target: BadTarget, seed: in
     ids: list[str] = []
     draws = Unsound(seed, ids, "d", VOCAB_SIZE)
     rng = random.Random(seed)
-    for turn in range(40):
+    for turn in range(40 if seed else 8):
         one = request(f"r{turn}")
         ids[:] = [one.id]
         waiting = asyncio.create_task(outcome(client, one))
