@@ -7,9 +7,16 @@ Prometheus would show all that is left of it as new.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from actors import health
 from actors.drafter_loader import SILENT
+from actors.processes import ManagedProcess, ProcessState
 from actors.target import DrafterCounts, TargetReport
+from cluster.client import TargetStatus
+from cluster.config import SupervisionConfig
 from cluster.drafting_counts import merged
+
+# Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.
+REPORT_DEADLINE_S = 1.0
 
 
 class LastReports:
@@ -23,18 +30,24 @@ class LastReports:
     def ended(self) -> Mapping[str, DrafterCounts]:
         return self._ended
 
-    def note(self, report: TargetReport) -> None:
-        self._last[report.status.name] = report
+    async def ask(self, member: ManagedProcess, supervision: SupervisionConfig) -> TargetReport:
+        """What a target reports now; the last report of one that does not answer."""
+        unknown = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
+        process = member.process
+        if process is None or member.state is not ProcessState.READY:
+            return unknown
+        report: TargetReport | None = await health.ask(process, supervision, "report", deadline_s=REPORT_DEADLINE_S)
+        if report is None:
+            last = self._last.get(member.name, unknown)
+            return replace(last, status=replace(last.status, state=SILENT))
+        if process is member.process:  # it may have ended meanwhile
+            self._last[member.name] = report
+        return report
 
     def counted(self, report: TargetReport) -> TargetReport:
         """With the counts of drafters that ``ended`` does not have: the target may have ended since it reported."""
         last = self._last.get(report.status.name)
         return replace(report, drafters=() if last is None else last.drafters)
-
-    def of_silent(self, unknown: TargetReport) -> TargetReport:
-        """Of a target that does not answer. ``unknown``: if it never has."""
-        last = self._last.get(unknown.status.name, unknown)
-        return replace(last, status=replace(last.status, state=SILENT))
 
     def end(self, target: str) -> None:
         """The process of a target has ended."""

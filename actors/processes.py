@@ -1,6 +1,7 @@
 """What the supervisor manages: processes across restarts, and the interface to what spawns them."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,8 @@ from actors.restarts import RestartPolicy
 from cluster.config import DrafterConfig
 from cluster.errors import OutriderError
 from cluster.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessState(StrEnum):
@@ -102,3 +105,27 @@ class ProcessPool:
 
     def all(self) -> list[ManagedProcess]:
         return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]
+
+
+class Tasks:
+    """Tasks that run until ``cancel``. An exception that ends one is logged as a defect."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def cancel(self) -> None:
+        """Returns when all have ended."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)

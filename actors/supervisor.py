@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,14 @@ from actors import health
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
-from actors.last_reports import LastReports
+from actors.last_reports import REPORT_DEADLINE_S, LastReports
 from actors.memory_budget import MemoryBudget
-from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
+from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner, Tasks
 from actors.resizer import Resizer, first_drafters, first_targets
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
-from cluster.client import ClusterStatus, TargetStatus
+from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, PolicyConfig
 from cluster.errors import InvalidField
 from cluster.placement import drafter_name, target_name
@@ -36,8 +36,6 @@ DRAIN_POLL_S = 0.1
 ABORTED_S = 3.0  # for the requests that gateways end; a target that hangs does not abort them
 SENT_S = 0.5  # from a gateway's abort to the client, through the proxy
 DIRECTORY_WAIT_S = 60.0  # longest wait of one `directory` call
-# Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.
-REPORT_DEADLINE_S = 1.0
 
 
 class Supervisor:
@@ -60,7 +58,7 @@ class Supervisor:
         self._resizer = Resizer(config, self._pool, self, self._leave)
         self._scaled = ScaleLog()
         self._autoscaler = Autoscaler(config, self._pool, self, machines)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._addresses: dict[str, str] = {}
         self._directory = Directory(secrets.token_hex(8))
         self._starting_targets: set[str] = set()  # neither ready nor failed yet
@@ -90,12 +88,8 @@ class Supervisor:
             ProcessEnded: a target ended before any was ready.
         """
         self.start()
-        if every:
-            while self._starting_targets and self._failed_start is None:
-                await self._wait_change()
-        else:
-            while self._starting_targets and self._directory.model is None:
-                await self._wait_change()
+        while self._starting_targets and (self._failed_start if every else self._directory.model) is None:
+            await self._wait_change()
         if self._failed_start is not None and self._directory.model is None:
             raise ProcessEnded(self._failed_start)
         return self._directory
@@ -175,15 +169,13 @@ class Supervisor:
 
     async def stop(self) -> None:
         self._stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await asyncio.gather(*(self._end(member) for member in self._pool.all()))
 
     # ---- one process
 
     def _supervise(self, member: ManagedProcess) -> None:
-        member.task = self._create_task(self._keep_running(member), f"supervise {member.name}")
+        member.task = self._tasks.start(self._keep_running(member), f"supervise {member.name}")
 
     async def _keep_running(self, member: ManagedProcess) -> None:
         while not self._stopping and self._loader.may_run(member.name) and member.name not in self._resizer.leaving:
@@ -255,9 +247,9 @@ class Supervisor:
         self._pool.router = ManagedProcess("router", self._spawner.router, self._router_ready, restarts)
         self._supervise(self._pool.router)
         if self._config.scaling.policy != "none":
-            self._create_task(self._autoscaler.run(), "autoscaling")
+            self._tasks.start(self._autoscaler.run(), "autoscaling")
         if self._loader.models.tenants:
-            self._create_task(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
+            self._tasks.start(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
 
     def _start_drafter(self, name: str, config: DrafterConfig, model: ModelInfo) -> None:
         member = ManagedProcess(
@@ -317,7 +309,8 @@ class Supervisor:
     # ---- `actors.drafter_loader.DrafterProcesses`
 
     async def reports(self) -> list[TargetReport]:
-        return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
+        supervision = self._config.supervision
+        return await asyncio.gather(*(self._last_reports.ask(member, supervision) for member in self._pool.targets.values()))
 
     async def load_demand(self) -> Mapping[str, int]:
         return await self._call_router("load_demand") or {}
@@ -327,9 +320,6 @@ class Supervisor:
 
     async def unload(self, name: str) -> None:
         member = self._pool.drafters[name]
-        if member.task is not None:
-            member.task.cancel()
-            await asyncio.gather(member.task, return_exceptions=True)
         await self._end(member)
         await self._spawner.end(drafter_name(name))  # its task may have just spawned one
         member.state, member.pid, member.reason = ProcessState.UNLOADED, None, None
@@ -356,11 +346,8 @@ class Supervisor:
     async def remove(self, name: str) -> None:
         is_target = name in self._pool.targets
         member = (self._pool.targets if is_target else self._pool.drafters)[name]
-        if member.task is not None:
-            member.task.cancel()
-            await asyncio.gather(member.task, return_exceptions=True)
-        self._last_reports.end(name)
         await self._end(member)
+        self._last_reports.end(name)
         await self._spawner.end(name if is_target else drafter_name(name), give_back=True)
         if is_target:
             del self._pool.targets[name]
@@ -385,44 +372,23 @@ class Supervisor:
         return self._resizer.replicas()
 
     def _leave(self, name: str) -> None:
-        self._create_task(self._resizer.leave(name), f"remove {name}")
+        self._tasks.start(self._resizer.leave(name), f"remove {name}")
 
     # ---- helpers
-
-    async def _report(self, member: ManagedProcess) -> TargetReport:
-        unknown = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
-        process = member.process
-        if process is None or member.state is not ProcessState.READY:
-            return unknown
-        report: TargetReport | None = await self._call(process, "report", deadline_s=REPORT_DEADLINE_S)
-        if report is None:
-            return self._last_reports.of_silent(unknown)
-        if process is member.process:  # it may have ended meanwhile
-            self._last_reports.note(report)
-        return report
 
     async def _call(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         return await health.ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)
 
     async def _end(self, member: ManagedProcess) -> None:
+        """Also the task that would start it again."""
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
         process, member.process = member.process, None
         member.state = ProcessState.DOWN
         if process is not None:
             await self._call(process, "stop")
             await process.kill()
-
-    def _create_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that runs until ``stop``; an exception that ends it is logged as a defect."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-
-        def done(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("%s failed", name, exc_info=error)
-
-        task.add_done_callback(done)
-        return task
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -17,7 +17,7 @@ from engine.device import to_device
 from engine.forward import CausalModel, RowWatch
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
-from engine.prompt_logprobs import prompt_logprobs
+from engine.logprobs import prompt_logprobs
 from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
 from engine.tensor_parallel.sampling import sampler_of

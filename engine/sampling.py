@@ -24,9 +24,10 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import TokenLogprobs
 from engine.acceptance import common_prefix_len
 from engine.bad_words import BadWords
-from engine.device import to_device, to_host
+from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
+from engine.logprobs import token_logprobs
 from engine.noise import noise_keys
 from engine.ops import FusedSampling, GumbelArgmax
 
@@ -343,27 +344,6 @@ def _raw_logprobs(logits: Tensor, vocab_size: int, members: Sequence[SpanRows], 
     asked = logits[:, :vocab_size].index_select(0, to_device(rows, logits.device))
     found = token_logprobs(asked, picks.token_ids[rows], list(num_top.values()))
     return dict(zip(num_top, found, strict=True))
-
-
-def token_logprobs(
-    logits: Tensor, token_ids: NDArray[np.int64], num_top: Sequence[int], *, ranked: bool = False
-) -> list[TokenLogprobs]:
-    """Raw log-probabilities of ``token_ids`` (R,) under logits (R, V), each with its ``num_top`` most probable tokens."""
-    raw = logits.float()
-    norm = raw.logsumexp(-1, keepdim=True)
-    tokens = to_device(token_ids, raw.device).clamp_max(raw.shape[-1] - 1)
-    chosen = raw.gather(1, tokens[:, None])
-    ranks = 1 + (raw > chosen).sum(-1, keepdim=True)
-    top = raw.topk(min(max(num_top), raw.shape[-1]))
-    columns = [chosen - norm, ranks, top.values - norm, top.indices]
-    host = to_host(torch.cat([column.double() for column in columns], dim=-1))  # one copy from the device
-    own, ranks_found = host[:, 0].tolist(), host[:, 1].astype(np.int64).tolist()
-    top_values, top_ids = np.split(host[:, 2:], 2, axis=1)
-    values, ids = top_values.tolist(), top_ids.astype(np.int64).tolist()
-    return [
-        TokenLogprobs(own[i], tuple(zip(ids[i][:num], values[i][:num], strict=True)), ranks_found[i] if ranked else None)
-        for i, num in enumerate(num_top)
-    ]
 
 
 def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:
