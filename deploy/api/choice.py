@@ -8,11 +8,10 @@ from http import HTTPStatus
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
 from deploy.api.answer_parts import CallStart, Part, ReasoningParser, merged
-from deploy.api.detokenizer import Detokenizer
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.errors import ApiError
 from deploy.api.stops import StopMatcher
-from deploy.api.tokenizer import Tokenizer
+from deploy.api.tokenizer import Detokenizer, Tokenizer
 
 
 class EngineFailed(OutriderError):

@@ -1,10 +1,10 @@
 """Tokens of the texts of a call. Prompts are within the model's context, or cut to it as the caller asks."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -14,10 +14,10 @@ from deploy.api.messages import text_of
 from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.tokenizer import TextTooLong, Tokenizer
-from deploy.api.truncation import Messages, fitting
 
 T = TypeVar("T")
 Encode = Callable[[], Awaitable[tuple[int, ...]]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class InShare(Protocol):
@@ -143,3 +143,25 @@ def _room(fields: GenerationFields, info: ModelInfo) -> int:
     """For a prompt before the longest answer that the caller asks for, or before one token."""
     longest = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
     return max(1, info.max_model_len - (longest or fields.max_tokens or 1))
+
+
+async def fitting(messages: Messages, fits: Callable[[Messages], Awaitable[bool]]) -> Messages:
+    """``truncation: "auto"`` of the Responses API: as many of the newest messages as fit, after the system messages at the
+    beginning; all if nothing fits.
+
+    A tool's result is not kept without the call before it. ``fits`` is asked a logarithmic number of times.
+    """
+    num_kept = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    firsts = [i for i in range(num_kept, len(messages)) if messages[i]["role"] != "tool"]
+
+    def from_first(i: int) -> Messages:
+        return [*messages[:num_kept], *messages[firsts[i] :]]
+
+    low, high = 0, len(firsts)  # those before ``low`` are too long, those from ``high`` on fit
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(from_first(middle)):
+            high = middle
+        else:
+            low = middle + 1
+    return from_first(high) if high < len(firsts) else messages

@@ -7,7 +7,7 @@ import asyncio
 import codecs
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -195,6 +195,27 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, without special tokens."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+
+class Detokenizer:
+    """A character that spans several tokens is returned with the last of them. Invalid bytes become U+FFFD at once, an
+    incomplete character in ``flush``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> None:
+        """``shown``: special tokens that are text all the same."""
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._token_bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.all_token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self._utf8.decode(self._tokenizer.all_token_bytes(token_id))
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
 
 
 def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encoding:

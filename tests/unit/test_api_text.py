@@ -14,10 +14,9 @@ from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, FinishReason, Request, TokenLogprobs
 from deploy.api.choice import Choice, Delta, OutputOptions
-from deploy.api.detokenizer import Detokenizer
 from deploy.api.errors import ApiError
 from deploy.api.stops import StopMatcher
-from deploy.api.tokenizer import TextTooLong, Tokenizer
+from deploy.api.tokenizer import Detokenizer, TextTooLong, Tokenizer
 from tests.support.api import end_id, fast_tokenizer, model_info, token_ids, tokenizer
 
 any_tokens = st.lists(st.integers(0, tokenizer().vocab_size + 3), max_size=40)
