@@ -47,6 +47,7 @@ export function number(value, digits = 0) {
 /** Seconds with a unit. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return UNKNOWN;
+  if (seconds === 0) return "0 s";
   return seconds < 1 ? `${number(1000 * seconds, seconds < 0.01 ? 1 : 0)} ms` : `${number(seconds, seconds < 10 ? 2 : 1)} s`;
 }
 

@@ -116,7 +116,7 @@ function positions(store, width, title) {
   const ticks = [1, Math.ceil(longest / 2), longest].map((x) => [x, ordinal(x)]);
   const axis = { xFrom: 1, xTo: longest, xTicks: ticks, most: 1, format: percent, dots: true };
   const firsts = lines.map((one, i) => `${names[i]} ${percent(one.points[0][1])}`).join(", ");
-  const known = Object.keys(store.drafts).reduce((sum, name) => sum + store.lengthOf(name).drafts, 0);
+  const known = Object.values(store.drafts).flat().reduce((sum, [, , count]) => sum + count, 0);
   const now = names.length ? "of the drafts whose earlier tokens were accepted"
     : `${number(known)} drafts verified in answers of this process of the API, which are too few to show`;
   return { now, picture: curves(width, `${title}. First token: ${firsts || "none"}`, lines, axis), legend: names.map((name, i) => [lines[i].colour, name, i % 3]) };

@@ -121,7 +121,8 @@ function asTable(store) {
   const { targets, drafters } = store.status;
   const rows = drafters.map((one) => {
     const lengths = store.lengthOf(one.name);
-    return [one.name, one.kind, one.state, one.num_requests, share(one.num_accepted, one.num_proposed),
+    const { proposed, accepted } = store.acceptanceOf(one);
+    return [one.name, one.kind, one.state, one.num_requests, share(accepted, proposed),
       lengths ? number(lengths.proposed, 2) : UNKNOWN, lengths ? number(lengths.accepted, 2) : UNKNOWN,
       one.reply_ms === null ? UNKNOWN : number(one.reply_ms, 1), one.device ?? UNKNOWN, one.num_restarts];
   });

@@ -136,7 +136,7 @@ export class Store {
 
   #remember() {
     const counts = Object.fromEntries(this.status.drafters.map((one) => [one.name, one]));
-    this.past.push({ at: this.now, counts });
+    this.past.push({ at: this.now, counts, drafts: this.drafts });
     while (this.past[0].at < this.now - WINDOW_S) this.past.shift();
   }
 
@@ -156,14 +156,13 @@ export class Store {
     return { proposed: drafter.num_proposed, accepted: drafter.num_accepted, recent: false };
   }
 
-  /** Mean length of a drafter's verified drafts, and of what was accepted of them, as the API counted. */
+  /** Mean length of a drafter's verified drafts, and of what was accepted of them, as the API counted; when as `acceptanceOf`. */
   lengthOf(name) {
-    let drafts = 0, proposed = 0, accepted = 0;
-    for (const [length, right, count] of this.drafts[name] ?? []) {
-      drafts += count;
-      proposed += length * count;
-      accepted += right * count;
-    }
+    const sums = (drafts) => (drafts?.[name] ?? []).reduce(
+      ([num, proposed, accepted], [length, right, count]) => [num + count, proposed + length * count, accepted + right * count], [0, 0, 0]);
+    const all = sums(this.drafts), before = sums(this.past[0]?.drafts);
+    const recent = all.map((sum, i) => sum - before[i]);
+    const [drafts, proposed, accepted] = recent[0] > 0 ? recent : all;
     return drafts ? { drafts, proposed: proposed / drafts, accepted: accepted / drafts } : null;
   }
 
