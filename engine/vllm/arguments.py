@@ -10,7 +10,7 @@ from cluster.errors import InvalidField
 from engine.vllm.engine_args import argument_switches
 
 MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
-FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
+FEATURE_LAYERS, EOS_TOKEN_IDS = "outrider_feature_layers", "outrider_eos_token_ids"  # of vLLM's additional configuration
 
 _LEAST_GPU_SHARE = 0.01
 # Of passes that are captured: padding adds at most a quarter from 64 rows on, below which rows cost little. vLLM would add
@@ -36,9 +36,18 @@ class VllmLimits:
     more: Mapping[str, Any] = field(default_factory=dict)  # ``target.vllm``
 
 
-def engine_arguments(folder: Path, limits: VllmLimits, feature_layers: Sequence[int] = ()) -> dict[str, Any]:
-    """Keywords of ``EngineArgs``, but for the executor of several ranks."""
+def engine_arguments(
+    folder: Path,
+    limits: VllmLimits,
+    feature_layers: Sequence[int] = (),
+    eos_token_ids: Sequence[int] = (),
+    *,
+    runner_v2: bool = False,
+) -> dict[str, Any]:
+    """Keywords of ``EngineArgs``, but for the executor of several ranks. The speculative method is one that the model runner
+    knows; its proposer is not asked."""
     on_cpu = limits.device == "cpu"
+    proposer = {"method": "custom_class", "model": "engine.vllm.runner_v1.NoProposer"}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": limits.dtype,
@@ -57,11 +66,10 @@ def engine_arguments(folder: Path, limits: VllmLimits, feature_layers: Sequence[
         "worker_cls": f"engine.vllm.worker.{'Worker' if on_cpu else 'GpuWorker'}",
         "scheduler_cls": "engine.vllm.scheduler.PlannedScheduler",
         "speculative_config": {
-            "method": "custom_class",
-            "model": "engine.vllm.worker.NoProposer",
             "num_speculative_tokens": MAX_DRAFT_LEN,
+            **({"method": "ngram"} if runner_v2 else proposer),
         },
-        "additional_config": {FEATURE_LAYERS: list(feature_layers)},
+        "additional_config": {FEATURE_LAYERS: list(feature_layers), EOS_TOKEN_IDS: list(eos_token_ids)},
     }
     if not on_cpu:
         # vLLM refuses to start where less than this share of the GPU is free, though the cache's size is given: drafters may

@@ -6,10 +6,7 @@ import warnings
 
 from engine.vllm.version import require_vllm
 
-_REQUIRED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 would not use `engine.vllm.worker`, and the round would get no tokens
-}
+_REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine core runs in this process
 _DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
     # Threads that share the context of a decoding request wait for each other in a loop: where other processes keep one

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,8 +34,8 @@ from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
 from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.scheduler import PlannedScheduler
-from engine.vllm.version import VERSION
-from engine.vllm.worker import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
+from engine.vllm.version import require_vllm
+from engine.vllm.sampling import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from router.plan import Capacity
 
 
@@ -65,10 +66,11 @@ class VllmTarget:
     def __init__(
         self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int], feature_layers: Sequence[int] = ()
     ) -> None:
-        arguments = engine_arguments(folder, limits, feature_layers)
+        envs.disable_envs_cache()  # of an earlier engine in this process
+        runner_v2 = HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
+        arguments = engine_arguments(folder, limits, feature_layers, eos_token_ids, runner_v2=runner_v2)
         executor_class = RankExecutor if limits.tensor_parallel > 1 else None
         config = EngineArgs(**arguments, distributed_executor_backend=executor_class).create_engine_config()
-        envs.disable_envs_cache()  # of an earlier engine in this process
         with _threads(limits), _explained(config):
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         assert isinstance(self._core.scheduler, PlannedScheduler)
@@ -76,6 +78,7 @@ class VllmTarget:
         executor = self._core.model_executor
         self._ranks = executor if isinstance(executor, RankExecutor) else None
         self._limits = limits
+        self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = config.model_config.get_vocab_size()
         self._features_group, self._features = self._hidden_state_cache(config, feature_layers)
         self._eos_token_ids = tuple(eos_token_ids)
@@ -109,7 +112,7 @@ class VllmTarget:
         known = self._waiting.get(request.id)
         if known is not None and known.num_tokens == len(token_ids):
             return known
-        asked = RequestSampling(request.sampling, len(request.prompt_token_ids), self._eos_token_ids)
+        asked = RequestSampling(request.sampling, len(request.prompt_token_ids))
         sampling = VllmSamplingParams(
             max_tokens=self._capacity.max_model_len - len(token_ids),
             temperature=0.0,
@@ -243,7 +246,7 @@ class VllmTarget:
 
     @property
     def operators(self) -> str:
-        return f"vLLM {VERSION}"
+        return f"vLLM {require_vllm()}, model runner {self._runner}"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """vLLM's engine over tiny models, in its own environment."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.interpreted_triton import interpret_triton
 from engine.target import LoadedTarget
 
 BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multiples of 32 on a CPU
@@ -25,7 +27,8 @@ def make_vllm(
     dtype: str = "float32",
     **more: Any,
 ) -> LoadedTarget:
-    """A `VllmTarget` on a GPU where there is one, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM.
+    """A `VllmTarget` on a GPU where there is one, of at most 8 sequences and 256 tokens in a pass, on the model runner that
+    ``VLLM_USE_V2_MODEL_RUNNER`` names. Skips without vLLM.
 
     Args:
         num_blocks: of the KV cache, where the model is one that the native engine reads, too; else ``kv_cache_bytes``.
@@ -33,6 +36,8 @@ def make_vllm(
     """
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not in this environment: make test-vllm")
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not torch.cuda.is_available():
+        interpret_triton()
     from engine.models.config import load_config
     from engine.vllm.environment import prepare_environment
 
