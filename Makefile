@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-browser | test-gpu | test-nightly | test-clients | check | proto | sbom | audit | lock
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-vllm-newest | test-browser | test-gpu | test-nightly | test-clients | check | proto | sbom | audit | lock
 # README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -16,7 +16,7 @@ AUDIT_VENV := .venv-audit
 CLIENTS := .clients
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-browser test-gpu test-gpu-vllm test-nightly test-clients check size proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -81,7 +81,7 @@ test-local: setup $(VENV)/.dev
 # Tests that take too long for each commit.
 test-nightly: setup setup-vllm $(VENV)/.dev
 	$(BIN)/pytest -m '$(ANYWHERE) and nightly' --durations 20 $(ARGS)
-	$(VLLM_VENV)/bin/python -m pytest -m 'nightly and vllm' -W default $(ARGS) tests/cluster/test_vllm_server.py
+	$(VLLM_PYTEST) -m 'nightly and vllm' $(ARGS) tests/cluster/test_vllm_server.py
 
 # Unit tests without Ray, the embedded model or a compiler, with fewer examples of Hypothesis: within 2 minutes on 2 cores with
 # AVX2. The plugin names the tests that took most processor time. Asserts are plain: rewriting them in each process takes a
@@ -93,10 +93,21 @@ test-fast: $(VENV)/.dev
 test-ray: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS) tests/cluster
 
-# The contract of targets, with vLLM's engine, and the server on it. vLLM's own warnings are not ours to mend.
+# The contract of targets, with vLLM's engine, and the server on it; then the engine's other model runner, whose kernels are
+# interpreted. vLLM's own warnings are not ours to mend.
+VLLM_PYTEST := $(VLLM_VENV)/bin/python -m pytest -W default
 test-vllm: setup-vllm
-	$(VLLM_VENV)/bin/python -m pytest -m 'vllm and not nightly' -W default --durations 10 $(ARGS) \
-	    tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
+	$(VLLM_PYTEST) -m 'vllm and not nightly' --durations 10 $(ARGS) tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_PYTEST) -m vllm -k 'not 2-ranks' --durations 10 $(ARGS) tests/contract/test_target.py tests/vllm/test_vllm_target.py
+
+# The newest release of vLLM on PyPI: what it lacks of the interface, and both model runners over the operators of the CPU build.
+NEWEST := build/vllm-newest
+test-vllm-newest: setup-vllm
+	rm -rf $(NEWEST)
+	$(VLLM_VENV)/bin/pip download --quiet --no-deps --dest $(NEWEST) vllm
+	$(VLLM_VENV)/bin/python -m tests.vllm.interface $(NEWEST)/vllm-*.whl $(NEWEST)/unpacked
+	for v2 in 0 1; do VLLM_TARGET_DEVICE=cpu VLLM_USE_V2_MODEL_RUNNER=$$v2 PYTHONPATH=$(NEWEST)/unpacked \
+	    $(VLLM_PYTEST) -m vllm -k 'not 2-ranks' $(ARGS) tests/contract/test_target.py || exit; done
 
 # On a machine with a GPU, in this checkout, with $(PYTHON) as it is: docs/gpu.md. The report comes into $(OUT).
 OUT ?= build/gpu

@@ -1,5 +1,6 @@
 """`TargetEngine` over vLLM's engine core in this process, whose ranks, if there are several, are its children."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +34,12 @@ from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
 from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
+from engine.vllm.sampling import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import require_vllm
-from engine.vllm.sampling import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from router.plan import Capacity
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class VllmTarget:
         self._waiting: dict[str, _Waiting] = {}  # requests of which it was asked what is cached
         self._computed_before: dict[str, int] = {}  # tokens of the requests in the pass under way, without those it computes
         self.grammars = known_grammars(folder, self._vocab_size, self._eos_token_ids)
+        logger.info("the target's engine is %s", self.operators)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         waiting = self._prepared(request, token_ids)

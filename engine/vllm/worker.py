@@ -72,7 +72,7 @@ class Worker(RankWorker, CPUWorker):
 
             from engine.vllm.runner_v2 import CpuRunner
         else:
-            from engine.vllm.runner_v1 import CpuRunner  # type: ignore[assignment]
+            from engine.vllm.runner_v1 import CpuRunner
 
             module = cpu_worker
         runner = module.CPUModelRunner
@@ -90,5 +90,5 @@ class GpuWorker(RankWorker, gpu_worker.Worker):
         if self.use_v2_model_runner:
             from engine.vllm.runner_v2 import ExactRunner
         else:
-            from engine.vllm.runner_v1 import ExactRunner  # type: ignore[assignment]
+            from engine.vllm.runner_v1 import ExactRunner
         return ExactRunner(self.vllm_config, self.device)

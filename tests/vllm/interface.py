@@ -1,6 +1,6 @@
 """What `engine/vllm` uses of vLLM and another release lacks, by their sources alone: what methods return is not compared.
 
-    python -m tests.vllm.interface FOLDER    # an unpacked wheel; in an environment with a supported release
+    python -m tests.vllm.interface WHEEL FOLDER    # in an environment with a supported release; unpacks the wheel
 
 Imports must be found. Of the classes that `engine/vllm` imports, and of USED, each member that the supported release has and
 that `engine/vllm` names or overrides must be there, and take the parameters that it took.
@@ -8,13 +8,15 @@ that `engine/vllm` names or overrides must be there, and take the parameters tha
 
 import ast
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from engine.vllm.arguments import VllmLimits, engine_arguments
+from engine.vllm.version import VERSIONS
 
-OURS = Path(__file__).parents[2] / "engine" / "vllm"
+OURS = sorted(Path(__file__).parents[2].joinpath("engine", "vllm").glob("*.py"))
 USED = (  # classes of objects that vLLM hands out
     "vllm.config.model.ModelConfig",
     "vllm.v1.core.block_pool.BlockPool",
@@ -121,13 +123,9 @@ def own_members(node: ast.ClassDef) -> Members:
     return attributes | {name: statement for statement in statements(node.body) for name in defined(statement)}
 
 
-def missing(ours: Sequence[Path], supported: Release, other: Release) -> list[str]:
-    """One line for each part of the interface that ``other`` lacks.
-
-    Args:
-        ours: files that use vLLM.
-    """
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ours]
+def missing(supported: Release, other: Release) -> list[str]:
+    """One line for each part of the interface that ``other`` lacks."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in OURS]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     modules = (node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm")
     imports = {f"{node.module}.{alias.name}": alias.asname or alias.name for node in modules for alias in node.names}
@@ -141,15 +139,16 @@ def missing(ours: Sequence[Path], supported: Release, other: Release) -> list[st
                 if found is not None and found[1] is None and node.attr not in found[0].names:
                     lines.append(f"{dotted}.{node.attr} is gone")
     for dotted in (*imports, *USED):
-        before, after = supported.members(dotted), other.members(dotted)
-        for name in sorted(named & set(before or {})) if before and after else ():
-            assert before and after
+        before, after = supported.members(dotted) or {}, other.members(dotted)
+        for name in sorted(named & set(before)) if after is not None else ():
             if name not in after:
                 lines.append(f"{dotted}.{name} is gone")
             elif (change := changed(before[name], after[name], overrides.get(name))) is not None:
                 lines.append(f"{dotted}.{name}: {change}")
     arguments = engine_arguments(Path("model"), VllmLimits("bfloat16", 1, 1, 1, 1, 1, device="cuda"))
-    known = other.members("vllm.engine.arg_utils.EngineArgs") or {}
+    engine_args = other.find("vllm.engine.arg_utils.EngineArgs")
+    fields = statements(engine_args[1].body) if engine_args and isinstance(engine_args[1], ast.ClassDef) else ()
+    known = {name for field in fields for name in defined(field)}
     lines += [f"EngineArgs has no {name}" for name in arguments if name not in known]
     return sorted(set(lines))
 
@@ -182,13 +181,28 @@ def parameters(node: ast.FunctionDef) -> Mapping[str, bool]:
     }
 
 
-def installed() -> Release:
+def vllm_folder() -> Path:
+    """Of the installed release."""
     package = find_spec("vllm")
-    assert package is not None and package.origin is not None, "vLLM is not in this environment"
-    return Release(Path(package.origin).parents[1])
+    assert package is not None, "vLLM is not in this environment"
+    return Path(package.origin or "").parent
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Puts the wheel's sources over the operators of the CPU build that is installed, since vLLM publishes none of its own.
+    Their metadata name a release that is supported, so that tests take what is not yet."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.startswith("vllm/") and name[-3:] != ".so"])
+    for operators in Path(vllm_folder()).glob("*.so"):
+        (folder / "vllm" / operators.name).symlink_to(operators)
+    metadata = folder / "vllm-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSIONS[-1]}+cpu\n")
 
 
 if __name__ == "__main__":
-    gone = missing(sorted(OURS.glob("*.py")), installed(), Release(Path(sys.argv[1])))
-    print("\n".join(gone) or "nothing is missing")
+    wheel, folder = map(Path, sys.argv[1:])
+    unpack(wheel, folder)
+    gone = missing(Release(vllm_folder().parent), Release(folder))
+    print("\n".join(gone) or f"{wheel.name} has all that is used")
     sys.exit(bool(gone))

@@ -1,5 +1,6 @@
 """What vLLM's engine promises beside the contract of targets (`tests/contract/test_target.py`)."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.vllm
 COST = TableCost((1, 32), (0.02, 0.03))
 LAYERS = (-1, 0, 1)
 VOCAB = 257
+ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # vLLM's model runner
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,24 @@ def request(name: str, length: int = 20, max_tokens: int = 24, seed: int = 1) ->
     rng = random.Random(name.split("-")[-1])
     sampling = SamplingParams(max_tokens, 0.8, seed=seed, ignore_eos=True)
     return Request(name, tuple(rng.randrange(1, 250) for _ in range(length)), sampling, arrival_s=0.0)
+
+
+def test_vllm_takes_the_model_runner_that_is_asked_for(target: LoadedTarget) -> None:
+    assert target.operators.endswith("model runner V2" if ON_V2 else "model runner V1")
+
+
+@pytest.mark.skipif(not ON_V2, reason="V1 has none")
+def test_the_warm_up_of_runner_v2_leaves_the_target_as_it_was(target: LoadedTarget) -> None:
+    """On GPUs vLLM runs requests of its own through the runner, with drafts of the longest kind."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    asked = request("warm-1")
+    plain = play(target, {asked.id: asked.prompt_token_ids}, {asked.id: asked.sampling})
+    worker = target._core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    again = play(target, {asked.id: asked.prompt_token_ids}, {asked.id: asked.sampling})
+    assert again.outputs == plain.outputs
+    assert list(worker.model_runner._states) == [asked.id], "of vLLM's own requests nothing is kept"
 
 
 def model_of(folder: Path) -> ModelInfo:
@@ -192,6 +212,7 @@ def test_after_an_error_of_the_engine_streams_end_and_nothing_is_computed(folder
         engine.execute([SpanInput("later", 0, (1, 2))])
 
 
+@pytest.mark.skipif(ON_V2, reason="V2 refuses custom proposers")
 def test_drafts_do_not_change_the_distribution_as_they_do_in_vllms_own_sampler(target: LoadedTarget, folder: Path) -> None:
     """Two samples at T = 1, without drafts and with a draft that is nearly never right: ours are of one distribution."""
     prompt = request("distribution").prompt_token_ids
