@@ -49,7 +49,7 @@ from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.routing import measured_cost
-from cluster.config import parts_in_pool
+from cluster.config import parts_of
 from profiler.hardware import num_cores
 from router.drafting.overlap_gains import remote_bound
 from simulator.plots import Panel, plot
@@ -126,8 +126,8 @@ def _here(options: BenchOptions) -> Machine:
         record(options).save(path)
     everything = pool(options.model)
     config = next(config for config in everything if config.name == DRAFTER)
-    parts = parts_in_pool(config, everything)
-    members = [member for member in everything if member.name in parts]
+    _, *parts = parts_of(config.options)
+    members = [member for member in everything if member.options in parts]
     return this_machine(measured_cost(options.model, [config, *members]), config, members, path)
 
 

@@ -35,7 +35,7 @@ from cluster.config import (
     PolicyConfig,
     Resources,
     TargetConfig,
-    parts_in_pool,
+    lookups_in_pool,
 )
 from cluster.resolve import resolve
 from deploy.profile_command import here
@@ -200,7 +200,7 @@ def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
             c.ahead_len,
             c.replicas,
             c.is_colocated,
-            parts=parts_in_pool(c, configs),
+            lookups=lookups_in_pool(c, configs),
         )
         for c in configs
     )

@@ -47,7 +47,7 @@ class PoolMember:
     verifies: bool = False  # can verify drafts of others in its process
     leads: bool = True  # can propose to other drafters; False: drafts in the target's process
     num_targets: int = 1  # that each have one of these in their process
-    parts: tuple[str, ...] = ()  # drafters of the pool that it combines: it is about as good as the best of them, or better
+    lookups: tuple[str, ...] = ()  # drafters of the pool that it queries in every round: it is as good as any of them
 
     @property
     def is_open(self) -> bool:
@@ -164,6 +164,16 @@ class FullInformation(Protocol):
         """Of the last assignment: by which share of the tokens per second that the requests would get from the best drafter
         of each, as estimated, those of the chosen ones fall short. Want of places, the cost of a change and exploration are
         in it. None: there was no request."""
+
+
+def without_lookups(pool: Sequence[PoolMember], num_requests: int) -> Sequence[PoolMember]:
+    """The pool without the lookups of an open combination that has places for all requests: nothing is to be chosen, and
+    nothing to be scored, among drafters that it queries in every round anyway."""
+    found = set[str]()
+    for member in pool:
+        if member.lookups and member.is_open and member.capacity >= num_requests:
+            found.update(member.lookups)
+    return [member for member in pool if drafter_of(member.name) not in found] if found else pool
 
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:

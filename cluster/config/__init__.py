@@ -28,7 +28,7 @@ from cluster.config.drafters import (
     TableOptions,
     Traits,
     default_pool,
-    parts_in_pool,
+    lookups_in_pool,
     parts_of,
 )
 from cluster.config.file import (

@@ -189,10 +189,10 @@ class DrafterConfig(Replicated):
         return self
 
 
-def parts_in_pool(drafter: DrafterConfig, pool: Iterable[DrafterConfig]) -> tuple[str, ...]:
-    """Names of the drafters of ``pool`` that ``drafter`` combines."""
+def lookups_in_pool(drafter: DrafterConfig, pool: Iterable[DrafterConfig]) -> tuple[str, ...]:
+    """Names of the lookups of ``pool`` that ``drafter`` combines, with the same options."""
     _, *parts = parts_of(drafter.options)
-    return tuple(one.name for one in pool if one.options in parts)
+    return tuple(one.name for one in pool if one.options in parts and not one.has_model)
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:

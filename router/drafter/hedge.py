@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from cluster.config import HedgePolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    lessons,
+    without_lookups,
+)
 from router.drafter.matching import NOWHERE, Floats, Ints, match
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
@@ -49,7 +59,8 @@ class Hedge:
     small share of requests explores for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
-    The matching maximises the sum of v (`router/drafter/matching.py`), starting from the prices of the last slot.
+    The matching maximises the sum of v (`router/drafter/matching.py`), starting from the prices of the last slot. Lookups
+    that an open combination queries anyway are left out (`router.assignment.without_lookups`).
     """
 
     def __init__(self, config: HedgePolicy) -> None:
@@ -79,6 +90,7 @@ class Hedge:
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.requests.next_slot()
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
+        pool = without_lookups(pool, sum([not request.is_placeholder for request in requests]))
         room = FreeCapacity(pool)
         self._regret = None
         if requests and room.drafters:
@@ -155,14 +167,9 @@ class Hedge:
 
     @staticmethod
     def _optimistic_lens(lens: Floats, num_drafts: Floats, drafters: Sequence[PoolMember]) -> Floats:
-        """(requests, drafters): ``lens`` if _OPTIMISTIC_DRAFTS more drafts were right in full; of a part at most the
-        ``lens`` of its combination."""
+        """(requests, drafters): ``lens`` if _OPTIMISTIC_DRAFTS more drafts were right in full."""
         longest = np.array([1.0 + member.max_draft_len for member in drafters])
         optimistic: Floats = (num_drafts * lens + _OPTIMISTIC_DRAFTS * longest) / (num_drafts + _OPTIMISTIC_DRAFTS)
-        for j, member in enumerate(drafters):
-            # Unscored parts too, unlike in `AcceptanceModel.expected_lens`: only they are credited with much.
-            parts = [k for k, one in enumerate(drafters) if drafter_of(one.name) in member.parts]
-            optimistic[:, parts] = np.minimum(optimistic[:, parts], lens[:, [j]])
         return optimistic
 
     def _trials(self, values: Floats, optimistic: Floats, here: Ints, live: NDArray[np.bool_]) -> tuple[Ints, Ints]:

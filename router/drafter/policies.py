@@ -9,7 +9,7 @@ from cluster.config import (
     HedgePolicy,
     LbssPolicy,
     PolicyConfig,
-    parts_in_pool,
+    lookups_in_pool,
 )
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
@@ -52,7 +52,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             max_draft_len=drafter.max_draft_len,
             verifies=drafter.options.traits.can_verify,
             leads=not drafter.is_colocated,
-            parts=parts_in_pool(drafter, config.drafters),
+            lookups=lookups_in_pool(drafter, config.drafters),
         )
         for drafter in config.drafters
         for replica in range(drafter.most)

@@ -16,6 +16,7 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
     drafter_of,
+    without_lookups,
 )
 from router.cost_model import monotone
 from router.drafter.seats import settle
@@ -80,7 +81,7 @@ class Router:
     def first_table(self) -> RoutingTable:
         """Before any target has reported: defaults for the pool as it is configured."""
         chain = self.policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
-        self._table = RoutingTable(1, {}, (chain,), self._scorers(self._pool))
+        self._table = RoutingTable(1, {}, (chain,), self._scorers(self._pool, 0))
         return self._table
 
     def regret(self) -> float | None:
@@ -110,7 +111,7 @@ class Router:
         every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
         chains, self.load_demand = settle(self.policy.assign(every, pool), every, pool, absent)
         chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
-        scorers = self._scorers([member for member in pool if member.name not in absent])
+        scorers = self._scorers([member for member in pool if member.name not in absent], len(every) - 1)
         versions, default = [report.table_version for report in reports], chains[NEXT_REQUEST.request_id]
         former = self._table
         self._table = next_table(former, requests, chains, (default,), versions, scorers)
@@ -119,10 +120,12 @@ class Router:
     def _is_of_the_pool(self, level: LevelReport) -> bool:
         return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
 
-    def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
+    def _scorers(self, pool: Sequence[PoolMember], num_requests: int) -> tuple[str, ...]:
         """One member of each drafter, to keep in step and be scored. Colocated drafters have no spare time for that."""
         if not self._in_step:
             return ()
+        if isinstance(self.policy, FullInformation):
+            pool = without_lookups(pool, num_requests)
         members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
         return tuple(sorted(members.values()))
 

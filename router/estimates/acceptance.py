@@ -3,8 +3,6 @@
 A request's rates are shrunk towards its domain's, these towards the drafter's, these towards the mean of all drafters:
 
     L = 1 + s sum over k < draft_len of a_0 a_1 ... a_k        a: acceptance by position, s: share of drafts in time
-
-Drafts of a combination are shrunk towards the best of its parts instead (`router.estimates.combination_gains`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from cluster.config import ChainPolicy, HedgePolicy
 from router.assignment import Observation, PoolMember, RequestView, ScoreCounts, drafter_of
 from router.drafter.matching import Floats, Ints
 from router.drafter.prompt_features import PromptClusters
-from router.estimates.combination_gains import CombinationGains, GainSums
 from router.estimates.draft_shares import OnTimeRates, OnTimeSums
 from router.estimates.pool_acceptance import PoolAcceptance, counts_of
 from router.estimates.request_acceptance import RequestAcceptance
@@ -29,7 +26,7 @@ class AcceptanceSnapshot(BaseModel):
     clusters: JsonValue
     # Missing in snapshots of older versions:
     in_time: OnTimeSums = {}
-    gains: GainSums = {}
+    gains: JsonValue = None  # of an older version
 
 
 class AcceptanceModel:
@@ -39,7 +36,6 @@ class AcceptanceModel:
         self._config = config
         self._clusters = PromptClusters(config.num_clusters)
         self._pool = PoolAcceptance(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self._combinations = CombinationGains(config.memory_rounds)
         self.on_time = OnTimeRates(config.memory_rounds)
         self.requests = RequestAcceptance(random)
 
@@ -54,7 +50,6 @@ class AcceptanceModel:
             rows = self.requests.rows_of([one.request_id for one in seen])
             self._pool.add(columns, *self.requests.kinds(rows), reached, right)
             self.requests.add(rows, columns, reached, right)
-            self._combinations.observe([drafter_of(one.drafter) for one in seen], rows, reached[:, 0], right.sum(axis=1))
 
     def follow(self, requests: Sequence[RequestView]) -> Ints:
         """Rows of requests, of ``requests``; new requests join the cluster of their prompt."""
@@ -66,22 +61,9 @@ class AcceptanceModel:
 
     def expected_lens(self, rows: Ints, drafters: Sequence[PoolMember]) -> tuple[Floats, Floats]:
         """Tokens of a round that has its draft, bonus token included, and the rounds behind this; both (rows, drafters)."""
-        self._combinations.clear_expected()
         columns = self.columns([member.name for member in drafters])
         draft_lens = [member.max_draft_len for member in drafters]
-        strength = self._config.request_rounds
-        lens, num_rounds = self.requests.expected_lens(rows, columns, self._pool.means(), strength, draft_lens)
-        for j, member in enumerate(drafters):
-            # Scores tell of the request itself. The length of a part without them is mostly the mean over requests.
-            parts = [k for k, one in enumerate(drafters) if one.leads and drafter_of(one.name) in member.parts]
-            if parts:
-                best = np.minimum(lens[:, parts].max(axis=1), 1.0 + member.max_draft_len)
-                num_drafts, num_right = self.requests.drafts(rows, int(columns[j]))
-                weights = 1.0 - strength / num_rounds[:, parts].max(axis=1)
-                name, longest = drafter_of(member.name), member.max_draft_len
-                prior = self._combinations.prior(name, rows, best, weights, lens[:, j], longest)
-                lens[:, j] = (num_drafts + num_right + strength * prior) / (num_drafts + strength)
-        return lens, num_rounds
+        return self.requests.expected_lens(rows, columns, self._pool.means(), self._config.request_rounds, draft_lens)
 
     def num_drafts(self, drafters: Sequence[PoolMember]) -> Floats:
         """Drafts and scores behind the estimate of each drafter over all requests, as far as they are remembered."""
@@ -94,8 +76,8 @@ class AcceptanceModel:
 
     def snapshot(self) -> dict[str, JsonValue]:
         """Without requests."""
-        snapshots = self._pool.snapshot(), self._clusters.snapshot(), self.on_time.snapshot(), self._combinations.snapshot()
-        return dict(zip(("acceptance", "clusters", "in_time", "gains"), snapshots, strict=True))
+        snapshots = self._pool.snapshot(), self._clusters.snapshot(), self.on_time.snapshot()
+        return dict(zip(("acceptance", "clusters", "in_time"), snapshots, strict=True))
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
@@ -104,6 +86,4 @@ class AcceptanceModel:
         self._pool.restore(snapshot.acceptance)
         self._clusters = clusters
         self.on_time.sums = dict(snapshot.in_time)
-        self._combinations.sums = dict(snapshot.gains)
-        self._combinations.clear_expected()
         self.requests.clear()

@@ -127,15 +127,3 @@ def test_few_of_many_requests_make_first_drafts() -> None:
 def test_a_drafter_whose_drafts_do_not_come_is_not_tried_for_long() -> None:
     history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 5.0}, unscored=late)
     assert slots_with(history, "unscored") <= 20
-
-
-def test_a_part_that_can_bring_no_more_than_its_combination_is_not_tried() -> None:
-    """Both share the target's process, and their rounds take as long."""
-    lens = {"scored": 2.0, "unscored": 2.2, "both": 2.6}
-    known, unknown = (
-        served([SCORED, UNSCORED, replace(UNSCORED, name="both", parts=parts)], lens)
-        for parts in (("scored", "unscored"), ())
-    )
-    assert slots_with(known, "unscored") == 0
-    assert slots_with(known, "both") >= 57
-    assert slots_with(unknown, "unscored") >= 1

@@ -249,7 +249,7 @@ def test_the_pool_has_a_member_per_replica_and_orders_by_size() -> None:
     ]
     by_cost = sorted(pool, key=lambda member: member.cost)
     assert [drafter_of(member.name) for member in by_cost] == ["ngram", "cascade", "model", "model"]
-    assert [member.parts for member in pool] == [("model", "ngram"), (), (), ()]
+    assert [member.lookups for member in pool] == [("ngram",), (), (), ()]
 
 
 def test_a_table_changes_its_version_only_when_it_must() -> None:

@@ -295,3 +295,29 @@ def test_one_replica_of_each_drafter_keeps_in_step() -> None:
         table = Router(build_policy(HedgePolicy()), pool, in_step=in_step).slot([report(view("r"), drafters=linked)])
         assert table is not None
         assert table.scorers == scorers
+
+
+COMBINED = [PoolMember("both", 2, 0.1, leads=False, lookups=("a", "b")), PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "linked", "chosen", "scorers"),
+    [
+        (2, ("both", "a", "b"), {"both"}, ()),  # it queries both anyway
+        (2, ("a", "b"), {"a", "b"}, ("a", "b")),  # it is down
+        (3, ("both", "a", "b"), {"both", "a", "b"}, ("a", "b")),  # it has no place for the third
+    ],
+)
+def test_nobody_chooses_among_lookups_that_a_combination_queries(
+    num_requests: int, linked: tuple[str, ...], chosen: set[str], scorers: tuple[str, ...]
+) -> None:
+    router = Router(build_policy(HedgePolicy()), COMBINED, in_step=True)
+    requests = [view(f"r{i}") for i in range(num_requests)]
+    given, last = set[str](), router.first_table()
+    for _ in range(40):  # slots enough for every drafter to be explored, if it may
+        last = router.slot([report(*requests, version=last.version, drafters=linked)]) or last
+        given |= {name for chain in last.chains.values() for name in chain}
+        requests = [replace(request, chain=last.chains.get(request.request_id, request.chain)) for request in requests]
+    assert given <= chosen
+    assert given >= {"both"} & set(linked)
+    assert last.scorers == scorers
