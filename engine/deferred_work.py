@@ -4,6 +4,13 @@ from collections.abc import Callable
 
 from engine.target import AsynchronousEngine, TargetEngine
 
+Later = Callable[[Callable[[], None]], None]
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """As ``DeferredWork.later`` where nothing is deferred."""
+    work()
+
 
 class DeferredWork:
     """The round owns it. ``waits``: something else needs the work of a round before the next pass."""

@@ -2,23 +2,28 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from cluster.fast_dataclass import record
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.types import FREE_DRAFTERS, Commit, Proposal
 from engine.colocated import ColocatedDrafters
+from engine.deferred_work import Later
 from engine.draft_state import Candidate, DraftState
 from engine.sequences import LiveSequence
 from engine.telemetry import ObservedCommit, Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
-from router.plan import DrafterView
+from router.plan import DraftBudget, DrafterView
 
 Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
 
 
 class DraftLearning:
-    """The round owns it. Its methods raise nothing (`Observing`): where one fails, what it would answer is not known."""
+    """The round owns it. Its methods raise nothing (`Observing`): where one fails, what it would answer is not known.
+    ``later``: for what changes no estimate that the present round needs, in the order of the calls."""
 
-    def __init__(self, telemetry: Telemetry, colocated: ColocatedDrafters) -> None:
+    def __init__(self, telemetry: Telemetry, colocated: ColocatedDrafters, later: Later) -> None:
+        self._later = later
         self._telemetry = telemetry
         self._observing = telemetry.observing
         self._colocated = colocated
@@ -42,7 +47,10 @@ class DraftLearning:
             self._telemetry.drafter(drafter).restarted()
 
     def forget(self, request_id: str) -> None:
-        """The request ended, or another drafter follows it."""
+        """The request ended, was preempted, or another drafter follows it."""
+        self._later(partial(self._forget, request_id))
+
+    def _forget(self, request_id: str) -> None:
         with self._observing:
             self._telemetry.forget(request_id)
 
@@ -75,6 +83,18 @@ class DraftLearning:
             taken = [sequence for sequence, _, is_taken in offers if is_taken]
             if taken:
                 self._predict_survival(taken, self._telemetry.drafter(drafter))
+        self._later(partial(self._note_message, drafter, message, offers, levels, scores, arrived_s, after_pass))
+
+    def _note_message(
+        self,
+        drafter: str,
+        message: ProposalRound,
+        offers: Sequence[Offer],
+        levels: Sequence[LevelReport],
+        scores: Sequence[DraftScore],
+        arrived_s: float,
+        after_pass: bool,
+    ) -> None:
         with self._observing:
             stats = self._telemetry.drafter(drafter)
             lens = [num for one in message.proposals if (num := len(one.token_ids))]
@@ -127,40 +147,44 @@ class DraftLearning:
         self, commits: Iterable[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
     ) -> None:
         """Before drafters follow these commits: whose drafts were right, and who had none. ``linked``: drafters."""
+        rounds = [_Round(s, commit, (d := s.draft).drafter, d.budget, d.expects_draft) for s, commit in commits]
+        self._later(partial(self._note_rounds, rounds, tuple(linked), has_scorers, now_s))
+
+    def _note_rounds(self, rounds: Sequence["_Round"], linked: Collection[str], has_scorers: bool, now_s: float) -> None:
         with self._observing:
-            for sequence, commit in commits:
-                draft = sequence.draft
-                if commit.error is not None:  # a failed pass says nothing
+            for one in rounds:
+                draft = one.sequence.draft
+                if one.commit.error is not None:  # a failed pass says nothing
                     continue
                 if draft.grammar is not None:
                     verdicts = (draft.judgement, *draft.passed_judgements)
-                    self._unlearned_aside += [(draft.grammar.kind, one) for one in verdicts if one is not None]
-                if sequence.teaches:
-                    drafter = draft.drafter if draft.drafter in linked else None
-                    self._note_round(draft, commit, drafter, has_scorers, now_s)
+                    self._unlearned_aside += [(draft.grammar.kind, each) for each in verdicts if each is not None]
+                if one.sequence.teaches:
+                    self._note_round(one, one.drafter if one.drafter in linked else None, has_scorers, now_s)
 
-    def _note_round(self, draft: DraftState, commit: Commit, drafter: str | None, has_scorers: bool, now_s: float) -> None:
+    def _note_round(self, one: "_Round", drafter: str | None, has_scorers: bool, now_s: float) -> None:
         """``drafter``: that follows the request, if it is linked."""
+        commit, draft = one.commit, one.sequence.draft
         judgement, passed = draft.judgement, draft.passed_judgements
         self._unlearned_aside += [(None, one) for one in passed]
         if judgement is not None and judgement.drafter in FREE_DRAFTERS:
             self._unlearned_aside.append((None, judgement))
             self._telemetry.forget(commit.request_id)
-            for one in passed if has_scorers else ():
-                if one.drafter == drafter:
-                    score = DraftScore(commit.request_id, commit.base_len, one.num_right, one.num_judged)
+            for other in passed if has_scorers else ():
+                if other.drafter == drafter:
+                    score = DraftScore(commit.request_id, commit.base_len, other.num_right, other.num_judged)
                     self._telemetry.note_scores(drafter, (score,))
             return
         if judgement is not None:
             self._unlearned[commit.request_id] = judgement, commit.num_proposed
         if drafter is None:
             return
-        if judgement is None and draft.is_plain:
+        draft_len = one.budget.num_tokens
+        if judgement is None and not draft_len:
             self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
             return
         elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
-        draft_len = draft.budget.num_tokens
-        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, draft.expects_draft, elapsed_s))
+        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, one.expects_draft, elapsed_s))
 
     def judgements(self) -> dict[str, Judgement]:
         """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
@@ -182,6 +206,17 @@ class DraftLearning:
                     stats.under(kind).judged(judgement)
         with self._observing:
             self._telemetry.observe(unobserved)
+
+
+@record
+class _Round:
+    """A commit, and what its request's drafter was asked for."""
+
+    sequence: LiveSequence
+    commit: Commit
+    drafter: str | None
+    budget: DraftBudget
+    expects_draft: bool
 
 
 def _note_reply(

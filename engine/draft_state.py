@@ -45,7 +45,7 @@ class DraftState:
     passed_over: list[Candidate] = field(default_factory=list)
     prediction: PredictedOutput | None = None  # of the output, by the caller
     grammar: "GrammarState | None" = None  # of the committed output
-    judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
+    judged: tuple[Proposal, tuple[int, ...], int] | None = None  # in the last pass: arguments of `acceptance.judge`
     passed_judgements: tuple[Judgement, ...] = ()  # of those that were passed over
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
@@ -227,16 +227,21 @@ class DraftState:
         self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
-            self.judgement = None
+            self.judged = None
             return None
-        self.judgement = judge(proposal, committed, self._num_overtaken)
+        self.judged = proposal, committed, self._num_overtaken
         self._num_overtaken = 0
-        num_right = self.judgement.num_right
-        if num_right == len(committed) < len(proposal.token_ids):
-            self.proposal = _behind(proposal, num_right)
+        num, token_ids = len(committed), proposal.token_ids
+        if num < len(token_ids) and token_ids[:num] == committed:
+            self.proposal = _behind(proposal, num)
             survival = self.survival
-            self.survival = tuple([s / max(survival[num_right - 1], 1e-9) for s in survival[num_right:]])
+            self.survival = tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]])
         return proposal.drafter
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """Of the proposal that was at hand in the last pass. Computed when it is asked for."""
+        return None if self.judged is None else judge(*self.judged)
 
 
 def _up_to(proposal: Proposal, num_tokens: int) -> Proposal:

@@ -8,6 +8,7 @@ from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
 from cluster.types import Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
+from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
@@ -30,9 +31,10 @@ class DrafterSessions:
         table: RoutingTable,
         colocated: ColocatedDrafters,
         proposers: Mapping[str, Collection[str]] | None = None,
+        later: Later = at_once,
     ) -> None:
         self.table = table
-        self.learning = DraftLearning(telemetry, colocated)
+        self.learning = DraftLearning(telemetry, colocated, later)
         self._sequences = sequences
         self._colocated = colocated
         self._outboxes: dict[str, DrafterOutbox] = {}

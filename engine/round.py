@@ -94,9 +94,10 @@ class TargetLoop:
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
         companions = ColocatedDrafters(colocated, cost)
-        self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, companions, proposers)
         # Gates of drafters on the target's device count what was saved and what was waited for in the order of rounds.
         self._deferred = DeferredWork(engine, waits=bool(companions))
+        follow = self._newest_table, companions, proposers, self._deferred.later
+        self._drafters = DrafterSessions(self._sequences, self.telemetry, *follow)
         learns = companions, self._pass_costs, self._draft_lengths, self._slo
         self.observer = RoundObserver(self._deferred, self.telemetry, self._drafters, *learns)
         self._gateways = GatewaySessions(self._end)

@@ -59,7 +59,7 @@ class RoundObserver:
     def preempted(self, request_id: str) -> None:
         with self._observing:
             self._telemetry.num_preempted += 1
-            self._telemetry.forget(request_id)
+        self._drafters.learning.forget(request_id)
 
     def committed(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Before requests that these commits finish have ended."""

@@ -286,6 +286,7 @@ def run(engine: NativeTarget, truths: dict[str, tuple[int, ...]], seed: int, *, 
     assert fuzz.loop.status().num_running == fuzz.loop.status().num_waiting == 0
     assert max(num for _, num in fuzz.verified) <= MAX_DRAFT_LEN
     assert bool(fuzz.loop.telemetry.num_failed_observations) == fails
+    assert fails or not fuzz.loop.telemetry._committed_s, "nothing is kept of requests that ended"
     return fuzz
 
 
