@@ -76,6 +76,10 @@ class LinkClient:
     async def status(self) -> ClusterStatus:
         return replace(await self._status(), num_resumed=self._num_resumed)
 
+    def set_model(self, model: ModelInfo) -> None:
+        """With other adapters."""
+        self._model = model
+
     def set_addresses(self, addresses: Sequence[str]) -> None:
         self._mailbox.set_addresses(addresses)
 

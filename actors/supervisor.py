@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from actors import health
+from actors.adapters import AdapterRegistry
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
 from actors.drafter_loader import SILENT, DrafterLoader
@@ -25,7 +26,7 @@ from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, PolicyConfig
 from cluster.errors import InvalidField
 from cluster.placement import drafter_name, target_name
-from cluster.types import ModelInfo
+from cluster.types import Adapter, ModelInfo
 from router.scaling.report import FleetSize
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Supervisor:
         self._tasks = Tasks()
         self._addresses: dict[str, str] = {}
         self._directory = Directory(secrets.token_hex(8))
+        self._adapters = AdapterRegistry()
         self._starting_targets: set[str] = set()  # neither ready nor failed yet
         self._changed = asyncio.Condition()
         self._draining: set[str] = set()
@@ -100,6 +102,8 @@ class Supervisor:
         A restarted supervisor returns none before it has found all targets again: callers would close the other links.
         """
         self.start()
+        if known.epoch != self._directory.epoch and self._adapters.recall(known):
+            await self._publish_model()
         try:
             async with asyncio.timeout(DIRECTORY_WAIT_S):
                 while self._starting_targets or self._directory.model is None or self._directory == known:
@@ -107,6 +111,19 @@ class Supervisor:
         except TimeoutError:
             return known
         return self._directory
+
+    async def swap_adapter(self, old: Adapter | None, new: Adapter | None) -> Directory | None:
+        """As ``AdapterRegistry.swap``; None: it was not possible."""
+        model = self._directory.model
+        if model is None or not self._adapters.swap(model, old, new):
+            return None
+        await self._publish_model()
+        return self._directory
+
+    async def _publish_model(self) -> None:
+        model = self._adapters.applied(self._directory.model)
+        self._directory = replace(self._directory, version=self._directory.version + 1, model=model)
+        await self._notify()
 
     def reasons(self) -> dict[str, str]:
         """Why failed processes are not ready, by name."""
@@ -273,7 +290,7 @@ class Supervisor:
         """Tells drafters, router and gateways which targets there are, and which of them leave."""
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
         leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
-        version = self._directory.version + 1
+        version, model = self._directory.version + 1, self._adapters.applied(model)
         self._directory = replace(self._directory, version=version, model=model, addresses=addresses, leaving=leaving)
         await self._notify()  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()

@@ -214,8 +214,9 @@ def id_fault(request_id: str) -> str | None:
 
 
 def _text_fault(one: Open | Request) -> str | None:
-    if len(one.cache_salt) > MAX_SALT_LEN:
-        return f"a cache salt of {len(one.cache_salt)} characters, at most {MAX_SALT_LEN}"
+    salt = one.salt if isinstance(one, Request) else one.cache_salt
+    if len(salt) > MAX_SALT_LEN:
+        return f"a cache salt of {len(salt)} characters, at most {MAX_SALT_LEN}"
     return f"a trace of {len(one.trace)} characters, at most {MAX_TRACE_LEN}" if len(one.trace) > MAX_TRACE_LEN else None
 
 

@@ -45,6 +45,15 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of the target's model, which is a model id of the API."""
+
+    name: str
+    path: str  # of its folder, on every machine with a target
+    key: str  # of this loading: another adapter may get its name
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds."""
 
@@ -55,10 +64,16 @@ class Request:
     slo: Slo = Slo()
     chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
     output_token_ids: tuple[int, ...] = ()  # committed already, by a target that was lost
-    cache_salt: str = ""  # only requests with the same salt share cached keys and values
+    cache_salt: str = ""  # of its caller
     was_admitted: bool = False  # by a target that was lost: another one does not refuse it because of its load
     trace: str = ""  # `traceparent` of the call (W3C Trace Context); "": it is not traced
     prediction_token_ids: tuple[int, ...] = ()  # the output as its caller predicts it, which is drafted; (): no prediction
+    adapter: Adapter | None = None  # None: the model alone
+
+    @property
+    def salt(self) -> str:
+        """Only requests with the same one share what is cached and what drafters learn: of one adapter, too."""
+        return self.cache_salt if self.adapter is None else self.adapter.key + self.cache_salt
 
     @property
     def committed_len(self) -> int:
@@ -153,3 +168,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str  # equal fingerprints: equal token ids
     aliases: tuple[str, ...] = ()  # further names that callers may use
+    adapters: tuple[Adapter, ...] = ()
+    max_adapters: int = 0  # at once; 0: its engine takes none
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        return next((one for one in self.adapters if one.name == name), None)

@@ -26,6 +26,7 @@ from cluster.interpreter import switch_threads_quickly
 from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch
+from cluster.types import Adapter
 from deploy import serve_process
 from deploy.api.app import create_app
 from deploy.api.background import running
@@ -82,6 +83,16 @@ class ApiReplica:
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
+        async def swap_adapter(old: Adapter | None, new: Adapter | None) -> bool:
+            try:
+                changed: Directory | None = await supervisor.swap_adapter.remote(old, new)
+            except RayActorError as error:
+                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            if changed is None or changed.model is None:
+                return False
+            client.set_model(changed.model)  # before `follow_targets`, so that the caller's next call finds it
+            return True
+
         async def exchange(page: bytes) -> Sequence[bytes]:
             try:
                 others = await supervisor.exchange_metrics.remote(ReplicaMetrics(replica, page))
@@ -112,7 +123,7 @@ class ApiReplica:
             sampling_defaults=sampling_defaults(self._config.model, Path(self._model_folder)),
         )
         peers = Peers(replica, exchange) if settings.num_replicas > 1 else None
-        return create_app(client, tokenizer, settings, lifespan, try_policy, peers)
+        return create_app(client, tokenizer, settings, lifespan, try_policy, peers, swap_adapter)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""
@@ -183,10 +194,12 @@ def is_first_replica() -> bool:
 
 
 async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) -> None:
-    """Passes every change of the targets' addresses to the client, until cancelled."""
+    """Passes every change of the targets' addresses, and of adapters, to the client, until cancelled."""
     while True:
         try:
             known = await supervisor.directory.remote(known)
+            if known.model is not None:
+                client.set_model(known.model)
             client.set_leaving(known.leaving)
             client.set_addresses(known.addresses)
             if known.ends:

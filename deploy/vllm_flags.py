@@ -32,6 +32,12 @@ def _generation_config(text: str) -> Any:
     return {"auto": "model", "vllm": "none"}.get(text, text)
 
 
+def _lora_module(text: str) -> Any:
+    """``name=path``, or an object."""
+    name, equals, path = text.partition("=")
+    return scalar(text) if text.startswith("{") or not equals else {"name": name, "path": path}
+
+
 def _gigabytes(text: str) -> Any:
     num_bytes = count(text)
     return num_bytes / 2**30 if isinstance(num_bytes, int) else num_bytes
@@ -62,6 +68,7 @@ FLAGS: Mapping[str, Flag] = {
     "--port": Flag("api.port", count),
     "--api-server-count": Flag("api.replicas", count),
     "--allowed-origins": Flag("api.cors_origins", scalar),
+    "--lora-modules": Flag("target.lora_modules", _lora_module, num_values=None),
     "--tool-call-parser": Flag("api.tool_call_parser"),
     "--reasoning-parser": Flag("api.reasoning_parser"),
 }
@@ -120,7 +127,6 @@ REFUSED: Mapping[str, str] = {
     "--root-path": "is not supported: rewrite paths in the proxy",
     "--ssl-keyfile": "is not supported: put a proxy with TLS in front",
     "--ssl-certfile": "is not supported: put a proxy with TLS in front",
-    "--lora-modules": "is not supported yet",
     "--middleware": _NO_COUNTERPART,
     "--response-role": _NO_COUNTERPART,
     "--default-chat-template-kwargs": "has no counterpart here: send chat_template_kwargs with the call",

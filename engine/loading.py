@@ -123,6 +123,8 @@ def load_engine(
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=fingerprint(folder),
         aliases=tuple(aliases),
+        adapters=tuple(module.adapter for module in target.lora_modules),
+        max_adapters=target.num_adapters,
     )
     if target.engine == "vllm":
         from engine.vllm.loading import load_vllm

@@ -128,7 +128,7 @@ class DrafterOutbox:
             sequence.prompt_len,
             sampling,
             tuple([drafter_of(name) for name in ahead]),
-            request.cache_salt,
+            request.salt,
             request.trace,
         )
 

@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from cluster.errors import InvalidField, Overloaded
 from cluster.message_checks import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
+from engine.target import AdapterHost, TargetEngine
 from router.plan import Capacity
 
 if TYPE_CHECKING:
@@ -49,3 +51,18 @@ def refusal(
     else:
         error = request_fault(request, model.vocab_size)
     return None if error is None else Commit(request.id, request.committed_len, (), finish=finish, error=error)
+
+
+def adapter_refusal(request: Request, sequences: Sequences, engine: TargetEngine) -> Commit | None:
+    """As ``refusal``, of a request for an adapter that cannot be loaded. None: it is loaded, or none is wanted."""
+    if request.adapter is None:
+        return None
+    finish = FinishReason.REFUSED
+    try:
+        if not isinstance(engine, AdapterHost):
+            raise InvalidField("model", request.adapter.name, "is an adapter, which this engine does not serve")
+        engine.load_adapter(request.adapter, {one.request.adapter for one in sequences if one.request.adapter})
+    except (InvalidField, Overloaded) as error:
+        finish = FinishReason.OVERLOADED if isinstance(error, Overloaded) else finish
+        return Commit(request.id, request.committed_len, (), finish=finish, error=str(error))
+    return None

@@ -19,7 +19,7 @@ from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, PendingPass, StepReport
 from engine.pass_costs import PassCosts
-from engine.request_checks import refusal
+from engine.request_checks import adapter_refusal, refusal
 from engine.round_observer import RoundObserver
 from engine.sequences import LiveSequence, Sequences
 from engine.slo_monitor import SloMonitor
@@ -246,6 +246,7 @@ class TargetLoop:
         self.observer.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
         refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
+        refused = refused or adapter_refusal(request, self._sequences, self._engine)
         cached_len = 0
         if refused is None:
             cached_len = self._engine.num_cached(request, (*request.prompt_token_ids, *request.output_token_ids))

@@ -1,10 +1,10 @@
 """The interface between the round and the engine that computes the target's tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cluster.fast_dataclass import record
-from cluster.types import Request, TokenLogprobs
+from cluster.types import Adapter, Request, TokenLogprobs
 from router.plan import Capacity
 
 if TYPE_CHECKING:  # drafters without a model import this module, and no torch
@@ -93,6 +93,17 @@ class AsynchronousEngine(Protocol):
     @property
     def is_asynchronous(self) -> bool:
         """Whether its device does."""
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """A ``TargetEngine`` that serves LoRA adapters."""
+
+    def load_adapter(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
+        """Between passes; nothing happens if it is loaded. Another one that is not ``in_use`` may give way to it.
+
+        Raises InvalidField: its files do not fit the model; Overloaded: all places are in use.
+        """
 
 
 class FeatureSource(Protocol):

@@ -4,6 +4,7 @@
 Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
+from cluster.config.adapters import LoraModule
 from cluster.config.draft_length import (
     AdaSpecLength,
     DraftLengthConfig,

@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster import strict_yaml
+from cluster.config.adapters import LoraModule
 from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
@@ -72,6 +73,14 @@ class TargetConfig(Replicated):
     early_exit: Literal["auto", "off"] = "off"
     resources: Resources = Resources()  # of one rank
     vllm: Mapping[str, Any] = {}  # engine vllm: further arguments of its EngineArgs, such as quantization
+    lora_modules: tuple[LoraModule, ...] = Field(default=(), max_length=256)  # engine vllm
+
+    @property
+    def num_adapters(self) -> int:
+        """LoRA adapters at once, each with a place in every layer: ``max_loras``, and all of ``lora_modules``."""
+        if not (self.lora_modules or self.vllm.get("enable_lora")):
+            return 0
+        return max(int(self.vllm.get("max_loras", 1)), len(self.lora_modules))
 
     @property
     def longest_pass(self) -> int:
@@ -103,6 +112,15 @@ class TargetConfig(Replicated):
             raise ValueError("must be empty unless engine is vllm")
         check_arguments(arguments)
         return arguments
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _adapters_fit(cls, modules: tuple[LoraModule, ...], info: ValidationInfo) -> tuple[LoraModule, ...]:
+        if modules and info.data.get("engine") != "vllm":
+            raise ValueError("must be empty on the native engine, whose layers take no low-rank changes: set engine to vllm")
+        if len({module.name for module in modules}) < len(modules):
+            raise ValueError(f"names must differ, got {[module.name for module in modules]}")
+        return modules
 
     @field_validator("dtype")
     @classmethod
@@ -215,7 +233,8 @@ class ApiConfig(Section):
     # Processes that answer clients. Each gets an equal part of the limits below and of the tenants'.
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     api_keys_file: Path | None = None  # one key per line, or tenants with limits; None: no authentication
-    operator_keys_file: Path | None = None  # further keys, which may also switch the policy; None: nobody may
+    operator_keys_file: Path | None = None  # further keys, which may also switch the policy and adapters; None: nobody may
+    lora_folder: Path | None = None  # of adapters that may be loaded while it serves; None: none may
     share_between_keys: bool = False  # whether a tenant profits from what others left in caches and drafters
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight in all replicas; further calls are queued
@@ -372,6 +391,10 @@ class Config(Section):
             raise ValueError(f"drafters: names must differ, {', '.join(twice)} is used more than once")
         if taken := sorted(FREE_DRAFTERS.intersection(names)):
             raise ValueError(f"drafters: {taken[0]!r} is the name of a drafter that each target has")
+        for i, module in enumerate(self.target.lora_modules):
+            module.check(f"target.lora_modules[{i}]", self.model.public_names)
+        if self.api.lora_folder is not None and not self.target.num_adapters:
+            raise ValueError("api.lora_folder: needs target.lora_modules, or enable_lora in target.vllm, got neither")
         policy = self.router.policy
         if isinstance(policy, FixedPolicy) and policy.chain is not None:
             self._check_chain(policy.chain)

@@ -39,7 +39,6 @@ OWNED = {
     "logits_processors": "the sampler is Outrider's",
     "override_generation_config": "the API has the sampling defaults",
     "pipeline_parallel_size": "one pass runs at a time, so stages would wait for each other",
-    "enable_lora": "adapters are not served yet",
     "runner": "only text generation is served",
     "convert": "only text generation is served",
 }

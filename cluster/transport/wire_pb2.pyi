@@ -306,8 +306,18 @@ class Chain(_message.Message):
     drafters: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "key")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    key: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name", "output_token_ids", "cache_salt", "was_admitted", "trace", "prediction_token_ids")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "arrival_s", "ttft_s", "tpot_s", "chain", "slo_name", "output_token_ids", "cache_salt", "was_admitted", "trace", "prediction_token_ids", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +331,7 @@ class Request(_message.Message):
     WAS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -334,7 +345,8 @@ class Request(_message.Message):
     was_admitted: bool
     trace: str
     prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., was_admitted: _Optional[bool] = ..., trace: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., slo_name: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., was_admitted: _Optional[bool] = ..., trace: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class SubmitRound(_message.Message):
     __slots__ = ("submits", "aborts")

@@ -14,7 +14,8 @@ from starlette.types import Lifespan
 from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
-from deploy.api import policy_trial
+from deploy.api import adapters, policy_trial
+from deploy.api.adapters import LoadAdapterRequest, SwapAdapter, UnloadAdapterRequest
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.audit import AuditLog
 from deploy.api.cors import Cors
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 VERSION = version_of("outrider")
 _BODIES = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest),
-    *(TokenizeRequest, DetokenizeRequest, PolicyTrialRequest),
+    *(TokenizeRequest, DetokenizeRequest, PolicyTrialRequest, LoadAdapterRequest, UnloadAdapterRequest),
 )
 
 
@@ -49,12 +50,13 @@ def create_app(
     lifespan: Lifespan[Any] | None = None,
     try_policy: TryPolicy | None = None,
     peers: Peers | None = None,
+    swap_adapter: SwapAdapter | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible app of ``client``, which the caller closes. ``peers`` None: it is the only replica of the API.
 
     Raises InvalidField: an unusable file.
     """
-    service = Service(client, tokenizer, settings, try_policy, peers)
+    service = Service(client, tokenizer, settings, try_policy, peers, swap_adapter)
     tracing = _tracing_of(settings.observability)
     audit_file = settings.observability.audit_log_file
     audit = None if audit_file is None else AuditLog(audit_file)
@@ -163,6 +165,8 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
         (f"{MESSAGES}/count_tokens", service.count_tokens, CountTokensRequest),
         ("/tokenize", service.tokenize, TokenizeRequest),
         ("/detokenize", service.detokenize, DetokenizeRequest),
+        (adapters.LOAD, service.adapters.load, LoadAdapterRequest),
+        (adapters.UNLOAD, service.adapters.unload, UnloadAdapterRequest),
     ):
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=body_of(body))
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])

@@ -148,7 +148,7 @@ class CallResponse(Response):
             self._metrics.record_tenant(tenant.name, num_prompt, num_output)
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
-                self._metrics.record_domain(self._call.domain, choice.counts)
+                self._metrics.record_drafts(self._call.domain, choice.request.adapter, choice.counts)
                 self._dashboard.timelines.end(choice)
                 self._dashboard.answers.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others

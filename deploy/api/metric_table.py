@@ -175,6 +175,8 @@ METRICS = (
         "tenant_over_budget", "Calls refused by the tenant's budget of requests or tokens.", labels=("tenant", "budget")
     ),
     counter("domain_tokens_accepted", "Draft tokens accepted, by the domain of the call.", labels=("drafter", "domain")),
+    counter("adapter_tokens_verified", "Draft tokens verified, by the call's LoRA adapter.", labels=("drafter", "adapter")),
+    counter("adapter_tokens_accepted", "Draft tokens accepted, by the call's LoRA adapter.", labels=("drafter", "adapter")),
     # Service-level objectives.
     Metric(
         "slo_objectives",

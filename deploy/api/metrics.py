@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from cluster.client import ClusterStatus
 from cluster.histograms import HistogramCounts
 from cluster.slo import OTHER, SloCounts
-from cluster.types import Commit, FinishReason
+from cluster.types import Adapter, Commit, FinishReason
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_kinds import Metric, Readings
@@ -54,6 +54,7 @@ class Metrics:
         self.prompt_tokens = self._counters["prompt_tokens"]
         self.queue_s = self._histograms["queue_seconds"]
         self._domains: set[str] = set()
+        self._adapters: set[str] = set()
         self._tenants: set[str] = set()
         # Cached, because looking up a labelled counter is slow.
         self._labelled = cache(lambda name, label: self._counters[name].labels(label))
@@ -116,12 +117,15 @@ class Metrics:
         for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)):
             self._counters["slo_objectives"].labels(*labels).inc(num)
 
-    def record_domain(self, domain: str, counts: DraftingCounts) -> None:
-        """Counts the drafts of a choice that ended. Domains beyond MAX_DOMAINS are counted as OTHER."""
-        domain = _bounded(domain, self._domains, MAX_DOMAINS)
+    def record_drafts(self, domain: str, adapter: Adapter | None, counts: DraftingCounts) -> None:
+        """Counts those of a choice that ended. Domains and adapters beyond MAX_DOMAINS each are counted as OTHER."""
+        labels = {"domain": _bounded(domain, self._domains, MAX_DOMAINS)}
+        if adapter is not None:
+            labels["adapter"] = _bounded(adapter.name, self._adapters, MAX_DOMAINS)
         for drafter, one in counts.by_drafter.items():
-            self._counters["domain_tokens_verified"].labels(drafter, domain).inc(one.num_proposed)
-            self._counters["domain_tokens_accepted"].labels(drafter, domain).inc(one.num_accepted)
+            for kind, label in labels.items():
+                self._counters[f"{kind}_tokens_verified"].labels(drafter, label).inc(one.num_proposed)
+                self._counters[f"{kind}_tokens_accepted"].labels(drafter, label).inc(one.num_accepted)
 
     def record_tenant(self, tenant: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Counts the tokens of a call that ended. Tenants beyond MAX_TENANTS are counted as OTHER; "": there are none."""

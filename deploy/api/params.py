@@ -13,7 +13,7 @@ from cluster.config import CUSTOM, SloClass, SloConfig
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar
 from cluster.sampling_params import MAX_SEED, SamplingParams
-from cluster.types import ModelInfo, Request, Slo
+from cluster.types import Adapter, ModelInfo, Request, Slo
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields, Objectives
 from deploy.api.settings import ApiSettings
@@ -67,11 +67,14 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
         check_tokens(field, token_ids or (), info)
 
 
-def check_model(name: str | None, info: ModelInfo) -> None:
-    """Raises ApiError (404) for another model than the served one; None is the served one."""
-    if name is not None and name != info.name and name not in info.aliases:
+def check_model(name: str | None, info: ModelInfo) -> Adapter | None:
+    """The adapter of this name. Raises ApiError (404) for another model than that and the served one; None is the served
+    one."""
+    adapter = info.adapter(name)
+    if name is not None and name != info.name and name not in info.aliases and adapter is None:
         message = f"model: {shorten(name)} is not served here; this server has {info.name!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+    return adapter
 
 
 def max_prompt_tokens(info: ModelInfo) -> int:
@@ -124,8 +127,9 @@ def make_requests(
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
 
-    Raises ApiError (400) or InvalidField: a field has an invalid value.
+    Raises ApiError (400, 404) or InvalidField: a field has an invalid value.
     """
+    adapter = check_model(fields.model, info)  # it may have been unloaded since the first check
     slo = parse_slo(fields.slo, settings.slo)
     salt = cache_salt("" if settings.share_between_keys else tenant, fields.cache_salt)
     requests: list[Request] = []
@@ -144,6 +148,7 @@ def make_requests(
                 cache_salt=salt,
                 trace=trace,
                 prediction_token_ids=prompt.prediction_token_ids,
+                adapter=adapter,
             )
             requests.append(request)
     return requests

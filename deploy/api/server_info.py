@@ -18,7 +18,7 @@ def server_info(version: str, info: ModelInfo, settings: ApiSettings) -> Mapping
     """What a client may want to know before it calls. It names no file of the server."""
     return {
         "version": version,
-        "model": asdict(info),
+        "model": asdict(info) | {"adapters": [adapter.name for adapter in info.adapters]},
         "sampling_defaults": dict(settings.sampling_defaults),
         "max_n": settings.max_n,
         "max_sequences": settings.max_sequences,

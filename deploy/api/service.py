@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
 from cluster.grammar import Grammar
-from cluster.types import Commit, ModelInfo
+from cluster.types import Adapter, Commit, ModelInfo
+from deploy.api.adapters import Adapters, SwapAdapter
 from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
@@ -84,6 +85,7 @@ class Service:
         settings: ApiSettings,
         try_policy: TryPolicy | None = None,
         peers: Peers | None = None,
+        swap_adapter: SwapAdapter | None = None,
     ) -> None:
         self.metrics = Metrics(settings.request_timeout_s, None if peers is None else peers.own_name)
         self._client = client
@@ -102,11 +104,11 @@ class Service:
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
         self.policy_trials = PolicyTrials(self._bodies, lambda: self._keys.operators, try_policy, self.status)
+        self.adapters = Adapters(self._bodies, lambda: self._keys.operators, client, swap_adapter, settings)
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
         self.metrics_page = MetricsPage(self.metrics, self.status, peers)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
-        self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
     async def check_key(self, request: Request) -> None:
@@ -135,10 +137,8 @@ class Service:
         self.calls.is_shared = self._bodies.held.is_shared = self._threads.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
-        """Description of the served model; queried once."""
-        if self._info is None:
-            self._info = await self._ask(self._client.model())
-        return self._info
+        """Description of the served model, whose adapters may change."""
+        return await self._ask(self._client.model())
 
     async def status(self) -> ClusterStatus:
         """State of the targets and drafters."""
@@ -238,21 +238,14 @@ class Service:
             raise timed_out(timeout_s, advice) from error
 
     async def models(self) -> dict[str, object]:
-        """The served model by each of its names."""
+        """The served model by each of its names, and its adapters."""
         info = await self.info()
-        return {"object": "list", "data": [await self.model(name) for name in (info.name, *info.aliases)]}
+        names = (info.name, *info.aliases, *(adapter.name for adapter in info.adapters))
+        return {"object": "list", "data": [_card(name, info, self._started_s) for name in names]}
 
     async def model(self, name: str) -> dict[str, object]:
-        """The served model."""
-        info = await self.info()
-        check_model(name, info)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started_s,
-            "owned_by": "outrider",
-            "max_model_len": info.max_model_len,
-        }
+        """The served model, or an adapter."""
+        return _card(name, await self.info(), self._started_s)
 
     async def health(self) -> dict[str, object]:
         """200 if a target is ready, else 503 with the reason."""
@@ -304,6 +297,8 @@ class Service:
             grammar=grammar,
             bad_words=await self._prompts.bad_words(request, fields),
         )
+        adapter = requests[0].adapter
+        model = info.name if adapter is None else adapter.name
         options = replace(
             options,
             details=bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None,
@@ -332,11 +327,11 @@ class Service:
         kind = form.chunk_kind if stream else form.kind
         match translated:
             case ResponsesRequest():
-                writer: AnswerWriter = ResponseWriter(call_id, info.name, translated, choices[0])
+                writer: AnswerWriter = ResponseWriter(call_id, model, translated, choices[0])
             case MessagesRequest():
-                writer = AnthropicWriter(call_id, info.name, translated, choices[0])
+                writer = AnthropicWriter(call_id, model, translated, choices[0])
             case None:
-                envelope = Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage)
+                envelope = Envelope(call_id, kind, model, _fingerprint(info, adapter), usage_in_chunks=include_usage)
                 writer = ChoiceWriter(
                     choices,
                     form,
@@ -348,7 +343,7 @@ class Service:
         call = Call(
             request_id=request.state.request_id,
             id=call_id,
-            model=info.name,
+            model=model,
             choices=choices,
             writer=writer,
             stream=stream,
@@ -381,6 +376,20 @@ class Service:
             raise LinkClosed(f"the cluster did not answer within {self._settings.engine_timeout_s:g} seconds") from error
 
 
-def _fingerprint(info: ModelInfo) -> str:
+def _fingerprint(info: ModelInfo, adapter: Adapter | None) -> str:
     """Equal fingerprints and seeds give equal answers, independent of drafting, routing and load."""
-    return "fp_" + hashlib.sha256(f"{info.name} {info.tokenizer_fingerprint}".encode()).hexdigest()[:12]
+    served = f"{info.name} {info.tokenizer_fingerprint}" + ("" if adapter is None else f" {adapter.key}")
+    return "fp_" + hashlib.sha256(served.encode()).hexdigest()[:12]
+
+
+def _card(name: str, info: ModelInfo, created_s: int) -> dict[str, object]:
+    """Raises ApiError (404): there is no such model."""
+    adapter = check_model(name, info)
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "outrider",
+        "parent": None if adapter is None else info.name,
+        "max_model_len": info.max_model_len,
+    }

@@ -20,7 +20,8 @@ class ApiSettings:
 
     num_replicas: int = _DEFAULTS.replicas  # of the API; a tenant's limits are divided by it
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
-    operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: nobody may switch the policy
+    operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: there are no operators
+    lora_folder: Path | None = _DEFAULTS.lora_folder  # None: no adapters while it runs
     share_between_keys: bool = _DEFAULTS.share_between_keys
     max_request_bytes: int = _DEFAULTS.max_body_bytes
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
@@ -63,6 +64,7 @@ class ApiSettings:
             num_replicas=config.replicas,
             api_keys_file=config.api_keys_file,
             operator_keys_file=config.operator_keys_file,
+            lora_folder=config.lora_folder,
             share_between_keys=config.share_between_keys,
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),

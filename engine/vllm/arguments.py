@@ -33,6 +33,7 @@ class VllmLimits:
     num_threads: int = 1  # of one of several ranks on CPUs
     binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
     prefix_cache: bool = True
+    num_adapters: int = 0  # LoRA adapters at once; 0: the layers take none
     more: Mapping[str, Any] = field(default_factory=dict)  # ``target.vllm``
 
 
@@ -58,6 +59,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": limits.kv_cache_bytes,
         "enable_prefix_caching": limits.prefix_cache,
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # of models that also see or hear: calls are text alone
         "tensor_parallel_size": limits.tensor_parallel,
         "enforce_eager": on_cpu,  # compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU
         "async_scheduling": False,
@@ -79,7 +81,8 @@ def engine_arguments(
             "cudagraph_mode": "FULL_AND_PIECEWISE",  # `engine.vllm.graphs` prefers full ones for any lengths
             "cudagraph_capture_sizes": [rows for rows in _GRAPH_ROWS if rows <= arguments["max_num_batched_tokens"]],
         }
-    return {**arguments, **limits.more, **_compilation(arguments, limits.more)}
+    lora = {"enable_lora": True, "max_loras": limits.num_adapters} if limits.num_adapters else {}
+    return {**arguments, **limits.more, **_compilation(arguments, limits.more), **lora}
 
 
 def _compilation(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

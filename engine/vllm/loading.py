@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.config import TargetConfig
+from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from engine.device import require
 from engine.target import LoadedTarget
@@ -31,6 +32,13 @@ def load_vllm(folder: Path, target: TargetConfig, info: ModelInfo, feature_layer
         device=target.device,
         num_threads=1 if target.resources.threads == "auto" else target.resources.threads,
         binds=target.most == 1,  # several on one machine would be bound to the same cores
+        num_adapters=target.num_adapters,
         more=target.vllm,
     )
-    return VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
+    engine = VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
+    for i, adapter in enumerate(info.adapters):
+        try:
+            engine.load_adapter(adapter, info.adapters)
+        except InvalidField as error:
+            raise InvalidField(f"target.lora_modules[{i}].path", adapter.path, error.reason) from error
+    return engine

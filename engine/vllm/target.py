@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,10 +26,11 @@ from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.types import Request, TokenLogprobs
+from cluster.types import Adapter, Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
 from engine.target import SpanInput, SpanOutcome
+from engine.vllm.adapters import AdapterSlots
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
@@ -80,6 +81,7 @@ class VllmTarget:
         self._scheduler = self._core.scheduler
         executor = self._core.model_executor
         self._ranks = executor if isinstance(executor, RankExecutor) else None
+        self._adapters = AdapterSlots(executor, limits.num_adapters)
         self._limits = limits
         self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = config.model_config.get_vocab_size()
@@ -102,6 +104,9 @@ class VllmTarget:
         with self._lock:
             self._core.add_request(waiting.request, waiting.wave)
         return self._num_cached(waiting.request)
+
+    def load_adapter(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
+        self._adapters.load(adapter, in_use)
 
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         waiting = self._prepared(request, token_ids)
@@ -133,8 +138,8 @@ class VllmTarget:
                 sampling_params=sampling,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=request.cache_salt or None,
+                lora_request=None if request.adapter is None else self._adapters.request_of(request.adapter),
+                cache_salt=request.salt or None,
                 data_parallel_rank=None,
             )
         )

@@ -7,9 +7,11 @@ import threading
 from typing import Any
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from engine.vllm.adapters import load
 from engine.vllm.graphs import capture_any_lengths
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,16 @@ class RankWorker:
         """Of this rank; a rank in a process of its own sends a copy."""
         rows: torch.Tensor = self.model_runner.embedding
         return rows.cpu() if self._is_child else rows
+
+    def load_adapter(self, request: LoRARequest) -> str | None:
+        """Why it cannot be used; None: it is loaded. An error would leave the answers of other ranks unread."""
+        try:
+            load(request, self.model_runner.lora_manager)
+        except Exception as error:  # vLLM's readers raise all kinds for malformed files, and so would its next pass
+            logger.warning("the adapter in %s cannot be used", request.lora_path, exc_info=True)
+            self.model_runner.remove_lora(request.lora_int_id)
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def execute_model(self, scheduler_output: Any) -> Any:
         try:

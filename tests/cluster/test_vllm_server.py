@@ -2,18 +2,20 @@
 streams over."""
 
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import DrafterConfig, DSparkOptions, Resources
+from cluster.config import DrafterConfig, DSparkOptions, LoraModule, Resources
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import MODEL, Streamed, answers, run, undrafted
-from tests.support.vllm_models import quantise, write_model
+from tests.support.vllm_models import quantise, write_adapter, write_model
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.vllm]
@@ -28,11 +30,23 @@ def vllm() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second", "third")):
+        write_adapter(folder / name, model_folder, seed)
+    write_adapter(folder / "narrow", model_folder, 3, inputs=64)
+    write_adapter(folder / "wide", model_folder, 4, rank=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path="dspark"))
+    first = LoraModule(name="first", path=adapters / "first")
     update = {
-        "target": config.target.model_copy(update={"engine": "vllm"}),
+        "target": config.target.model_copy(update={"engine": "vllm", "vllm": {"max_loras": 2}, "lora_modules": (first,)}),
+        "api": config.api.model_copy(update={"lora_folder": adapters}),
         "drafters": (*config.drafters, dspark),
         "planner": ALWAYS_DRAFTED,
     }
@@ -69,6 +83,41 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(
     with server.client() as http:
         eventually(lambda: answers(http))
     assert run(server).texts == plain
+
+
+def test_adapters_come_and_go_and_drafts_change_no_token_of_theirs(
+    server: ServerProcess, plain: Mapping[int, str], adapters: Path
+) -> None:
+    """One is in the file. One is loaded while it serves, and lost with its target."""
+    with server.client() as http:
+
+        def load(name: str) -> httpx.Response:
+            return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": name})
+
+        for name, reason in (("narrow", "matrices"), ("wide", "max_lora_rank"), ("none", "lora_path")):
+            refused = load(name)
+            assert refused.status_code == HTTPStatus.BAD_REQUEST
+            assert reason in refused.text
+        assert load("second").status_code == HTTPStatus.OK
+        assert load("third").status_code == HTTPStatus.BAD_REQUEST, "max_loras"
+        cards = {card["id"]: card["parent"] for card in http.get("/v1/models").json()["data"]}
+        assert cards == {MODEL: None, "first": MODEL, "second": MODEL}
+        of = {model: undrafted(server, model=model) for model in ("first", "second")}
+        assert plain not in of.values()
+        assert of["first"] != of["second"]
+        for model, texts in of.items():
+            for drafter in ("ngram", "dspark"):
+                drafted = run(server, drafting=drafter, model=model)
+                assert (drafted.texts, drafted.errors) == (texts, {})
+        assert 'outrider_adapter_tokens_verified_total{adapter="second",drafter="ngram"}' in http.get("/metrics").text
+        server.workers("TargetActor")[0].kill()
+        eventually(lambda: answers(http))
+        assert undrafted(server, model="second") == of["second"]
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == HTTPStatus.OK
+        assert not answers(http, "second")
+        assert load("third").status_code == HTTPStatus.OK
+        assert undrafted(server, model="third") not in of.values()
+        assert run(server).texts == plain
 
 
 def test_drafts_change_no_token_of_a_quantised_model_of_another_family(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class Streamed:
     url: str
     max_tokens: int
     drafting: str = "auto"
+    model: str = MODEL
     texts: dict[int, str] = field(default_factory=dict)
     errors: dict[int, openai.OpenAIError] = field(default_factory=dict)
     flowing: list[threading.Event] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Streamed:
         with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
             try:
                 stream = client.completions.create(
-                    model=MODEL,
+                    model=self.model,
                     prompt=PROMPT,
                     max_tokens=self.max_tokens,
                     temperature=0.8 * (i % 2),
@@ -63,9 +64,11 @@ class Streamed:
                 self.flowing[i].set()  # also of one that ended sooner: with an error, or in fewer and longer pieces
 
 
-def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, drafting: str = "auto") -> Streamed:
+def run(
+    server: ServerProcess, kill: str | None = None, max_tokens: int = 48, drafting: str = "auto", model: str = MODEL
+) -> Streamed:
     """Runs four streams and kills the process of an actor class once all of them flow."""
-    streamed = Streamed(server.url, max_tokens, drafting)
+    streamed = Streamed(server.url, max_tokens, drafting, model)
     streamed.start(4)
     streamed.wait_flowing()
     if kill is not None:
@@ -77,9 +80,9 @@ def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, dr
     return streamed
 
 
-def undrafted(server: ServerProcess, max_tokens: int = 48) -> dict[int, str]:
+def undrafted(server: ServerProcess, max_tokens: int = 48, model: str = MODEL) -> dict[int, str]:
     """The answers of the target alone."""
-    streamed = run(server, max_tokens=max_tokens, drafting="off")
+    streamed = run(server, max_tokens=max_tokens, drafting="off", model=model)
     assert not streamed.errors
     return streamed.texts
 
@@ -100,6 +103,6 @@ def another_takes_over(server: ServerProcess, actor: str, plain: dict[int, str])
         assert not streamed.errors
 
 
-def answers(http: httpx.Client) -> bool:
+def answers(http: httpx.Client, model: str = MODEL) -> bool:
     """Whether a completion is answered now."""
-    return http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", "max_tokens": 1}).status_code == 200
+    return http.post("/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 1}).status_code == 200

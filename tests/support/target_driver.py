@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.sampling_params import SamplingParams
-from cluster.types import Request, TokenLogprobs
+from cluster.types import Adapter, Request, TokenLogprobs
 from drafters.protocol import Demand, Drafter
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 
@@ -40,12 +40,14 @@ def play(
     max_passes: int = 2000,
     on_tokens: Callable[[str, Sequence[int]], None] = lambda request_id, token_ids: None,
     salt: str = "",
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Played:
     """Serves all requests at once to their ``max_tokens`` and releases them.
 
     Args:
         preempts: request and pass -> whether its blocks are given up before the pass, to be computed again.
         on_tokens: hears of the tokens of every pass.
+        adapters: by request, loaded.
     """
     played = Played()
     tokens = {name: list(prompt) for name, prompt in prompts.items()}
@@ -60,7 +62,8 @@ def play(
                 del computed[name]
             is_new = name not in computed
             if is_new:
-                request = Request(name, tuple(prompts[name]), sampling[name], 0.0, cache_salt=salt)
+                adapter = (adapters or {}).get(name)
+                request = Request(name, tuple(prompts[name]), sampling[name], 0.0, cache_salt=salt, adapter=adapter)
                 expected = engine.num_cached(request, tokens[name])
                 computed[name] = engine.open(request, tokens[name])
                 assert computed[name] == expected, f"{name}: {computed[name]} tokens are cached, not {expected}"

@@ -25,6 +25,7 @@ def make_vllm(
     num_ranks: int = 1,
     kv_cache_bytes: int | None = None,
     dtype: str = "float32",
+    num_adapters: int = 0,
     **more: Any,
 ) -> LoadedTarget:
     """A `VllmTarget` on a GPU where there is one, of at most 8 sequences and 256 tokens in a pass, on the model runner that
@@ -48,7 +49,18 @@ def make_vllm(
     if kv_cache_bytes is None:
         kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4) // num_ranks
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = VllmLimits(dtype, MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes, num_ranks, device, more=more)
+    limits = VllmLimits(
+        dtype,
+        MAX_MODEL_LEN,
+        8,
+        256,
+        BLOCK_LEN,
+        kv_cache_bytes,
+        num_ranks,
+        device,
+        num_adapters=num_adapters,
+        more=more,
+    )
     return VllmTarget(folder, limits, (EOS,), feature_layers)
 
 

@@ -39,17 +39,46 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_EYES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+_MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+# As MODELS, of models that also see: the encoder's fields beside those of the text model.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma-3-vision": ("Gemma3", {**MODELS["gemma-3"][1]}, {**_EYES, "num_hidden_layers": 2}),
+    "qwen-2.5-vl": (
+        "Qwen2_5_VL",
+        {"head_dim": None, "rope_parameters": _MROPE},
+        {"hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "depth": 2, "out_hidden_size": 128},
+    ),
+    "mistral-3": ("Mistral3", {"head_dim": 32}, {**_EYES, "num_hidden_layers": 2}),
+    "llama-4": (
+        "Llama4",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 128,
+            "attention_chunk_size": WINDOW,
+            "interleave_moe_layer_step": 2,
+        },
+        {**_EYES, "num_hidden_layers": 2, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    ),
+}
+
+
 def write_model(folder: Path, name: str, seed: int = 0) -> Path:
-    """One of MODELS in fp32, with the tokenizer of `tests.support.tiny_model`, whose last token ends a sequence."""
+    """One of MODELS or MULTIMODAL in fp32, with the tokenizer of `tests.support.tiny_model`, whose last token ends a
+    sequence."""
     import transformers
 
-    prefix, changes = MODELS[name]
+    prefix, changes, *vision = MODELS[name] if name in MODELS else MULTIMODAL[name]
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = write_tokenizer(folder)
     end = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1, "pad_token_id": vocab_size - 1}
     fields = {**_SHAPE, "vocab_size": vocab_size, **end, **changes}
-    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in fields.items() if v is not None})
-    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    text = {k: v for k, v in fields.items() if v is not None}
+    given = {"text_config": text, "vision_config": vision[0], "tie_word_embeddings": True} if vision else text
+    config = getattr(transformers, f"{prefix}Config")(**given)
+    kind = "ConditionalGeneration" if vision else "CausalLM"
+    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}For{kind}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
@@ -84,4 +113,25 @@ def quantise(folder: Path) -> Path:
         tensors[name] = (weight / scale).round().to(torch.int8)
         tensors[name.removesuffix("weight") + "weight_scale"] = scale
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4, inputs: int | None = None) -> Path:
+    """A LoRA adapter in PEFT's format of the attention of one of MODELS, so strong that it changes answers.
+
+    Args:
+        inputs: of its layers, where they shall not fit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kinds, tensors = ("q_proj", "k_proj", "v_proj", "o_proj"), {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith(tuple(f"{kind}.weight" for kind in kinds)):
+            part = f"base_model.model.{name.removesuffix('.weight')}"
+            num_outputs, num_inputs = weight.shape
+            tensors[f"{part}.lora_A.weight"] = torch.randn(rank, inputs or num_inputs, generator=generator) * 0.1
+            tensors[f"{part}.lora_B.weight"] = torch.randn(num_outputs, rank, generator=generator) * 0.1
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(kinds)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

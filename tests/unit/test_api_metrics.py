@@ -13,7 +13,7 @@ from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
 from cluster.histograms import Histogram, HistogramCounts
 from cluster.messages import OutcomeReport
-from cluster.types import Commit, FinishReason, Prefill, Request
+from cluster.types import Adapter, Commit, FinishReason, Prefill, Request
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS
 from deploy.api.metrics import MAX_DOMAINS, Metrics
@@ -250,10 +250,11 @@ def test_clients_cannot_make_any_number_of_series() -> None:
     metrics, counts = Metrics(600.0), DraftingCounts()
     counts.record(Commit("r", 5, (1, 2), 4, 1, "ngram"), 2)
     for i in range(3 * MAX_DOMAINS):
-        metrics.record_domain(f"d{i}", counts)
+        metrics.record_drafts(f"d{i}", Adapter(f"d{i}", "", ""), counts)
     series = parsed(metrics.render(None).decode())
-    domains = {dict(labels)["domain"] for name, labels in series if name == "outrider_domain_tokens_verified_total"}
-    assert domains == {"other", *(f"d{i}" for i in range(MAX_DOMAINS))}
+    for kind in ("domain", "adapter"):
+        labels = {dict(labels)[kind] for name, labels in series if name == f"outrider_{kind}_tokens_verified_total"}
+        assert labels == {"other", *(f"d{i}" for i in range(MAX_DOMAINS))}
 
 
 def test_the_page_lists_every_metric() -> None:

@@ -2,25 +2,27 @@
 preempted or found in the prefix cache."""
 
 import gc
+import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.sampling_params import SamplingParams
-from cluster.types import Request
+from cluster.types import Adapter, Request
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
 from drafters.suffix import SuffixDrafter
-from engine.target import LoadedTarget
+from engine.target import AdapterHost, LoadedTarget
 from engine.vllm.environment import prepare_environment
 from tests.support.target_driver import Played, play
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
-from tests.support.vllm_models import MODELS, WINDOW, quantise, write_model
+from tests.support.vllm_models import MODELS, MULTIMODAL, WINDOW, quantise, write_adapter, write_model
 
 pytestmark = pytest.mark.vllm
 
@@ -48,32 +50,39 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return found
 
 
-def asked(prefix: str, temperature: float) -> dict[str, Request]:
+def asked(prefix: str, temperature: float, adapters: Sequence[Adapter | None]) -> dict[str, Request]:
     requests = {}
-    for i, prompt in enumerate(prompts()):
-        sampling = SamplingParams(NUM_NEW, temperature, top_p=0.95, seed=i + 1, ignore_eos=True)
-        requests[f"{prefix}-{temperature}-{i}"] = Request(f"{prefix}-{temperature}-{i}", tuple(prompt), sampling, 0.0)
+    for k, adapter in enumerate(adapters):
+        for i, prompt in enumerate(prompts()):
+            sampling = SamplingParams(NUM_NEW, temperature, top_p=0.95, seed=i + 1, ignore_eos=True)
+            name = f"{prefix}-{temperature}-{k}{i}"
+            requests[name] = Request(name, tuple(prompt), sampling, 0.0, adapter=adapter)
     return requests
 
 
-def plain_tokens(folder: Path) -> list[list[int]]:
-    """vLLM's own, without this project's scheduler, runner and sampler."""
+def plain_tokens(folder: Path, adapters: Sequence[Path | None] = (None,), **more: Any) -> list[list[int]]:
+    """vLLM's own, without this project's scheduler, runner and sampler: of each prompt with each adapter, None for none."""
     from vllm import LLM
     from vllm import SamplingParams as VllmSamplingParams
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(
         str(folder),
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
+        language_model_only=True,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=256,
         block_size=BLOCK_LEN,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         **({"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}),
+        **more,
     )
     greedy = VllmSamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, detokenize=False)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], greedy, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for _ in adapters for prompt in prompts()]
+    loras = [one and LoRARequest(one.name, i, str(one)) for i, one in enumerate(adapters) for _ in prompts()]
+    answers = llm.generate(asked, greedy, use_tqdm=False, lora_request=loras)
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()  # else its end would take the process groups of the next engine
@@ -84,9 +93,15 @@ def tokens(outputs: Mapping[str, Sequence[int]]) -> list[list[int]]:
     return [list(outputs[name]) for name in sorted(outputs)]
 
 
-def played(engine: LoadedTarget, prefix: str, temperature: float, drafter: Drafter | None = None) -> Played:
+def played(
+    engine: LoadedTarget,
+    prefix: str,
+    temperature: float,
+    drafter: Drafter | None = None,
+    adapters: Sequence[Adapter | None] = (None,),
+) -> Played:
     """With proposals of ``drafter``; for the prefix "noise" with random ones, requests held and preempted at random."""
-    requests = asked(prefix, temperature)
+    requests = asked(prefix, temperature, adapters)
     rng, noisy = random.Random(prefix), prefix == "noise"
 
     def drafts(name: str, length: int) -> Sequence[int]:
@@ -97,7 +112,7 @@ def played(engine: LoadedTarget, prefix: str, temperature: float, drafter: Draft
 
     for name, one in requests.items():
         if drafter is not None:
-            drafter.open(name, one.prompt_token_ids, len(one.prompt_token_ids), one.sampling)
+            drafter.open(name, one.prompt_token_ids, len(one.prompt_token_ids), one.sampling, one.salt)
     return play(
         engine,
         {name: one.prompt_token_ids for name, one in requests.items()},
@@ -106,7 +121,26 @@ def played(engine: LoadedTarget, prefix: str, temperature: float, drafter: Draft
         holds=lambda name, number: noisy and rng.random() < 0.2,
         preempts=lambda name, number: noisy and rng.random() < 0.05,
         on_tokens=lambda name, token_ids: None if drafter is None else drafter.extend(name, token_ids),
+        adapters={name: one.adapter for name, one in requests.items() if one.adapter is not None},
     )
+
+
+@pytest.fixture
+def sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that also see can be imported, here and in the process in which vLLM looks at them."""
+    if find_spec("torchvision") is None:
+        from transformers.utils.import_utils import is_torchvision_available
+
+        folder = str(Path(__file__).parents[1] / "support" / "imageless")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
+        is_torchvision_available.cache_clear()
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.usefixtures("sees")
+def test_models_that_also_see_are_served_as_text(name: str, tmp_path: Path) -> None:
+    check(write_model(tmp_path / name, name))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,22 +152,36 @@ def test_drafts_change_no_token_of_a_quantised_model(tmp_path: Path) -> None:
     check(quantise(write_model(tmp_path / "int8", "qwen3-yarn")))
 
 
-def check(folder: Path) -> None:
-    plain = plain_tokens(folder)
-    with closing(make_vllm(folder, kv_cache_bytes=KV_CACHE_BYTES)) as engine:
+def test_adapters_answer_beside_the_model_in_one_batch(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3-yarn")
+    check(folder, [None, *(write_adapter(tmp_path / name, folder, seed) for seed, name in enumerate(("a", "b"), 1))])
+
+
+def check(folder: Path, adapters: Sequence[Path | None] = (None,)) -> None:
+    """``adapters``: folders; None: the model alone."""
+    lora = {"enable_lora": True, "max_loras": len(adapters)} if any(adapters) else {}
+    plain = plain_tokens(folder, adapters, **lora)
+    named = [one and Adapter(one.name, str(one), one.name) for one in adapters]
+    size = {"kv_cache_bytes": KV_CACHE_BYTES, "num_adapters": len(adapters) if lora else 0}
+    with closing(make_vllm(folder, **size, max_num_seqs=len(adapters) * len(PROMPT_LENS))) as engine:
+        for one in named:
+            if one is not None:
+                assert isinstance(engine, AdapterHost)
+                engine.load_adapter(one, named)
         for temperature in (0.0, 0.8):
-            first = played(engine, "first", temperature)
+            first = played(engine, "first", temperature, adapters=named)
             expected = tokens(first.outputs)
+            assert all(len(set(map(str, expected[i :: len(PROMPT_LENS)]))) == len(named) for i in range(len(PROMPT_LENS)))
             if temperature == 0.0:
                 assert not any(first.num_cached.values())
                 assert expected == plain
             assert len({token for output in expected for token in output}) > (4 if temperature == 0 else NUM_NEW)
-            noise = played(engine, "noise", temperature)
+            noise = played(engine, "noise", temperature, adapters=named)
             assert tokens(noise.outputs) == expected
             assert noise.num_drafted > noise.num_accepted
             assert max(noise.num_cached.values()) >= WINDOW, "the prefix cache holds the same prompts"
             for kind, drafter in lookups().items():
-                drafted = played(engine, kind, temperature, drafter)
+                drafted = played(engine, kind, temperature, drafter, named)
                 assert tokens(drafted.outputs) == expected, kind
                 assert drafted.num_drafted > 0, kind
 

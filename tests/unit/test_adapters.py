@@ -1,0 +1,217 @@
+"""LoRA adapters as models of the API: loaded and unloaded while it serves, and apart from the model and each other."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.adapters import AdapterRegistry
+from actors.processes import Directory
+from cluster.config import Config, with_fields
+from cluster.errors import InvalidField, Overloaded
+from cluster.message_checks import MAX_SALT_LEN, request_fault
+from cluster.sampling_params import SamplingParams
+from cluster.strict_yaml import ConfigError
+from cluster.types import Adapter, Commit, FinishReason, ModelInfo, Request
+from deploy.api.app import create_app
+from deploy.api.settings import ApiSettings
+from deploy.command_line import parse
+from engine.request_checks import adapter_refusal
+from engine.sequences import Sequences
+from tests.support.api import chat_body, finishing, model_info, token_ids, tokenizer
+from tests.support.asgi import CHAT
+from tests.support.scripted import ScriptedClient, Step
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SQL = {"lora_name": "sql", "lora_path": "sql-v1"}
+A, B, C = (Adapter(name, f"/adapters/{name}", f"key-{name}") for name in "abc")
+
+
+class Server:
+    """The API over a scripted target that accepts every adapter but those in a folder named bad."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.cluster = ScriptedClient(replace(model_info(), max_adapters=2), self._answer)
+        self.registry = AdapterRegistry()
+        settings = {"lora_folder": folder} | settings
+        self._app = create_app(self.cluster, tokenizer(), ApiSettings(**settings), swap_adapter=self._swap)
+
+    def _answer(self, request: Request) -> Iterable[Step]:
+        if request.adapter is not None and Path(request.adapter.path).name == "bad":
+            return [Commit(request.id, 1, (), finish=FinishReason.REFUSED, error="lora_path: is no adapter of this model")]
+        return finishing(request, token_ids("the answer"))
+
+    async def _swap(self, old: Adapter | None, new: Adapter | None) -> bool:
+        done = self.registry.swap(self.cluster.info, old, new)
+        self.cluster.info = self.registry.applied(self.cluster.info) or self.cluster.info
+        return done
+
+    def http(self, key: str = "") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://api", headers=headers)
+
+
+async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    async with server.http() as http:
+        body = chat_body(max_tokens=9, model="sql")
+        assert (await http.post(CHAT, json=body)).status_code == HTTPStatus.NOT_FOUND
+        loaded = await http.post(LOAD, json=SQL)
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        cards = {card["id"]: card["parent"] for card in (await http.get("/v1/models")).json()["data"]}
+        assert cards == {"scripted": None, "sql": "scripted"}
+        assert (await http.get("/v1/models/sql")).json()["parent"] == "scripted"
+        assert (await http.get("/server_info")).json()["model"]["adapters"] == ["sql"], "no path of the server"
+        plain = (await http.post(CHAT, json=chat_body(max_tokens=9))).json()
+        answer = (await http.post(CHAT, json=body)).json()
+        assert (answer["model"], plain["model"]) == ("sql", "scripted")
+        assert answer["system_fingerprint"] != plain["system_fingerprint"]
+        of_model, of_adapter = server.cluster.requests[-2:]
+        assert of_adapter.adapter is not None
+        assert of_adapter.adapter.path == str(tmp_path / "sql-v1")
+        assert of_model.salt != of_adapter.salt, "caches and what drafters learn are apart"
+        again = await http.post(LOAD, json=SQL)
+        assert again.status_code == HTTPStatus.BAD_REQUEST
+        assert "load_inplace" in again.text
+        assert (await http.post(LOAD, json=SQL | {"load_inplace": True})).status_code == HTTPStatus.OK
+        await http.post(CHAT, json=body)
+        assert server.cluster.requests[-1].salt != of_adapter.salt, "other weights"
+        assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == HTTPStatus.OK
+        assert (await http.post(CHAT, json=body)).status_code == HTTPStatus.NOT_FOUND
+        assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == HTTPStatus.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"lora_path": "/etc"}, "lora_path"),
+        ({"lora_path": "../other"}, "lora_path"),
+        ({"lora_path": "out"}, "lora_path"),  # a link
+        ({"lora_path": "a\0b"}, "lora_path"),
+        ({"lora_path": "bad"}, "no adapter of this model"),
+        ({"lora_path": ""}, "lora_path"),
+        ({"lora_name": "scripted"}, "lora_name"),
+        ({"lora_name": ""}, "lora_name"),
+        ({"is_3d_lora_weight": True}, "is_3d_lora_weight"),
+    ],
+)
+async def test_what_is_no_adapter_is_refused(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "out").symlink_to("/etc")
+    server = Server(tmp_path / "adapters")
+    async with server.http() as http:
+        answer = await http.post(LOAD, json=SQL | fields)
+        assert answer.status_code == HTTPStatus.BAD_REQUEST
+        assert named in answer.text
+        assert not server.cluster.info.adapters
+
+
+async def test_no_more_adapters_than_the_target_takes(tmp_path: Path) -> None:
+    async with Server(tmp_path).http() as http:
+        for name in ("a", "b"):
+            assert (await http.post(LOAD, json=SQL | {"lora_name": name})).status_code == HTTPStatus.OK
+        full = await http.post(LOAD, json=SQL | {"lora_name": "c"})
+        assert full.status_code == HTTPStatus.BAD_REQUEST
+        assert "max_loras" in full.text
+
+
+async def test_only_operators_change_adapters_where_keys_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sk-user\n")
+    (tmp_path / "operators").write_text("sk-operator\n")
+    keys = {"api_keys_file": tmp_path / "keys"}
+    everyone = {**keys, "operator_keys_file": tmp_path / "operators"}
+    for settings, key, status in (
+        ({"lora_folder": None}, "", HTTPStatus.FORBIDDEN),
+        (keys, "sk-user", HTTPStatus.FORBIDDEN),
+        (everyone, "sk-user", HTTPStatus.UNAUTHORIZED),
+        (everyone, "sk-operator", HTTPStatus.OK),
+    ):
+        async with Server(tmp_path, **settings).http(key) as http:
+            for url in (LOAD, UNLOAD):
+                answer = await http.post(url, json=SQL if url == LOAD else {"lora_name": "sql"})
+                assert answer.status_code == status, answer.text
+
+
+def test_a_new_supervisor_takes_over_the_newest_adapters() -> None:
+    file = ModelInfo("m", 9, 9, (), "", adapters=(A,), max_adapters=2)
+    registry = AdapterRegistry()
+    assert registry.applied(file) == file
+    assert registry.recall(Directory("former", 4, replace(file, adapters=(A, B))))
+    assert not registry.recall(Directory("former", 3, file)), "another gateway has heard more"
+    recalled = registry.applied(file)
+    assert recalled is not None
+    assert recalled.adapters == (A, B)
+    assert not registry.swap(recalled, None, C), "there is no room"
+    assert not registry.swap(recalled, C, None), "it is gone"
+    assert registry.swap(recalled, A, C)
+    assert not registry.recall(Directory("former", 9, file)), "they have changed since"
+
+
+class Host:
+    """An engine with places for adapters."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.in_use = error, set[Adapter]()
+
+    def load_adapter(self, adapter: Adapter, in_use: set[Adapter]) -> None:
+        self.in_use = in_use
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("engine", "finish"),
+    [
+        (Host(None), None),
+        (Host(InvalidField("lora_path", "x", "does not fit")), FinishReason.REFUSED),
+        (Host(Overloaded("all are in use", 1.0)), FinishReason.OVERLOADED),
+        (object(), FinishReason.REFUSED),
+    ],
+)
+def test_a_target_refuses_what_it_cannot_load(engine: Any, finish: FinishReason | None) -> None:
+    sequences = Sequences(model_info())
+    sequences.add(Request("live", (1,), SamplingParams(1), 0.0, adapter=A))
+    refused = adapter_refusal(Request("new", (1,), SamplingParams(1), 0.0, adapter=B), sequences, engine)
+    assert (None if refused is None else refused.finish) == finish
+    if isinstance(engine, Host):
+        assert engine.in_use == {A}
+
+
+def test_a_salt_that_is_too_long_is_refused() -> None:
+    def fault(adapter: Adapter) -> str | None:
+        return request_fault(Request("r", (1,), SamplingParams(1), 0.0, cache_salt="s" * 32, adapter=adapter), 9)
+
+    assert fault(A) is None
+    assert "salt" in str(fault(replace(A, key="k" * MAX_SALT_LEN)))
+
+
+def test_vllm_s_flags_name_adapters() -> None:
+    module = '{"name": "c", "path": "/c", "base_model_name": "m"}'
+    words = ["m", "--enable-lora", "--lora-modules", "a=/a", "b=/b=1", module, "--max-loras", "1", "--max-lora-rank", "32"]
+    try:
+        target = parse(words).fields["target"]
+    except InvalidField as error:
+        assert "vLLM" in error.reason  # noqa: PT017 (its flags are known where it is installed)
+        target = parse(["m", *words[2:6]]).fields["target"] | {"engine": "vllm", "vllm": {"enable_lora": True}}
+    config = with_fields(Config(), {"model": {"name": "m"}, "target": target}).target
+    assert [(one.name, str(one.path)) for one in config.lora_modules] == [("a", "/a"), ("b", "/b=1"), ("c", "/c")]
+    assert config.num_adapters == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "api", "reason"),
+    [
+        ({"lora_modules": [{"name": "a", "path": "/a"}]}, {}, "native engine"),
+        ({"engine": "vllm", "lora_modules": [{"name": "m", "path": "/a"}]}, {}, "names of the model"),
+        ({"engine": "vllm", "lora_modules": [{"name": "a", "path": "/a"}] * 2}, {}, "must differ"),
+        ({"engine": "vllm", "lora_modules": [{"name": "a", "path": "/a", "base_model_name": "x"}]}, {}, "base_model_name"),
+        ({"engine": "vllm"}, {"lora_folder": "/adapters"}, "enable_lora"),
+    ],
+)
+def test_a_configuration_that_cannot_serve_adapters_is_refused(target: Any, api: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        with_fields(Config(), {"model": {"name": "m"}, "target": target, "api": api})
