@@ -19,6 +19,11 @@ from router.planning.fair_share import SharedLimit
 Model = TypeVar("Model", bound=Strict)
 
 _MAX_SHOWN_NAME = 100
+# Types of content parts of OpenAI's and vLLM's clients.
+_MEDIA = {
+    *("image_url", "image_pil", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds"),
+    *("video_url", "file", "input_file"),
+}
 MAX_FAULTS = 10_000  # unknown or invalid fields of one body; the details of each take some microseconds
 _CLOSE = {"connection": "close"}  # the rest of a body is not read, so its connection cannot be reused
 
@@ -103,7 +108,7 @@ def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model,
         details = error.errors(include_url=False, include_context=True)
         known = [detail for detail in details if detail["type"] != "extra_forbidden"]
         if strict or known:
-            raise field_error((details if strict else known)[0], model) from error
+            raise field_error((details if strict else known)[0], model, document.get("model")) from error
     try:
         return model.model_validate(document, extra="ignore"), tuple(_path(detail) for detail in details)
     except ValidationError as error:  # of a check of a whole list, which did not run while a part had an unknown field
@@ -114,9 +119,15 @@ def _path(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"] if part not in FORM_TAGS)[:_MAX_SHOWN_NAME]
 
 
-def field_error(detail: ErrorDetails, model: type[Strict]) -> ApiError:
-    param = _path(detail)
+def field_error(detail: ErrorDetails, model: type[Strict], served: object = None) -> ApiError:
+    """``served``: the model that the call names, if any."""
+    param, given = _path(detail), detail["input"]
     match detail["type"]:
+        case "literal_error" if isinstance(given, str) and given in _MEDIA:
+            name = shorten(served) if isinstance(served, str) else "this server's model"
+            return bad_request(
+                param, f"{given} parts are not supported: {name} is served as text alone", "unsupported_content"
+            )
         case "extra_forbidden":
             hint = nearest(param, model.model_fields) if len(detail["loc"]) == 1 else ""
             return bad_request(param, f"unknown field{hint}", code="unknown_field")

@@ -17,7 +17,8 @@ from deploy.api.choice import Choice, Delta, OutputOptions
 from deploy.api.errors import ApiError
 from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import Detokenizer, TextTooLong, Tokenizer
-from tests.support.api import end_id, fast_tokenizer, model_info, token_ids, tokenizer
+from tests.support.api import MODEL, chat_body, end_id, fast_tokenizer, model_info, serving, token_ids, tokenizer
+from tests.support.asgi import CHAT
 
 any_tokens = st.lists(st.integers(0, tokenizer().vocab_size + 3), max_size=40)
 any_text = st.text(max_size=30)
@@ -289,3 +290,22 @@ async def test_a_long_text_that_fits_is_encoded_whole() -> None:
     ids = await tokenizer().encode(text, add_special_tokens=True, max_tokens=200_000)
     assert ids == token_ids(text)
     assert await tokenizer().encode(text, add_special_tokens=True, max_tokens=len(ids)) == ids
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "kind"),
+    [
+        (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), "image_url"),
+        (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "input_audio"),
+        (
+            "/v1/responses",
+            {"model": MODEL, "input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image",
+        ),
+    ],
+)
+async def test_a_part_that_is_no_text_is_refused_by_its_type(url: str, body: dict[str, Any], kind: str) -> None:
+    async with serving() as (http, _):
+        error = (await http.post(url, json=body)).json()["error"]
+    assert f"{kind} parts are not supported: '{MODEL}' is served as text alone" in error["message"]
+    assert error["code"] == "unsupported_content"
