@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -78,6 +78,9 @@ class Directory:
     addresses: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()  # names of those that end when their requests have ended
     ends: bool = False  # the deployment: gateways end all requests with an error
+
+    def changed(self, **fields: Any) -> "Directory":
+        return replace(self, version=self.version + 1, **fields)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,6 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,8 +101,7 @@ class Supervisor:
         A restarted supervisor returns none before it has found all targets again: callers would close the other links.
         """
         self.start()
-        if known.epoch != self._directory.epoch and self._adapters.recall(known):
-            await self._publish_model()
+        await self._notify(self._adapters.recalled(self._directory, known))
         try:
             async with asyncio.timeout(DIRECTORY_WAIT_S):
                 while self._starting_targets or self._directory.model is None or self._directory == known:
@@ -113,17 +111,10 @@ class Supervisor:
         return self._directory
 
     async def swap_adapter(self, old: Adapter | None, new: Adapter | None) -> Directory | None:
-        """As ``AdapterRegistry.swap``; None: it was not possible."""
-        model = self._directory.model
-        if model is None or not self._adapters.swap(model, old, new):
-            return None
-        await self._publish_model()
-        return self._directory
-
-    async def _publish_model(self) -> None:
-        model = self._adapters.applied(self._directory.model)
-        self._directory = replace(self._directory, version=self._directory.version + 1, model=model)
-        await self._notify()
+        """As ``AdapterRegistry.swapped``."""
+        changed = self._adapters.swapped(self._directory, old, new)
+        await self._notify(changed)
+        return changed
 
     def reasons(self) -> dict[str, str]:
         """Why failed processes are not ready, by name."""
@@ -164,8 +155,7 @@ class Supervisor:
         await asyncio.gather(*(self._call(process, "drain", deadline_s=deadline_s) for process in targets))
         if await self._idle_by(end_s):
             return True
-        self._directory = replace(self._directory, version=self._directory.version + 1, ends=True)
-        await self._notify()
+        await self._notify(self._directory.changed(ends=True))
         await self._idle_by(time.monotonic() + ABORTED_S)
         await asyncio.sleep(SENT_S)
         return False
@@ -290,9 +280,8 @@ class Supervisor:
         """Tells drafters, router and gateways which targets there are, and which of them leave."""
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
         leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
-        version, model = self._directory.version + 1, self._adapters.applied(model)
-        self._directory = replace(self._directory, version=version, model=model, addresses=addresses, leaving=leaving)
-        await self._notify()  # gateways first: drafters that do not answer take their deadline
+        directory = self._directory.changed(model=self._adapters.applied(model), addresses=addresses, leaving=leaving)
+        await self._notify(directory)  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()
         await self._update_router()
 
@@ -407,7 +396,9 @@ class Supervisor:
             await self._call(process, "stop")
             await process.kill()
 
-    async def _notify(self) -> None:
+    async def _notify(self, directory: Directory | None = None) -> None:
+        """``directory``: a new one."""
+        self._directory = directory or self._directory
         async with self._changed:
             self._changed.notify_all()
 

@@ -41,19 +41,18 @@ from cluster.config.file import (
     ModelConfig,
     ObservabilityConfig,
     PlannerConfig,
-    ReasoningParser,
     RedisStateConfig,
     ScalingConfig,
     StateConfig,
     SupervisionConfig,
     TargetConfig,
     TlsConfig,
-    ToolCallParser,
     TransportConfig,
     load,
     show,
 )
 from cluster.config.overlay import differing, with_fields
+from cluster.config.parsers import ReasoningParser, ToolCallParser
 from cluster.config.router import (
     ChainPolicy,
     CollapseConfig,

@@ -12,6 +12,7 @@ from cluster import strict_yaml
 from cluster.config.adapters import LoraModule
 from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
+from cluster.config.parsers import ReasoningParser, ToolCallParser
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import (
     Auto,
@@ -180,49 +181,6 @@ class TransportConfig(Section):
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$", max_length=256)]
-
-
-# `deploy.api.tool_formats.registry` and `deploy.api.tools` hold them; most are names of vLLM's parsers.
-ToolCallParser = Literal[
-    "none",
-    "hermes",
-    "qwen3_json",
-    "granite4",
-    "llama3_json",
-    "llama4_json",
-    "mistral",
-    "mistral_v11",
-    "openai",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseek_v4",
-    "kimi_k2",
-    "glm45",
-    "glm47",
-    "qwen3_coder",
-    "qwen3_xml",
-    "minimax_m2",
-    "granite",
-    "pythonic",
-    "llama4_pythonic",
-    "gemma3",
-    "olmo3",
-]
-ReasoningParser = Literal[
-    "none",
-    "qwen3",
-    "deepseek_r1",
-    "deepseek_v3",
-    "glm45",
-    "glm47",
-    "kimi_k2",
-    "minimax_m2",
-    "olmo3",
-    "mistral",
-    "seed_oss",
-    "openai_gptoss",
-]
 
 
 class ApiConfig(Section):

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ from actors.adapters import AdapterRegistry
 from actors.processes import Directory
 from cluster.config import Config, with_fields
 from cluster.errors import InvalidField, Overloaded
-from cluster.message_checks import MAX_SALT_LEN, request_fault
+from cluster.message_checks import request_fault
 from cluster.sampling_params import SamplingParams
 from cluster.strict_yaml import ConfigError
 from cluster.types import Adapter, Commit, FinishReason, ModelInfo, Request
@@ -46,9 +48,9 @@ class Server:
         return finishing(request, token_ids("the answer"))
 
     async def _swap(self, old: Adapter | None, new: Adapter | None) -> bool:
-        done = self.registry.swap(self.cluster.info, old, new)
-        self.cluster.info = self.registry.applied(self.cluster.info) or self.cluster.info
-        return done
+        changed = self.registry.swapped(Directory("", 0, self.cluster.info), old, new)
+        self.cluster.info = changed.model if changed is not None and changed.model is not None else self.cluster.info
+        return changed is not None
 
     def http(self, key: str = "") -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -80,6 +82,8 @@ async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path)
         assert (await http.post(LOAD, json=SQL | {"load_inplace": True})).status_code == HTTPStatus.OK
         await http.post(CHAT, json=body)
         assert server.cluster.requests[-1].salt != of_adapter.salt, "other weights"
+        assert (await http.post(LOAD, json=SQL | {"lora_name": "second"})).status_code == HTTPStatus.OK
+        assert "max_loras" in (await http.post(LOAD, json=SQL | {"lora_name": "third"})).text
         assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == HTTPStatus.OK
         assert (await http.post(CHAT, json=body)).status_code == HTTPStatus.NOT_FOUND
         assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == HTTPStatus.NOT_FOUND
@@ -93,9 +97,7 @@ async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path)
         ({"lora_path": "out"}, "lora_path"),  # a link
         ({"lora_path": "a\0b"}, "lora_path"),
         ({"lora_path": "bad"}, "no adapter of this model"),
-        ({"lora_path": ""}, "lora_path"),
         ({"lora_name": "scripted"}, "lora_name"),
-        ({"lora_name": ""}, "lora_name"),
         ({"is_3d_lora_weight": True}, "is_3d_lora_weight"),
     ],
 )
@@ -108,15 +110,6 @@ async def test_what_is_no_adapter_is_refused(fields: dict[str, Any], named: str,
         assert answer.status_code == HTTPStatus.BAD_REQUEST
         assert named in answer.text
         assert not server.cluster.info.adapters
-
-
-async def test_no_more_adapters_than_the_target_takes(tmp_path: Path) -> None:
-    async with Server(tmp_path).http() as http:
-        for name in ("a", "b"):
-            assert (await http.post(LOAD, json=SQL | {"lora_name": name})).status_code == HTTPStatus.OK
-        full = await http.post(LOAD, json=SQL | {"lora_name": "c"})
-        assert full.status_code == HTTPStatus.BAD_REQUEST
-        assert "max_loras" in full.text
 
 
 async def test_only_operators_change_adapters_where_keys_are_asked_for(tmp_path: Path) -> None:
@@ -138,80 +131,62 @@ async def test_only_operators_change_adapters_where_keys_are_asked_for(tmp_path:
 
 def test_a_new_supervisor_takes_over_the_newest_adapters() -> None:
     file = ModelInfo("m", 9, 9, (), "", adapters=(A,), max_adapters=2)
-    registry = AdapterRegistry()
-    assert registry.applied(file) == file
-    assert registry.recall(Directory("former", 4, replace(file, adapters=(A, B))))
-    assert not registry.recall(Directory("former", 3, file)), "another gateway has heard more"
-    recalled = registry.applied(file)
-    assert recalled is not None
-    assert recalled.adapters == (A, B)
-    assert not registry.swap(recalled, None, C), "there is no room"
-    assert not registry.swap(recalled, C, None), "it is gone"
-    assert registry.swap(recalled, A, C)
-    assert not registry.recall(Directory("former", 9, file)), "they have changed since"
-
-
-class Host:
-    """An engine with places for adapters."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error, self.in_use = error, set[Adapter]()
-
-    def load_adapter(self, adapter: Adapter, in_use: set[Adapter]) -> None:
-        self.in_use = in_use
-        if self.error is not None:
-            raise self.error
+    registry, now = AdapterRegistry(), Directory("new", 1, file)
+    assert registry.recalled(now, now) == now
+    now = registry.recalled(now, Directory("former", 4, replace(file, adapters=(A, B))))
+    assert (now.version, now.model and now.model.adapters) == (2, (A, B))
+    assert registry.recalled(now, Directory("former", 3, file)) is now, "another gateway has heard more"
+    assert registry.swapped(now, None, C) is None, "there is no room"
+    assert registry.swapped(now, C, None) is None, "it is gone"
+    changed = registry.swapped(now, A, C)
+    assert changed is not None
+    assert registry.applied(file) == changed.model == replace(file, adapters=(B, C))
+    assert registry.recalled(changed, Directory("former", 9, file)) is changed, "they have changed since"
 
 
 @pytest.mark.parametrize(
-    ("engine", "finish"),
+    ("error", "finish"),
     [
-        (Host(None), None),
-        (Host(InvalidField("lora_path", "x", "does not fit")), FinishReason.REFUSED),
-        (Host(Overloaded("all are in use", 1.0)), FinishReason.OVERLOADED),
-        (object(), FinishReason.REFUSED),
+        (None, None),
+        (InvalidField("lora_path", "x", "does not fit"), FinishReason.REFUSED),
+        (Overloaded("all are in use", 1.0), FinishReason.OVERLOADED),
     ],
 )
-def test_a_target_refuses_what_it_cannot_load(engine: Any, finish: FinishReason | None) -> None:
+def test_a_target_refuses_what_it_cannot_load(error: Exception | None, finish: FinishReason | None) -> None:
+    engine: Any = SimpleNamespace(load_adapter=Mock(side_effect=error))
     sequences = Sequences(model_info())
     sequences.add(Request("live", (1,), SamplingParams(1), 0.0, adapter=A))
-    refused = adapter_refusal(Request("new", (1,), SamplingParams(1), 0.0, adapter=B), sequences, engine)
-    assert (None if refused is None else refused.finish) == finish
-    if isinstance(engine, Host):
-        assert engine.in_use == {A}
-
-
-def test_a_salt_that_is_too_long_is_refused() -> None:
-    def fault(adapter: Adapter) -> str | None:
-        return request_fault(Request("r", (1,), SamplingParams(1), 0.0, cache_salt="s" * 32, adapter=adapter), 9)
-
-    assert fault(A) is None
-    assert "salt" in str(fault(replace(A, key="k" * MAX_SALT_LEN)))
+    asked = Request("new", (1,), SamplingParams(1), 0.0, adapter=B)
+    refused = adapter_refusal(asked, sequences, engine)
+    assert (refused and refused.finish) == finish
+    engine.load_adapter.assert_called_once_with(B, {A})
+    refused = adapter_refusal(asked, sequences, cast(Any, object()))
+    assert refused is not None
+    assert refused.finish is FinishReason.REFUSED, "the native engine takes none"
+    too_long = replace(asked, adapter=replace(B, key="k" * 65))
+    assert (request_fault(asked, 9), "salt" in str(request_fault(too_long, 9))) == (None, True)
 
 
 def test_vllm_s_flags_name_adapters() -> None:
     module = '{"name": "c", "path": "/c", "base_model_name": "m"}'
-    words = ["m", "--enable-lora", "--lora-modules", "a=/a", "b=/b=1", module, "--max-loras", "1", "--max-lora-rank", "32"]
-    try:
-        target = parse(words).fields["target"]
-    except InvalidField as error:
-        assert "vLLM" in error.reason  # noqa: PT017 (its flags are known where it is installed)
-        target = parse(["m", *words[2:6]]).fields["target"] | {"engine": "vllm", "vllm": {"enable_lora": True}}
+    target = parse(["m", "--lora-modules", "a=/a", "b=/b=1", module]).fields["target"] | {"engine": "vllm"}
     config = with_fields(Config(), {"model": {"name": "m"}, "target": target}).target
     assert [(one.name, str(one.path)) for one in config.lora_modules] == [("a", "/a"), ("b", "/b=1"), ("c", "/c")]
     assert config.num_adapters == 3
 
 
 @pytest.mark.parametrize(
-    ("target", "api", "reason"),
+    ("engine", "names", "more", "reason"),
     [
-        ({"lora_modules": [{"name": "a", "path": "/a"}]}, {}, "native engine"),
-        ({"engine": "vllm", "lora_modules": [{"name": "m", "path": "/a"}]}, {}, "names of the model"),
-        ({"engine": "vllm", "lora_modules": [{"name": "a", "path": "/a"}] * 2}, {}, "must differ"),
-        ({"engine": "vllm", "lora_modules": [{"name": "a", "path": "/a", "base_model_name": "x"}]}, {}, "base_model_name"),
-        ({"engine": "vllm"}, {"lora_folder": "/adapters"}, "enable_lora"),
+        ("native", "a", {}, "native engine"),
+        ("vllm", "m", {}, "names of the model"),
+        ("vllm", "aa", {}, "must differ"),
+        ("vllm", "a", {"base_model_name": "x"}, "base_model_name"),
+        ("vllm", "", {}, "enable_lora"),
     ],
 )
-def test_a_configuration_that_cannot_serve_adapters_is_refused(target: Any, api: Any, reason: str) -> None:
+def test_a_configuration_that_cannot_serve_adapters_is_refused(engine: str, names: str, more: Any, reason: str) -> None:
+    modules = [{"name": name, "path": "/a", **more} for name in names]
+    fields = {"model": {"name": "m"}, "target": {"engine": engine, "lora_modules": modules}, "api": {"lora_folder": "/a"}}
     with pytest.raises(ConfigError, match=reason):
-        with_fields(Config(), {"model": {"name": "m"}, "target": target, "api": api})
+        with_fields(Config(), fields)

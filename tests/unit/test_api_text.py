@@ -292,20 +292,12 @@ async def test_a_long_text_that_fits_is_encoded_whole() -> None:
     assert await tokenizer().encode(text, add_special_tokens=True, max_tokens=len(ids)) == ids
 
 
-@pytest.mark.parametrize(
-    ("url", "body", "kind"),
-    [
-        (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), "image_url"),
-        (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "input_audio"),
-        (
-            "/v1/responses",
-            {"model": MODEL, "input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input_image",
-        ),
-    ],
-)
-async def test_a_part_that_is_no_text_is_refused_by_its_type(url: str, body: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "input_image"])
+async def test_a_part_that_is_no_text_is_refused_by_its_type(kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": kind}]}]
     async with serving() as (http, _):
-        error = (await http.post(url, json=body)).json()["error"]
-    assert f"{kind} parts are not supported: '{MODEL}' is served as text alone" in error["message"]
-    assert error["code"] == "unsupported_content"
+        if kind == "input_image":
+            answer = await http.post("/v1/responses", json={"model": MODEL, "input": messages})
+        else:
+            answer = await http.post(CHAT, json=chat_body(messages=messages))
+    assert f"{kind} parts are not supported: '{MODEL}' is served as text alone" in answer.json()["error"]["message"]
