@@ -13,17 +13,18 @@ import torch
 
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import DSparkOptions
-from cluster.errors import LinkClosed, RankLost
+from cluster.errors import InvalidField, LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams
-from cluster.types import ModelInfo, Request
+from cluster.types import Adapter, ModelInfo, Request
 from drafters.dspark.host import Host, make_dspark
 from engine.models.tokenizer import fingerprint
-from engine.target import LoadedTarget, SpanInput
+from engine.target import AdapterHost, LoadedTarget, SpanInput
 from router.cost_model import TableCost
 from tests.support.dspark import write_dspark
 from tests.support.target_driver import play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import EOS, MAX_MODEL_LEN, has_ended, make_vllm, rank_processes
+from tests.support.vllm_models import write_adapter
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -161,3 +162,23 @@ def test_an_idle_engine_tells_of_a_lost_rank_and_leaves_none(two: LoadedTarget) 
     eventually(lambda: all(map(has_ended, ranks)))
     with pytest.raises(RankLost, match=r"^rank 1 \(exit code -9\) of the 2 ranks of vLLM ended$"):
         two.check_integrity()
+
+
+def test_ranks_take_an_adapter_or_refuse_it_together(folder: Path, tmp_path: Path) -> None:
+    """There is room for one: it is replaced by another, unless it has requests."""
+    first, second = (Adapter(name, str(write_adapter(tmp_path / name, folder, i)), name) for i, name in enumerate("ab"))
+    narrow = Adapter("narrow", str(write_adapter(tmp_path / "narrow", folder, 3, inputs=64)), "")
+    asked, sampling = {"x": tuple(range(1, 60))}, {"x": SamplingParams(24, 0.0, ignore_eos=True)}
+    outputs = []
+    for num_ranks in (1, 2):
+        with closing(make_vllm(folder, num_ranks=num_ranks, num_adapters=1)) as engine:
+            assert isinstance(engine, AdapterHost)
+            for adapter in (first, second):
+                with pytest.raises(InvalidField, match="matrices of"):
+                    engine.load_adapter(narrow, ())
+                engine.load_adapter(adapter, ())
+                with pytest.raises(Overloaded, match="max_loras"):
+                    engine.load_adapter(narrow, [adapter])
+                outputs.append(play(engine, asked, sampling, adapters={"x": adapter}).outputs["x"])
+    assert outputs[:2] == outputs[2:]
+    assert len(set(outputs)) == 2
