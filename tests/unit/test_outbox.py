@@ -1,6 +1,7 @@
 """What the round tells drafters and gateways: in messages that links carry, and nothing lost while they are full."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, Request
+from cluster.types import Adapter, Commit, Request
 from engine import outbox
 from engine.outbox import DrafterOutbox, GatewayOutbox
 from engine.sequences import LiveSequence
@@ -42,6 +43,17 @@ def refuse(error: Exception) -> Callable[[Message], None]:
 def sequence(name: str, num_tokens: int = 4) -> LiveSequence:
     request = Request(name, (1,) * num_tokens, SamplingParams(max_tokens=9), 0.0)
     return LiveSequence(request, list(request.prompt_token_ids))
+
+
+def test_a_drafter_learns_of_each_adapter_apart() -> None:
+    link, one = FakeLink(), sequence("a")
+    one.request = replace(one.request, cache_salt="s", adapter=Adapter("sql", "/sql", "key-"))
+    port = DrafterOutbox(link)
+    port.open(one)
+    port.flush(1)
+    (message,) = link.sent
+    assert isinstance(message, DraftRound)
+    assert message.opens[0].cache_salt == "key-s"
 
 
 def test_a_drafter_that_comes_back_is_told_everything_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

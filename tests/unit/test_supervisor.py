@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cluster.config import (
     TargetConfig,
 )
 from cluster.errors import InvalidField
+from cluster.types import Adapter
 from deploy.api.settings import ApiSettings
 from router.scaling.report import FleetSize
 from tests.support.supervision import FAST, MODEL, PretendedProcess, PretendedSpawner, eventually
@@ -179,7 +181,8 @@ async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it
     supervisor: Supervisor, spawner: PretendedSpawner
 ) -> None:
     supervisor.start()
-    known = await supervisor.ready()
+    adapter = Adapter("sql", "/sql", "key")
+    known = (await supervisor.ready()).changed(model=replace(MODEL, adapters=(adapter,)))  # loaded while it served
     config = Config(target=TargetConfig(replicas=2), drafters=(), supervision=FAST)
     spawner.mute.add("target-1")
     successor = Supervisor(config, spawner)
@@ -193,6 +196,12 @@ async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it
         spawner.mute.clear()
         found = await asyncio.wait_for(waiting, 10)
         assert found.epoch != known.epoch  # so that equal versions are not taken for equal directories
+        assert found.model == known.model
+        waiting = asyncio.create_task(successor.directory(found))
+        changed = await successor.swap_adapter(adapter, None)
+        assert changed == await asyncio.wait_for(waiting, 10)
+        assert changed.model == MODEL
+        assert await successor.swap_adapter(adapter, None) is None
     finally:
         await successor.stop()
 
