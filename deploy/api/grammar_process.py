@@ -54,16 +54,16 @@ class GrammarProcess:
 
     def check(self, grammar: Grammar) -> Checked:
         """Waits for the check. Raises Overloaded: it could not be made, for a reason that is not the grammar's."""
-        line = self._line()
+        line, free, end = self._line()
         try:
             line.settimeout(ANSWER_S)
             line.sendall(json.dumps({"kind": grammar.kind, "source": grammar.source}).encode() + b"\n")
             answer = _read(line)
         except (OSError, ValueError) as error:
-            self._finalize()
+            end()  # of the process that this check was made by, which may have a successor
             logger.warning("the check of grammars has ended: %s", error)
             raise self._failed("the check of the grammar has failed") from error
-        self._free.put(line)
+        free.put(line)
         return self._checked(answer)
 
     def _checked(self, answer: dict[str, Any]) -> Checked:
@@ -77,8 +77,9 @@ class GrammarProcess:
             raise self._failed(f"the check of the grammar was ended by {Signals(ended).name}")
         return Checked("cannot be compiled: it takes the compiler down", answer["cpu_s"])
 
-    def _line(self) -> socket.socket:
-        """A line of the running process that no other thread uses. Raises Overloaded: it does not start."""
+    def _line(self) -> tuple[socket.socket, "queue.SimpleQueue[socket.socket]", Callable[[], object]]:
+        """A line of the running process that no other thread uses, where it returns to, and what ends the process. Raises
+        Overloaded: it does not start."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 try:
@@ -87,7 +88,7 @@ class GrammarProcess:
                     self._finalize()
                     logger.error("the check of grammars did not start: %s", error)
                     raise self._failed("grammars cannot be checked now") from error
-            return self._free.get()
+            return self._free.get(), self._free, self._finalize
 
     def _start(self) -> None:
         self._finalize()

@@ -16,6 +16,7 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.grammar.closing import MAX_COST
+from engine.grammar.json_pattern import with_plain_codes
 from engine.grammar.json_rules import reason_of, rules_of
 from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_rules import checked, pattern_fault
@@ -103,8 +104,10 @@ class Grammars:
                 source, counts_chars = rules_of({"type": "object"})
             case GrammarKind.STRUCTURAL_TAG:
                 source, names, counts_chars = checked_tag(source)
-            case GrammarKind.REGEX if (fault := pattern_fault(source)) is not None:
-                raise InvalidField(grammar.kind, source[:80], fault)
+            case GrammarKind.REGEX:
+                if (fault := pattern_fault(source)) is not None:
+                    raise InvalidField(grammar.kind, source[:80], fault)
+                source = with_plain_codes(source)
             case GrammarKind.EBNF if (fault := repeats_fault(source, is_regex=False)) is not None:
                 raise InvalidField(grammar.kind, source[:80], fault)
         try:

@@ -21,7 +21,38 @@ _SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x0
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\})")
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(,\d*)?\}")
+# Behind one character: a repetition and the end.
+_BOUNDS = re.compile(r"([*+?]|\{(\d+)(?:,(\d*))?\})?\$?")
 _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+
+
+def with_plain_codes(pattern: str) -> str:
+    """A pattern whose hexadecimal codes have braces: xgrammar reads the digits behind \\xHH as a part of it."""
+    return re.sub(
+        r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|.)",
+        lambda found: rf"\u{{{found[1] or found[2]}}}" if found[1] or found[2] else found[0],
+        pattern,
+        flags=re.DOTALL,
+    )
+
+
+def repeated(pattern: str, least: int, most: int | None) -> str | None:
+    """The pattern of the texts of ``least`` to ``most`` characters that match a pattern of one repeated character, such as
+    ``^[a-z]+$``; None: the pattern is another one, or nothing matches both."""
+    bare = pattern.removeprefix("^")
+    try:
+        _, end = _atom(bare, 0) if bare and bare[0] not in "()|*+?{$" else ((), 0)
+    except ValueError:
+        return None
+    found = _BOUNDS.fullmatch(bare, end)
+    if not end or found is None:
+        return None
+    first, last = {"*": ("0", ""), "+": ("1", ""), "?": ("0", "1"), None: ("1", "1")}.get(found[1], (found[2], found[3]))
+    last = first if last is None else last
+    least = max(least, int(first))
+    if last:
+        most = int(last) if most is None else min(most, int(last))
+    return None if most is not None and most < least else f"^{bare[:end]}{{{least},{'' if most is None else most}}}$"
 
 
 def json_spelling(pattern: str) -> str:

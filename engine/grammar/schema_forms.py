@@ -83,7 +83,7 @@ class _Document:
         if "not" in schema and schema["not"] in (True, {}):
             return False
         for key in _SETS:
-            if isinstance(schema.get(key), dict):
+            if key in schema:
                 inner = schema[key].items()
                 schema[key] = {name: self._node(one, base, f"{path}/{key}/{name}", depth + 1) for name, one in inner}
         for key in ("items", "additionalProperties", *_UNEVALUATED, "propertyNames"):
@@ -95,7 +95,6 @@ class _Document:
         """What ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` demand together with the keywords beside them."""
         rest: dict[str, Any] = {key: schema.pop(key) for key in _UNEVALUATED if key in schema}
         reference, listed = schema.pop("$ref", None), schema.pop("allOf", [])
-        _check_list(listed, path, "allOf")
         kinds = [kind for kind in ("anyOf", "oneOf") if kind in schema]
         is_single = (reference is not None) + len(listed) + len(kinds) + bool(schema.keys() - {*kinds, "discriminator"}) == 1
         inline = inline or not is_single or bool(rest)
@@ -105,7 +104,6 @@ class _Document:
         parts += [self._node(one, base, f"{path}/allOf/{i}", depth + 1, inline=inline) for i, one in enumerate(listed)]
         for kind in kinds:
             cases = schema.pop(kind)
-            _check_list(cases, path, kind)
             listed = [self._node(one, base, f"{path}/{kind}/{i}", depth + 1, inline=inline) for i, one in enumerate(cases)]
             listed = [one for one in listed if one is not False]
             told_by = {"discriminator": schema.pop("discriminator")} if kind == "oneOf" and "discriminator" in schema else {}
@@ -171,15 +169,10 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [rest, {"type": "null"}]}
 
 
-def _check_list(listed: Any, path: str, key: str) -> None:
-    if not isinstance(listed, list) or (key != "allOf" and not listed):
-        raise refused(f"{path}/{key}", "must be a list of schemas")
-
-
 def _of_one(schema: dict[str, Any], path: str) -> Any:
     """Without what one schema says in several keywords."""
     patterns = schema.get("patternProperties")
-    if isinstance(patterns, dict) and len(patterns) == 1 and schema.get("additionalProperties", False) is False:
+    if patterns is not None and len(patterns) == 1 and schema.get("additionalProperties", False) is False:
         pattern, inner = next(iter(patterns.items()))
         if pattern in _ANY_NAME or (pattern in _ANY_LINE and "additionalProperties" not in schema):
             del schema["patternProperties"]
@@ -195,17 +188,13 @@ def _of_one(schema: dict[str, Any], path: str) -> Any:
         schema["properties"] = {name: given.get(name, other) for name in listed if isinstance(name, str)}
         schema["additionalProperties"] = False
     required, properties = schema.get("required", []), schema.get("properties", {})
-    if (
-        isinstance(required, list)
-        and isinstance(properties, dict)
-        and not schema.keys() & {"propertyNames", "patternProperties"}
-    ):
-        missing = [name for name in required if isinstance(name, str) and name not in properties]
+    if not schema.keys() & {"propertyNames", "patternProperties"}:
+        missing = [name for name in required if name not in properties]
         if missing:
             schema["properties"] = properties | dict.fromkeys(missing, schema.get("additionalProperties", True))
-    for name, one in tuple(schema.get("properties", {}).items()) if isinstance(properties, dict) else ():
+    for name, one in tuple(schema.get("properties", {}).items()):
         if one is False:
-            if isinstance(required, list) and name in required:
+            if name in required:
                 return False
             if schema.get("additionalProperties", False) is False:
                 schema["properties"].pop(name)
@@ -214,8 +203,10 @@ def _of_one(schema: dict[str, Any], path: str) -> Any:
 
 def _closed(found: Any, rest: dict[str, Any], path: str) -> Any:
     """With what ``unevaluatedProperties`` and ``unevaluatedItems`` say of all that was merged."""
-    if not rest or isinstance(found, bool):
+    if not rest or found is False:
         return found
+    if found is True:
+        found = {}
     for kind in ("anyOf", "oneOf"):
         if kind in found:
             return {**found, kind: [_closed(one, rest, path) for one in found[kind]]}

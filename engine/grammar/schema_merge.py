@@ -51,12 +51,11 @@ def _filtered(one: dict[str, Any], other: dict[str, Any]) -> Any:
     allowed = [other["const"]] if "const" in other else other.get("enum")
     if not isinstance(values, list) or not isinstance(allowed, list | None):
         raise NotMergeable("enum")
-    spelled = None if allowed is None else {json.dumps(value, sort_keys=True) for value in allowed}
+    equal = None if allowed is None else set(map(spelled, allowed))
     kept = [
         value
         for value in values
-        if (spelled is None or json.dumps(value, sort_keys=True) in spelled)
-        and (not types or any(is_of(value, name) for name in types["type"]))
+        if (equal is None or spelled(value) in equal) and (not types or any(is_of(value, name) for name in types["type"]))
     ]
     return {**{key: one[key] for key in one if key not in ("const", "enum")}, "enum": kept} if kept else False
 
@@ -128,6 +127,19 @@ def _common_types(a: dict[str, Any], b: dict[str, Any]) -> Any:
 
 def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def spelled(value: Any) -> str:
+    """A text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def is_of(value: Any, type_name: str) -> bool:

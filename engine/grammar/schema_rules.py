@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.errors import InvalidField
+from engine.grammar.json_pattern import repeated
 from engine.grammar.property_names import placeholder
 from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_forms import normal_form
-from engine.grammar.schema_merge import is_of
+from engine.grammar.schema_merge import is_of, spelled
 from engine.grammar.schema_spellings import refused, types_of
 
 MAX_REFERENCES = 16  # of references that refer to references
@@ -76,16 +77,10 @@ def _walk(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise refused(path, "allows nothing")
     yield path, schema
     for key in ("properties", "$defs"):
-        inner = schema.get(key, {})
-        if not isinstance(inner, dict):
-            raise refused(f"{path}/{key}", "must be an object")
-        for name, one in inner.items():
+        for name, one in schema.get(key, {}).items():
             yield from _walk(one, f"{path}/{key}/{name}")
     for key in ("anyOf", "oneOf", "prefixItems"):
-        several = schema.get(key, [])
-        if not isinstance(several, list) or (key in schema and not several):
-            raise refused(f"{path}/{key}", "must be a list of schemas")
-        for i, one in enumerate(several):
+        for i, one in enumerate(schema.get(key, ())):
             yield from _walk(one, f"{path}/{key}/{i}")
     for key in ("items", "additionalProperties", "propertyNames"):
         if schema.get(key, False) is not False:
@@ -104,21 +99,15 @@ def _check(path: str, schema: dict[str, Any], root: Any) -> None:
         if not about:
             raise refused(path, f"must give its type beside {sorted(keys)[0]}")
         schema["type"] = "number" if "number" in about else about[0]
-    if not isinstance(schema.get("format", ""), str):
-        raise refused(f"{path}/format", "must be a string")
     if schema.get("format") not in _FORMATS:
         schema.pop("format", None)
     types = types_of(schema)
-    if "type" in schema and not (types and all(isinstance(one, str) and one in _OF_TYPE for one in types)):
-        raise refused(f"{path}/type", f"must be of {', '.join(_OF_TYPE)}")
     known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
     _refuse_others(path, keys - known - {"type"}, f"for the type {', '.join(types)}")
     _check_values(path, schema)
 
 
 def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -> None:
-    if decider == "enum" and (not isinstance(schema["enum"], list) or not schema["enum"]):
-        raise refused(f"{path}/enum", "must be a list of values")
     if decider == "oneOf":
         cases, told_by = schema.pop("oneOf"), schema.pop("discriminator", {}).get("propertyName")
         for one in [_resolved(one, root) for one in cases if isinstance(told_by, str)]:
@@ -141,20 +130,22 @@ def _check_values(path: str, schema: dict[str, Any]) -> None:
             schema[key] = int(schema[key])
         if key in schema and not (is_of(schema[key], "integer") and 0 <= schema[key] <= MAX_REPEATS):
             raise refused(f"{path}/{key}", f"must be an integer from 0 to {MAX_REPEATS}")
-    if "pattern" in schema and schema.keys() & {"minLength", "maxLength", "format"}:
-        raise refused(f"{path}/pattern", "is not supported together with minLength, maxLength or format")
+    if "pattern" in schema and schema.keys() & {"minLength", "maxLength"}:
+        both = repeated(schema["pattern"], schema.pop("minLength", 0), schema.pop("maxLength", None))
+        if both is None:
+            raise refused(
+                f"{path}/pattern", "is supported together with minLength or maxLength as one repeated character alone"
+            )
+        schema["pattern"] = both
+    if {"pattern", "format"} <= schema.keys():
+        raise refused(f"{path}/pattern", "is not supported together with format")
     if "format" in schema and schema.keys() & {"minLength", "maxLength"}:
         raise refused(f"{path}/format", "is not supported together with minLength or maxLength")
-    if "pattern" in schema:
-        reason = "must be a string" if not isinstance(schema["pattern"], str) else pattern_fault(schema["pattern"])
-        if reason is not None:
-            raise refused(f"{path}/pattern", reason)
+    if "pattern" in schema and (reason := pattern_fault(schema["pattern"])) is not None:
+        raise refused(f"{path}/pattern", reason)
     if schema.get("type") == "array" and not schema.keys() & {"items", "prefixItems"}:
         schema["items"] = True
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise refused(f"{path}/required", "must be a list of names")
-    if not schema.get("properties", {}).keys() >= set(required):
+    if not schema.get("properties", {}).keys() >= set(schema.get("required", ())):
         raise refused(f"{path}/required", "names a property that is not in properties")
 
 
@@ -219,9 +210,7 @@ def _are_disjoint(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
             return "type" in that and not any(is_of(value, kind) for value in values for kind in types_of(that))
     mine, others = _values(one), _values(other)
     if mine is not None and others is not None:
-        return not {json.dumps(value, sort_keys=True) for value in mine} & {
-            json.dumps(value, sort_keys=True) for value in others
-        }
+        return not set(map(spelled, mine)) & set(map(spelled, others))
     types = [{"number" if kind == "integer" else str(kind) for kind in _types_about(this)} for this in (one, other)]
     if not all(types) or types[0] != {"object"} or types[1] != {"object"}:
         return bool(all(types)) and not types[0] & types[1]

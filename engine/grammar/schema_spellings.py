@@ -1,6 +1,7 @@
 """What one schema says, without its annotations, older spellings, and demands that demand nothing."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.errors import InvalidField
@@ -29,7 +30,7 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
 }
 _OF_A_TYPE = OF_STRING | OF_NUMBER | OF_ARRAY | OF_OBJECT
-_KEYWORDS = _OF_A_TYPE | {
+KEYWORDS = _OF_A_TYPE | {
     *(
         "type",
         "const",
@@ -47,7 +48,7 @@ _KEYWORDS = _OF_A_TYPE | {
     ),
     *("nullable", "discriminator", "extends", "disallow", "divisibleBy"),
 }
-_BY_LETTERS = {key.lower(): key for key in _KEYWORDS}
+_BY_LETTERS = {key.lower(): key for key in KEYWORDS}
 # Values with which a keyword demands nothing.
 _EMPTY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("minLength", "minItems", "minProperties"), (0,)),
@@ -56,6 +57,48 @@ _EMPTY: Mapping[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "pattern": ("", "[\\s\\S]*", "^[\\s\\S]*$"),
     "required": ([],),
+}
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_Check = Callable[[Any], bool]
+# Of each keyword that is read: what its value must be.
+_VALUES: Mapping[str, tuple[str, _Check]] = {
+    **dict.fromkeys(("properties", "patternProperties"), ("an object", lambda value: isinstance(value, dict))),
+    **dict.fromkeys(("anyOf", "oneOf"), ("a list of schemas", lambda value: isinstance(value, list) and bool(value))),
+    **dict.fromkeys(("allOf", "prefixItems"), ("a list of schemas", lambda value: isinstance(value, list))),
+    **dict.fromkeys(
+        ("additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "not"),
+        ("a schema", _is_schema),
+    ),
+    "items": ("a schema", lambda value: _is_schema(value) or isinstance(value, list)),
+    **dict.fromkeys(("pattern", "format", "$ref"), ("a string", lambda value: isinstance(value, str))),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("a finite number", _is_number)),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"),
+        ("a finite number", lambda value: isinstance(value, bool) or _is_number(value)),
+    ),
+    "enum": ("a list of values", lambda value: isinstance(value, list) and bool(value)),
+    "required": ("a list of names", _are_names),
+    "type": (
+        f"of {', '.join(_OF_TYPE)}",
+        lambda value: bool(value) and _are_names(_listed(value)) and _OF_TYPE.keys() >= {*_listed(value)},
+    ),
 }
 _MAX_SHOWN = 160  # characters of a path
 _NEVER = frozenset({"uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum", "not"})  # demand nothing as false
@@ -68,9 +111,13 @@ def plain(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         InvalidField: a keyword is misspelt.
     """
     found = {key: value for key, value in schema.items() if _is_keyword(key, path)}
+    for key, value in found.items():
+        what, is_valid = _VALUES.get(key, ("", None))
+        if is_valid is not None and not is_valid(value):
+            raise refused(f"{path}/{key}", f"must be {what}")
     _modernise(found)
     types = types_of(found)
-    if types and all(isinstance(one, str) and one in _OF_TYPE for one in types):
+    if types:
         known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
         found = {key: value for key, value in found.items() if key in known or key not in _OF_A_TYPE}
     return {key: value for key, value in found.items() if not _is_empty(key, value)}
@@ -81,14 +128,14 @@ def _is_keyword(key: str, path: str) -> bool:
     likely = _BY_LETTERS.get(key.lower().replace("_", "").replace("-", ""))
     if likely not in (None, key) and key not in ("Not", "If"):
         raise refused(f"{path}/{key}", f"is not known; write {likely}")
-    return key in _KEYWORDS
+    return key in KEYWORDS
 
 
 def _is_empty(key: str, value: Any) -> bool:
     if key in _NEVER and value is False:
         return True
     if isinstance(value, dict) and key in ("propertyNames", "unevaluatedProperties", "unevaluatedItems"):
-        value = {inner: one for inner, one in value.items() if inner in _KEYWORDS}
+        value = {inner: one for inner, one in value.items() if inner in KEYWORDS}
     return any(value == one and type(value) is type(one) for one in _EMPTY.get(key, ()))
 
 
@@ -119,18 +166,17 @@ def _modernise(schema: dict[str, Any]) -> None:
 def _whole_numbers(schema: dict[str, Any]) -> None:
     """Removes ``multipleOf`` where being an integer is as much."""
     step, types = schema.get("multipleOf"), types_of(schema)
-    if not isinstance(step, int | float) or isinstance(step, bool) or step <= 0:
+    if step is None or step <= 0:
         return
     if step == 1 and "number" in types:
         types = list(dict.fromkeys("integer" if one == "number" else one for one in types))
         schema["type"] = types if len(types) > 1 else types[0]
-    if "number" not in types and "integer" in types and (1 / step).is_integer():
+    if "number" not in types and "integer" in types and step <= 1 and (1 / step).is_integer():
         del schema["multipleOf"]
 
 
 def types_of(schema: Mapping[str, Any]) -> list[Any]:
-    types = schema.get("type", [])
-    return types if isinstance(types, list) else [types]
+    return _listed(schema.get("type", []))
 
 
 def refused(path: str, reason: str) -> InvalidField:

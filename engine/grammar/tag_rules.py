@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.errors import InvalidField
+from engine.grammar.json_pattern import with_plain_codes
 from engine.grammar.json_rules import rules_of
 from engine.grammar.property_names import is_placed_in
 from engine.grammar.repeats import repeats_fault
@@ -35,9 +36,11 @@ def checked_tag(source: str) -> tuple[str, frozenset[str], bool]:
             raise _refused(f"{place}{error.reason}") from error
         if one.get("type") == "regex":
             pattern = one.get("pattern")
-            fault = pattern_fault(pattern) if isinstance(pattern, str) else "must have a pattern"
-            if fault is not None:
+            if not isinstance(pattern, str):
+                raise _refused(f"{place}must have a pattern")
+            if (fault := pattern_fault(pattern)) is not None:
                 raise _refused(f"{place}{fault}")
+            one["pattern"] = with_plain_codes(pattern)
         elif one.get("type") == "grammar" and isinstance(rules := one.get("grammar"), str) and rules not in written:
             fault = repeats_fault(rules, is_regex=False)
             if fault is not None:

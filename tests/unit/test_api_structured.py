@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -217,6 +218,28 @@ async def test_a_process_that_has_ended_is_started_again(tiny_model_folder: Path
     checker.process._process.kill()
     checker.process._process.wait()
     await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "b"))
+
+
+@pytest.mark.slow
+def test_the_late_error_of_a_check_leaves_the_next_process_alone(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, read, first = GrammarProcess(tiny_model_folder, TINY, 1.0), grammar_process._read, list[Any]()
+
+    def read_late(line: socket.socket) -> dict[str, Any]:
+        """Of the first check: its process ends, and another check has started the next one, before the error shows."""
+        if line.gettimeout() == grammar_process.ANSWER_S and not first:
+            first.append(process._process)
+            first[0].kill()
+            first[0].wait()
+            process.check(Grammar(GrammarKind.REGEX, "b"))
+        return read(line)
+
+    monkeypatch.setattr(grammar_process, "_read", read_late)
+    with pytest.raises(Overloaded):
+        process.check(Grammar(GrammarKind.REGEX, "a"))
+    assert process._process not in (None, first[0])
+    assert process._process.poll() is None
 
 
 @pytest.mark.parametrize("command", ["sleep 60", "false", "/nowhere/python"])

@@ -1,12 +1,17 @@
 """Which JSON schemas and patterns are refused."""
 
 import json
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
+from engine.grammar.json_pattern import repeated, with_plain_codes
 from engine.grammar.schema_rules import checked, pattern_fault
+from engine.grammar.schema_spellings import KEYWORDS
 
 REFUSED: list[tuple[Any, str]] = [
     (False, "allows nothing"),
@@ -41,7 +46,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "required": ["a"], "additionalProperties": False}, "allows nothing"),
     ({"type": "string", "minLength": -1}, "#/minLength: must be an integer from 0"),
     ({"type": "string", "maxLength": 10**9}, "#/maxLength: must be an integer from 0"),
-    ({"type": "string", "pattern": "a", "minLength": 2}, "#/pattern: is not supported together with minLength"),
+    (
+        {"type": "string", "pattern": "a", "minLength": 2},
+        "#/pattern: is supported together with minLength or maxLength as one",
+    ),
     ({"type": "string", "pattern": "^(?=a)b$"}, "begins with"),
     ({"properties": {"a": {"items": {"type": "x"}}}}, "#/properties/a/items/type"),
     ({"type": 5}, "#/type: must be of string"),
@@ -94,3 +102,61 @@ def test_patterns_that_can_be_enforced(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["(?!a)", "(?<n>a)", "(?i)a", r"\Aa", r"a\Z", "a$b", "a^", "^a$|b"])
 def test_patterns_that_cannot(pattern: str) -> None:
     assert pattern_fault(pattern) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most", "both"),
+    [
+        ("^[a-z]+$", 3, 64, "^[a-z]{3,64}$"),
+        (r"\w{2,8}", 0, 5, r"^\w{2,5}$"),
+        ("^.*$", 4, None, "^.{4,}$"),
+        ("^[^/]?$", 0, 9, "^[^/]{0,1}$"),
+        (r"[\]a-z]{4}", 0, 4, r"^[\]a-z]{4,4}$"),
+        ("^[a-z]{5}$", 0, 4, None),  # nothing matches both
+        ("^[a-z]+-[a-z]+$", 3, 64, None),
+        ("^(ab)+$", 3, 64, None),
+    ],
+)
+def test_a_repeated_character_takes_bounds(pattern: str, least: int, most: int | None, both: str | None) -> None:
+    assert repeated(pattern, least, most) == both
+
+
+def test_codes_get_braces_but_for_escaped_backslashes() -> None:
+    assert with_plain_codes(r"\x41B\u00e9[\x30-\x39]\\x41\d") == r"\u{41}B\u{00e9}[\u{30}-\u{39}]\\x41\d"
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, math.inf, 10**400, "", "a", "string", "object"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*sorted(KEYWORDS), "a"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(schema=st.dictionaries(st.sampled_from(sorted(KEYWORDS)), _VALUES, max_size=4))
+def test_no_schema_ends_the_check(schema: dict[str, Any]) -> None:
+    """Whatever its keywords hold, it passes or is refused with a place."""
+    refusal = None
+    try:
+        checked(json.dumps(schema))
+    except InvalidField as error:
+        refusal = error.reason
+    assert refusal is None or refusal.startswith("at #")
+
+
+def test_equal_numbers_are_no_two_cases() -> None:
+    with pytest.raises(InvalidField, match="matches one at most"):
+        checked(json.dumps({"oneOf": [{"const": 1}, {"const": 1.0}]}))
+    checked(json.dumps({"oneOf": [{"const": 1}, {"const": True}]}))
+
+
+@pytest.mark.parametrize("step", [math.inf, 10**400])
+def test_a_step_that_no_number_has_is_not_dropped(step: float) -> None:
+    with pytest.raises(InvalidField, match="multipleOf: must be a finite number"):
+        checked(json.dumps({"type": "integer", "multipleOf": step}))
+
+
+def test_whatever_else_is_closed_where_all_is_allowed() -> None:
+    found, _ = checked(json.dumps({"type": "object", "anyOf": [True], "unevaluatedProperties": False}))
+    assert found == {"anyOf": [{"type": "object", "additionalProperties": False}]}
