@@ -134,10 +134,14 @@ class AnswerParser:
         return [*self._tools.feed(held), *self._tools.end()]
 
 
+def num_begun(text: str, marker: str) -> int:
+    """Characters of the longest end of ``text`` that may begin ``marker``."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
 def releasable(text: str, marker: str) -> str:
-    """``text`` without the longest end that may begin ``marker``, and without the whitespace before that."""
-    num_held = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-    return text[: len(text) - num_held].rstrip()
+    """``text`` without what may begin ``marker``, and without the whitespace before that."""
+    return text[: len(text) - num_begun(text, marker)].rstrip()
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:

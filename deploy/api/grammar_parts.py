@@ -52,9 +52,9 @@ def spelled(pieces: Iterable[str | Format], marker_ids: Mapping[str, int]) -> li
     return found
 
 
-def arguments(tool: Tool, strict: bool | None, **options: Any) -> Format:
-    """The arguments as JSON, or in the ``style`` among ``options``. ``strict``: they match the schema."""
-    return {**json_format(tool.function.arguments if strict else {"type": "object"}), **options}
+def arguments(tool: Tool, strict: bool | None) -> Format:
+    """The arguments as JSON. ``strict``: they match the schema."""
+    return json_format(tool.function.arguments if strict else {"type": "object"})
 
 
 def json_format(schema: Any) -> Format:

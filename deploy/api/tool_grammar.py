@@ -52,7 +52,7 @@ class ToolGrammar:
         """The pieces of calls after ``begun``."""
         form = self.form
         if not form.begin and begun:  # text may stand between calls
-            return [any_of(one["content"] for one in self._tags(strict, begun))]
+            return [any_of(self._tags(strict, begun))]
         several = {
             "type": "tags_with_separator",
             "tags": self._tags(strict, ""),
@@ -67,6 +67,9 @@ class ToolGrammar:
         tags = []
         for tool in self.tools:
             first, *others = self.form.call(tool, strict or tool.function.strict)
-            pieces = [first.removeprefix(begun) if isinstance(first, str) else first, *others]
-            tags.append(tag("", sequence(self.spelled(*pieces)), ""))
+            *pieces, last = self.spelled(first.removeprefix(begun) if isinstance(first, str) else first, *others)
+            is_end = last["type"] in ("const_string", "token")  # a tag whose length has no bound must have one
+            tags.append(
+                tag("", sequence(pieces), last.get("value", last)) if is_end else tag("", sequence([*pieces, last]), "")
+            )
         return tags

@@ -14,9 +14,10 @@ from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_named
 from deploy.api.tokenizer import Tokenizer
-from deploy.api.tool_formats import harmony
 from deploy.api.tool_formats.form import CallForm
-from deploy.api.tool_formats.registry import HARMONY, HERMES, form_of, name_in
+from deploy.api.tool_formats.harmony import HARMONY, START, HarmonyParser
+from deploy.api.tool_formats.json_forms import HERMES
+from deploy.api.tool_formats.registry import form_of, name_in
 from deploy.api.tool_grammar import ToolGrammar
 
 _TAIL_TOKENS = 16  # of a prompt, in which reasoning may begin or end
@@ -93,7 +94,7 @@ class AnswerForm:
     def new_parser(self, use: ToolUse, opening: Opening) -> Callable[[], ReasoningParser] | None:
         """Makes a parser for each choice of a call; None: answers are content alone."""
         if self.on_channels:
-            return lambda: harmony.HarmonyParser(use.tools if self.calls is HARMONY else (), opening)
+            return lambda: HarmonyParser(use.tools if self.calls is HARMONY else (), opening)
         markers = None if opening == "answer" else self.reasoning
         calls = self.calls if use.tools else None
         if calls is None and markers is None:
@@ -109,7 +110,7 @@ class AnswerForm:
         tail = tokenizer.text_of(prompt_ids[-_TAIL_TOKENS:]).rstrip()
         begin, end = self.reasoning
         if self.on_channels:
-            is_next = tail.endswith(f"{harmony.START}assistant")
+            is_next = tail.endswith(f"{START}assistant")
             return "either" if is_next else "reasoning" if tail.endswith(begin) else "answer"
         if tail.endswith(end):
             return "answer"
@@ -159,7 +160,7 @@ class AnswerForm:
         ends = [f"{end}\n\n", end] if isinstance(end, str) and not self.on_channels else end
         pieces: list[str | Format] = [tag("", ANY_TEXT, ends)]
         if self.on_channels:
-            pieces.append(f"{harmony.START}assistant")
+            pieces.append(f"{START}assistant")
         elif not isinstance(end, str):  # the blank line after reasoning that a token ends
             pieces.append(pattern(r"(\n\n)?"))
         if opening == "reasoning":

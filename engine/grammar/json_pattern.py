@@ -67,7 +67,8 @@ def plain_spelling(pattern: str, excluded: str) -> str:
     """
 
     def spelled(ranges: Ranges) -> str:
-        kept = _without([(ord(char), ord(char)) for char in sorted(excluded)], _possible(ranges))
+        possible = _within(_possible(ranges), 0, ord(NEVER_RAW) - 2)  # none near it, beside which no string is counted
+        kept = _without([(ord(char), ord(char)) for char in sorted(excluded)], possible)
         if not kept:
             raise ValueError(f"it has a character that no text here holds: {excluded!r} is not possible")
         return f"[{''.join(map(_range, kept))}]"

@@ -1,13 +1,10 @@
 """Grammars of answers with tool calls and reasoning, and that their calls are parsed."""
 
 import json
-import random
 import re
 from collections.abc import Collection
 from typing import Any
 
-import jsonschema
-import numpy as np
 import pytest
 import xgrammar
 
@@ -17,9 +14,10 @@ from deploy.api.answer_parts import Arguments, CallStart, Opening, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool
 from deploy.api.reasoning import REASONING, THINK
+from deploy.api.tool_formats.harmony import HARMONY
+from deploy.api.tool_formats.parameters import NotRead, Parameters
 from deploy.api.tool_formats.python_text import json_of_literal
-from deploy.api.tool_formats.registry import CALL_FORMS, HARMONY
-from deploy.api.tool_formats.values import alternatives_of, types_of
+from deploy.api.tool_formats.registry import CALL_FORMS
 from deploy.api.tools import AnswerForm, ToolUse
 from engine.grammar.tag_rules import checked_tag
 
@@ -195,43 +193,6 @@ def test_calls_and_answers_on_channels(special: bool) -> None:
     assert accepts(opened, f"Hm.<|end|><|start|>assistant{call}", markers)
 
 
-PROPERTIES = {
-    "city": {"type": "string", "enum": ["Paris", "東京"]},
-    "code": {"$ref": "#/$defs/Code"},
-    "days": {"type": "integer"},
-    "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
-    "day": {"type": "string", "format": "date"},
-    "text": {"type": "string"},
-    "long": {"type": "string", "minLength": 70, "maxLength": 200},
-}
-FULL: dict[str, Any] = {
-    "type": "object",
-    "properties": PROPERTIES,
-    "$defs": {"Code": {"type": "string", "pattern": "^[A-Z]+$"}},
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("required", [[], ["days"], ["city", "code", "days", "note", "day", "text", "long"]], ids=len)
-@pytest.mark.parametrize("form", FORMS)
-def test_random_answers_of_a_grammar_are_valid_calls(form: str, required: list[str]) -> None:
-    schema = {**FULL, "required": required}
-    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
-    answers = AnswerForm(CALL_FORMS[form])
-    asked = answers.grammar(ToolUse((tool,), forced=True, parallel=False), "answer", None)
-    assert asked is not None
-    compiled = COMPILER.compile_structural_tag(checked_tag(asked[1].source)[0])
-    rng, end = random.Random(form), ELEMENTS.get(form, '"').partition("%s")[2].partition("%s")[2].strip().encode() or b'"'
-    for _ in range(3):
-        text = random_text(compiled, end, rng)
-        parser = CALL_FORMS[form].parser([tool])
-        start, arguments = merged([*parser.feed(text), *parser.end()])
-        assert isinstance(start, CallStart)
-        assert isinstance(arguments, Arguments)
-        assert start.name == "f"
-        jsonschema.validate(json.loads(arguments.text), schema)
-
-
 @pytest.mark.parametrize("strict", [True, False], ids=["forced", "auto"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ELEMENTS])
 def test_arguments_are_written_on_one_line_as_json_dumps_does(form: str, strict: bool) -> None:
@@ -254,25 +215,6 @@ def test_arguments_are_written_on_one_line_as_json_dumps_does(form: str, strict:
         '{"city" : "Paris"}',
     ):
         assert not takes(text.replace(PARIS, spelled)), spelled
-
-
-def random_text(compiled: xgrammar.CompiledGrammar, end: bytes, rng: random.Random) -> str:
-    """Of ASCII where there is a choice. What has begun to look like the end of a value mostly becomes one."""
-    matcher = xgrammar.GrammarMatcher(compiled)
-    mask = xgrammar.allocate_token_bitmask(1, len(VOCABULARY))
-    spelled = bytearray()
-    while not matcher.is_terminated():
-        matcher.fill_next_token_bitmask(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")[: EOS + 1]).tolist()
-        num_begun = max((n for n in range(1, len(end)) if spelled.endswith(end[:n])), default=0)
-        is_end = end[num_begun] in allowed and rng.random() < (0.98 if num_begun else 0.2)
-        likely = [end[num_begun]] if is_end else [ord('"')] if ord('"') in allowed and rng.random() < 0.2 else []
-        printable = [i for i in allowed if 32 <= i < 127 or i in (10, EOS)]
-        chosen = EOS if EOS in allowed else rng.choice(likely or printable or allowed)
-        assert matcher.accept_token(chosen)
-        if chosen != EOS:
-            spelled.append(chosen)
-    return spelled.decode(errors="replace")
 
 
 ITSELF = {"$ref": "#/$defs/a"}
@@ -308,12 +250,15 @@ def test_no_schema_of_a_client_ends_the_making_of_a_grammar(form: str, schema: d
 
 def test_alternatives_that_refer_to_themselves_are_read_to_an_end() -> None:
     """Also of a tool whose calls are not enforced, when the model calls it."""
-    root = {"$defs": {"a": {"anyOf": [ITSELF] * 9}, "b": {"anyOf": [{"type": "string"}, {"type": ["integer", "null"]}]}}}
-    assert types_of(ITSELF, root) == frozenset()
-    assert alternatives_of(ITSELF, root) is None
-    assert types_of({"$ref": "#/$defs/b"}, root) == {"string", "integer", "null"}
-    kinds = [one["type"] for one in alternatives_of({"$ref": "#/$defs/b"}, root) or ()]
-    assert kinds == ["string", "integer", "null"], "in their order"
+    nullable = {"anyOf": [{"type": "string"}, {"type": ["integer", "null"]}]}
+    properties = {"a": ITSELF, "b": {"$ref": "#/$defs/b"}}
+    known = Parameters({"properties": properties, "$defs": {"a": {"anyOf": [ITSELF] * 9}, "b": nullable}})
+    assert known.types("a") == frozenset()
+    with pytest.raises(NotRead):
+        known.alternatives(ITSELF)
+    assert known.types("b") == {"string", "integer", "null"}
+    kinds = [one.rules["type"] for one in known.alternatives(properties["b"])]
+    assert kinds == ["string", ["integer", "null"]], "in their order"
 
 
 def test_a_long_number_is_read_once() -> None:

@@ -1,103 +1,204 @@
 """Grammars of arguments that are elements with plain text, such that what is parsed of them matches the schema."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, arguments, json_format, pattern, sequence, spelled, tag
+from deploy.api.errors import ApiError, bad_request
+from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.values import (
-    FORMATS,
-    MAX_COPIED_CHARS,
-    alternatives_of,
-    is_list_of_properties,
-    plain_of,
-)
+from deploy.api.tool_formats.parameters import STRING, Alternative, NotRead, Parameters, types_of
+from deploy.api.tool_formats.values import json_of_value, plain_of
+from deploy.api.tool_formats.xml_call import Elements
+from engine.grammar.json_pattern import plain_spelling
+from engine.grammar.schema_merge import is_of
+from engine.grammar.schema_rules import pattern_fault
+from engine.grammar.schema_spellings import OF_STRING
 
 _BOUNDS = {"minLength", "maxLength"}
 _MAX_BOUND = 65_536  # of a string's length
 _BLOCK = 64
+_CONTAINERS = {"array", "object"}
+_BEGINS_VALUE = "[{(+-.0123456789"  # of another type than string
+_BEGINS_BOOLEAN = "tTfF"
+_ANY_KEY = r'[^<>"\n]{1,64}'
 
-# The text before a value, of its key and whether it is a string.
-Written = Callable[[str, bool], str]
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX = "[0-9A-Fa-f]{1,4}"
+_LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+"
+_DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR})"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}",
+    "hostname": _HOST,
+    "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
+    "ipv6": "|".join(
+        [f"{_HEX}(?::{_HEX}){{7}}", f"(?:{_HEX}:){{7}}:"]
+        + [f"{':'.join([_HEX] * num)}::(?:{_HEX}(?::{_HEX}){{0,{6 - num}}})?" for num in range(7)]
+    ),
+    "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+}
 
 
 class ElementGrammar:
-    """Of one family.
+    """Of the arguments of one tool: properties in the schema's order, each on a line.
 
     Args:
-        written: the text before a value.
-        value_end: the text after a value.
-        style: xgrammar's name of the form. It enforces what has no rule here, with whitespace around values.
-        on_lines: one line break around a value is not of it.
+        strict: they match the tool's schema; otherwise they are any object.
     """
 
-    def __init__(self, written: Written, value_end: str, style: str, *, on_lines: bool = False) -> None:
-        self._written = written
-        self._value_end = value_end
-        self._style = style
-        self._break = "\n" if on_lines else ""
+    def __init__(self, elements: Elements, tool: Tool, *, strict: bool) -> None:
+        self._elements = elements
+        self._tool_name = tool.function.name
+        self._parameters = Parameters(tool.function.arguments if strict else {"type": "object"})
+        self._tells_strings = "{is_string}" in elements.parameter.template
+        self._break = "\n" if elements.on_lines else ""
 
-    def arguments(self, tool: Tool, strict: bool | None) -> Format:
-        """Properties in the schema's order, each on a line; any object where it is more than a list of properties."""
-        schema = tool.function.arguments
-        if not strict or not is_list_of_properties(schema):
-            return arguments(tool, strict, style=self._style)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if len(properties) * len(json.dumps(schema.get("$defs"))) > MAX_COPIED_CHARS:  # each has the definitions
-            return arguments(tool, strict, style=self._style)
-        elements = []
-        for key, one in properties.items():
-            alternatives = alternatives_of(one, schema)
-            if alternatives is None:
-                return arguments(tool, strict, style=self._style)
-            element = sequence(spelled([any_of([self._value(key, rules, schema) for rules in alternatives]), "\n"], {}))
-            elements.append(element if key in required else {"type": "optional", "content": element})
-        return sequence(elements or [{"type": "const_string", "value": ""}])
+    def arguments(self) -> Format:
+        """Raises ApiError: 400 naming the property that cannot be enforced."""
+        known = self._parameters
+        if not known.is_listed:
+            raise bad_request("tools", f"{self._tool_name!r}: parameters other than a list of properties {_IN_FORM}")
+        found = []
+        for key, schema in known.properties.items():
+            element = sequence([self._property(key, schema), *spelled(["\n"], {})])
+            found.append(element if key in known.required else {"type": "optional", "content": element})
+        if not known.properties and known.others is not False:
+            found.append({"type": "star", "content": sequence([self._property(None, known.others), *spelled(["\n"], {})])})
+        return sequence(found or [{"type": "const_string", "value": ""}])
 
-    def _value(self, key: str, rules: dict[str, Any], root: dict[str, Any]) -> Format:
-        """One alternative of a property. What is no schema is refused when the whole grammar is checked."""
-        values = [rules["const"]] if "const" in rules else rules.get("enum")
-        if isinstance(values, list):
-            return any_of([self._element(key, isinstance(value, str), [plain_of(value)]) for value in values])
-        if rules.get("type") == "string":
-            return self._string(key, rules)
-        if not rules:
-            return self._text(key)
-        if "type" in rules:
-            shared = {"$defs": root["$defs"]} if "$defs" in root else {}
-            return self._element(key, False, [json_format({**rules, **shared})])
-        return self._in_style(key, rules, root)
+    def _property(self, key: str | None, schema: Any) -> Format:
+        """``key``: None: any."""
+        try:
+            found = self._parameters.alternatives(schema)
+        except NotRead as error:
+            raise self._refused(key, str(error)) from error
+        if key is not None:
+            written = self._elements.parameter.full.fullmatch(self._elements.parameter.written(key=key, is_string="true"))
+            if written is None or written["key"] != key:
+                raise self._refused(key, "has a name that cannot be written")
+        types = types_of(found)
+        if not types:
+            opaque = next((one.rules for one in found if one.rules and not one.types), None)
+            if opaque is not None:
+                raise self._refused(key, f"must give its type beside {min(opaque)}")
+            as_json = [self._json(key, True)] if self._tells_strings else []
+            return any_of([self._text(key, ""), *as_json])
+        if "string" not in types:
+            return self._json(key, schema)
+        excluded = "" if self._tells_strings else _mistakable(found)
+        return any_of([self._alternative(key, one, types, excluded) for one in found])
 
-    def _string(self, key: str, rules: dict[str, Any]) -> Format:
-        if rules.get("format") in FORMATS:
-            return self._in_style(key, rules, {})
-        bounds = [rules[name] for name in _BOUNDS & rules.keys()]
-        if not all(type(bound) is int and bound >= 0 for bound in bounds):
-            return self._in_style(key, rules, {})
-        if isinstance(rules.get("pattern"), str) and not bounds:
-            return self._element(key, True, [self._break, pattern(rules["pattern"]), self._break])
-        if bounds and "pattern" not in rules:
-            least, most = rules.get("minLength", 0), rules.get("maxLength")
-            if max(least, most or 0) > _MAX_BOUND:
-                return self._in_style(key, rules, {})
-            bounded = {"type": "grammar", "grammar": _bounded(least, most)}
-            return self._element(key, True, [self._break, bounded, self._break])
-        return self._text(key) if rules.keys() <= {"type", "format"} else self._in_style(key, rules, {})
+    def _alternative(self, key: str | None, one: Alternative, types: frozenset[str], excluded: str) -> Format:
+        """``excluded``: characters with which a string may not begin, lest it is read as a value of other ``types``."""
+        if "string" not in one.types:
+            return self._json(key, one.rules)
+        known = {"type", "const", "enum"} if one.values else {"type", *OF_STRING}
+        if one.rules.keys() - known or (one.types != STRING and not one.values):
+            raise self._refused(key, f"{min(one.rules.keys() - known, default='type')} is not supported for a string")
+        if one.values:
+            values = [value for value in one.values if any(is_of(value, kind) for kind in one.types)]
+            return any_of([self._literal(key, value, types) for value in values])
+        return self._string(key, one.rules, excluded)
 
-    def _text(self, key: str) -> Format:
-        return sequence(spelled([self._written(key, True), tag("", ANY_TEXT, self._value_end)], {}))
+    def _literal(self, key: str | None, value: Any, types: frozenset[str]) -> Format:
+        text, end = plain_of(value), self._elements.value_end
+        told = STRING if self._tells_strings and isinstance(value, str) else types
+        is_other = json_of_value(text, told) != json.dumps(value, ensure_ascii=False)
+        is_cut = isinstance(value, str) and (text + end).find(end) < len(text)
+        is_list = types & _CONTAINERS and not self._tells_strings and text.startswith(("[", "{"))
+        if is_other or is_cut or (is_list and isinstance(value, str)):
+            raise self._refused(key, f"has the value {text[:64]!r}, which would be read as another one")
+        return self._element(key, isinstance(value, str), [text])
 
-    def _element(self, key: str, is_string: bool, value: list[str | Format]) -> Format:
-        return sequence(spelled([self._written(key, is_string), *value, self._value_end], {}))
+    def _string(self, key: str | None, rules: dict[str, Any], excluded: str) -> Format:
+        form = _FORMATS.get(str(rules.get("format")))
+        if ("pattern" in rules) + (form is not None) + bool(rules.keys() & _BOUNDS) > 1:
+            raise self._refused(key, "may have one of pattern, format, and bounds of its length")
+        if form is not None:
+            return self._element(key, True, [pattern(form)])
+        if "pattern" in rules:
+            return self._pattern(key, rules["pattern"], excluded)
+        if not rules.keys() & _BOUNDS:
+            return self._text(key, excluded)
+        least, most = rules.get("minLength", 0), rules.get("maxLength")
+        if not all(
+            is_of(bound, "integer") and 0 <= bound <= _MAX_BOUND for bound in (least, least if most is None else most)
+        ):
+            raise self._refused(key, f"minLength and maxLength must be from 0 to {_MAX_BOUND}")
+        return self._bounded(key, int(least), None if most is None else int(most), excluded)
 
-    def _in_style(self, key: str, rules: dict[str, Any], root: dict[str, Any]) -> Format:
-        shared = {"$defs": root["$defs"]} if "$defs" in root else {}
-        schema = {"type": "object", "properties": {key: rules}, "required": [key], "additionalProperties": False}
-        return {**json_format({**schema, **shared}), "style": self._style}
+    def _pattern(self, key: str | None, regex: Any, excluded: str) -> Format:
+        fault = pattern_fault(regex) if isinstance(regex, str) else "must be a string"
+        if excluded:
+            fault = "is not supported beside lists, objects, or numbers with bounds"
+        if fault is None:
+            try:
+                return self._element(key, True, [pattern(plain_spelling(regex, "<"))])
+            except ValueError as error:
+                fault = str(error)
+        raise self._refused(key, f"pattern: {fault}")
+
+    def _text(self, key: str | None, excluded: str) -> Format:
+        end = self._elements.value_end
+        rest = tag("", ANY_TEXT, end)
+        if not excluded:
+            return sequence(spelled([*self._head(key, True), rest], {}))
+        begun = any_of([sequence([_first(excluded), rest]), *spelled([end], {})])
+        return sequence(spelled([*self._head(key, True), begun], {}))
+
+    def _bounded(self, key: str | None, least: int, most: int | None, excluded: str) -> Format:
+        if most is not None and least > most:
+            raise self._refused(key, f"minLength {least} is more than maxLength {most}")
+        if not excluded or most == 0:
+            return self._element(key, True, [_chars(least, most)])
+        rest = _chars(max(0, least - 1), None if most is None else most - 1)
+        empty = [] if least else [self._element(key, True, [])]
+        return any_of([self._element(key, True, [_first(excluded), rest]), *empty])
+
+    def _json(self, key: str | None, schema: Any) -> Format:
+        return self._element(key, False, [json_format(self._parameters.part(schema))])
+
+    def _element(self, key: str | None, is_string: bool, value: list[str | Format]) -> Format:
+        around = self._break
+        return sequence(spelled([*self._head(key, is_string), around, *value, around, self._elements.value_end], {}))
+
+    def _head(self, key: str | None, is_string: bool) -> list[str | Format]:
+        fields = {"is_string": str(is_string).lower()}
+        if key is not None:
+            return [self._elements.parameter.written(key=key, **fields)]
+        before, _, after = self._elements.parameter.written(**fields).partition("{key}")
+        return [before, pattern(_ANY_KEY), after]
+
+    def _refused(self, key: str | None, reason: str) -> ApiError:
+        place = "additionalProperties" if key is None else f"the property {key[:64]!r}"
+        return bad_request("tools", f"{self._tool_name!r}: {place} {reason}; {_IN_FORM}")
 
 
-def _bounded(least: int, most: int | None) -> str:
+_IN_FORM = "in this model's form of calls it cannot be enforced"
+
+
+def _mistakable(alternatives: list[Alternative]) -> str:
+    """The characters with which values begin that a string must not be read as."""
+    found = ""
+    for one in alternatives:
+        others = one.types - STRING - {"null"}
+        if others & _CONTAINERS or (others and one.rules.keys() - {"type"}):
+            found = found or _BEGINS_VALUE
+            found += _BEGINS_BOOLEAN if "boolean" in others else ""
+    return found
+
+
+def _first(excluded: str) -> Format:
+    return pattern(plain_spelling(r"\S", f"<{excluded}"))
+
+
+def _chars(least: int, most: int | None) -> Format:
     """``least`` to ``most`` characters other than "<", which begins the end of a value. Blocks keep the rules few."""
     rules = ["char ::= [^<]", f"block ::= {'char ' * _BLOCK}", 'any ::= "" | char any', 'upto_0 ::= ""']
     rules += [f'upto_{num} ::= "" | char upto_{num - 1}' for num in range(1, _BLOCK)]
@@ -106,4 +207,4 @@ def _bounded(least: int, most: int | None) -> str:
         rules.append(f"upto_{more} ::= upto_{_BLOCK - 1} | block upto_{more - _BLOCK}")
     blocks, chars = divmod(least, _BLOCK)
     first = " ".join([*["block"] * blocks, *["char"] * chars, "any" if most is None else f"upto_{num}"])
-    return "\n".join([f"root ::= {first}", *rules])
+    return {"type": "grammar", "grammar": "\n".join([f"root ::= {first}", *rules])}

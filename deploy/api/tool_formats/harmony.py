@@ -4,7 +4,7 @@
 import re
 from collections.abc import Sequence
 
-from deploy.api.answer_parts import Arguments, CallStart, Opening, Part, PartParser, Reasoning, Text, merged
+from deploy.api.answer_parts import Arguments, CallStart, Opening, Part, PartParser, Reasoning, Text, merged, num_begun
 from deploy.api.grammar_parts import Format, arguments
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.form import CallForm
@@ -32,7 +32,8 @@ class HarmonyParser:
         self._state = {"either": "head", "reasoning": "reasoning", "answer": "text"}[opening]
         self._held = ""
         self._num_calls = 0
-        self._json = JsonDepth()
+        self._json = JsonDepth()  # of this message
+        self._is_json: bool | None = None  # it looks like JSON; None: it has not begun
         self._has_arguments = False  # of the last call
         self._ended: set[str] = set()  # states of which messages ended
         self._is_new = False  # nothing of this message was passed on
@@ -44,8 +45,7 @@ class HarmonyParser:
     @property
     def is_cut(self) -> bool:
         """Whether the answer ended amid the arguments of a call."""
-        is_open = self._json.depth != 0 or self._json.in_string
-        return self._state == "call" and (is_open or not self._has_arguments)
+        return self._state == "call" and not (self._json.is_complete or (self._has_arguments and not self._is_json))
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -78,10 +78,10 @@ class HarmonyParser:
         return True
 
     def _begin(self, head: str) -> None:
-        self._is_new = True
+        self._is_new, self._json, self._is_json = True, JsonDepth(), None
         recipient = _RECIPIENT.search(head)
         if recipient is not None and recipient[1] in self._names:
-            self._state, self._has_arguments, self._json = "call", False, JsonDepth()
+            self._state, self._has_arguments = "call", False
             self._called = recipient[1]
         else:
             self._state = "reasoning" if _ANALYSIS.search(head) else "text"
@@ -93,12 +93,15 @@ class HarmonyParser:
             self._is_new = False
         found = _END.search(self._held)
         if found is None:
-            num_held = max((n for end in _ENDS for n in range(1, len(end)) if self._held.endswith(end[:n])), default=0)
-            num_taken = len(self._held) - num_held
+            num_taken = len(self._held) - max(num_begun(self._held, end) for end in _ENDS)
             parts += self._passed_on(self._held[:num_taken])
             self._held = self._held[num_taken:]
             return False
         parts += self._passed_on(self._held[: found.start()])
+        if self._json.in_string:  # the marker is text in an argument, or in an answer of JSON
+            parts += self._passed_on(found[0])
+            self._held = self._held[found.end() :]
+            return bool(self._held)
         if self._state == "call" and not self._has_arguments:
             parts.append(Arguments(self._num_calls - 1, "{}"))
         self._ended.add(self._state)
@@ -110,9 +113,11 @@ class HarmonyParser:
         """Text of the message. Messages of one kind are apart by a line break."""
         if not text:
             return []
+        if self._is_json is None and self._state != "reasoning" and text.strip():
+            self._is_json = text.lstrip()[0] in '{["'
+        if self._is_json:
+            self._json.feed(text)
         if self._state == "call":
-            for char in text:
-                self._json.feed(char)
             self._has_arguments |= not text.isspace()
             return [Arguments(self._num_calls - 1, text)]
         separator = "\n" if self._is_new and self._state in self._ended else ""
@@ -120,17 +125,19 @@ class HarmonyParser:
         return [Reasoning(separator + text) if self._state == "reasoning" else Text(separator + text)]
 
 
-class Harmony(CallForm):
+class HarmonyForm(CallForm):
     """A call ends the answer by the token ``<|call|>``, which is an end of sequence."""
-
-    markers = (CHANNEL, MESSAGE, END, START, "<|call|>", "<|return|>", "<|constrain|>")
-    repeats = False
-    text_begin = f"{CHANNEL}final{MESSAGE}"
 
     def parser(self, tools: Sequence[Tool]) -> PartParser:
         return HarmonyParser(tools)
 
     def call(self, tool: Tool, strict: bool | None) -> Sequence[str | Format]:
-        name, constrained = f"to=functions.{tool.function.name}", "<|constrain|>json"
+        head = f"{CHANNEL}commentary to=functions.{tool.function.name} <|constrain|>json{MESSAGE}"
+        return head, arguments(tool, strict)
 
-        return f"{CHANNEL}commentary {name} {constrained}{MESSAGE}", arguments(tool, strict)
+
+HARMONY = HarmonyForm(
+    markers=(CHANNEL, MESSAGE, END, START, "<|call|>", "<|return|>", "<|constrain|>"),
+    repeats=False,
+    text_begin=f"{CHANNEL}final{MESSAGE}",
+)

@@ -11,27 +11,26 @@ _KEYS = ("arguments", "parameters")
 
 
 class JsonDepth:
-    """Nesting of JSON text, character by character."""
+    """Nesting of the text of one JSON value."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.in_string = False
+        self.is_complete = False
         self._escaped = False
 
-    def feed(self, char: str) -> None:
-        if self.in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
+    def feed(self, text: str) -> None:
+        for char in text:
+            if self.is_complete:
+                return
+            if self.in_string:
+                self.in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
             elif char == '"':
-                self.in_string = False
-        elif char == '"':
-            self.in_string = True
-        elif char in "{[":
-            self.depth += 1
-        elif char in "}]":
-            self.depth -= 1
+                self.in_string = True
+            else:
+                self.depth += (char in "{[") - (char in "}]")
+            self.is_complete = self.depth == 0 and not self.in_string and char in '"}]'
 
 
 class HeadedCall(CallReader):
@@ -74,19 +73,17 @@ class HeadedCall(CallReader):
         if found is None:
             self.done = True
             return brace + rest
-        name, call_id = found["name"], found.groupdict().get("id")
-        if call_id is None or call_id in self._ids:
-            call_id = None
-        else:
-            self._ids.add(call_id)
+        call_id = found.groupdict().get("id", "").strip()
+        is_new = call_id not in ("", *self._ids)
+        self._ids.add(call_id)
         self.started, self.raw = True, ""
-        self.parts.append(CallStart(self.index, name, call_id))
+        self.parts.append(CallStart(self.index, found["name"], call_id if is_new else None))
         return brace + rest
 
     def _read_arguments(self, text: str) -> str:
         for i, char in enumerate(text):
             self._json.feed(char)
-            if self._json.depth == 0 and not self._json.in_string:
+            if self._json.is_complete:
                 self._is_complete = True
                 self.parts.append(Arguments(self.index, text[: i + 1]))
                 return text[i + 1 :]

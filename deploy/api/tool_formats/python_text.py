@@ -12,10 +12,11 @@ TOKEN = re.compile(
     r'|"(?!")[^"\\]*(?:\\.[^"\\]*)*"|\'(?!\')[^\'\\]*(?:\\.[^\'\\]*)*\''
     r'|""(?=[^"])|\'\'(?=[^\']))'
     r"|(?P<number>[+-]?(?:\d[\d_]*+(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?)(?=[^\w.])"
-    r"|(?P<name>[A-Za-z_]\w*)(?=\W)"
+    r"|(?P<name>[^\W\d]\w*)(?=\W)"
     r"|(?P<mark>\*\*|[\[\](){},:=])",
     re.DOTALL,
 )
+NAME = re.compile(r"[^\W\d]\w*")  # of an argument
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _AS_JSON = {"(": "[", ")": "]", ",": ", ", ":": ": "}
 
@@ -46,7 +47,7 @@ def json_of_arguments(tokens: Sequence[re.Match[str]]) -> str | None:
 def checked_json(text: str) -> str | None:
     """``text`` if it is JSON of one value."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=_refuse, parse_int=len)  # which has no limit of digits
     except (ValueError, RecursionError):
         return None
     return text
@@ -76,7 +77,7 @@ def _scalar(token: re.Match[str]) -> str:
     if token["name"] is not None:
         return _CONSTANTS.get(token["name"], "?")
     text = token[0]
-    if text[0] == '"' and checked_json(text) is not None:  # a grammar writes JSON, which has other escapes
+    if checked_json(text) is not None:  # as a grammar writes: it has other escapes, and numbers of any size
         return text
     if token["string"] is not None and text[:3] not in ('"""', "'''"):
         text = text.replace("\r", "\\r").replace("\n", "\\n") if "\\\n" not in text else text

@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Collection, Sequence
 
+from cluster.grammar import MAX_GRAMMAR_CHARS
 from deploy.api.answer_parts import Arguments, CallStart, PartParser
 from deploy.api.grammar_parts import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.form import CallForm
-from deploy.api.tool_formats.llama3 import LeadingScanner
-from deploy.api.tool_formats.python_text import TOKEN, json_of_arguments
-from deploy.api.tool_formats.scanner import CallReader, Scanner
-from deploy.api.tool_formats.values import MAX_COPIED_CHARS, is_list_of_properties
+from deploy.api.tool_formats.parameters import Parameters
+from deploy.api.tool_formats.python_text import NAME, TOKEN, json_of_arguments
+from deploy.api.tool_formats.scanner import CallReader, LeadingScanner, Scanner
 
 _QUOTES = "\"'"
 
@@ -97,61 +97,51 @@ class _BlockScanner(Scanner):
         return PythonCall(index, self._names)
 
 
-class Pythonic(CallForm):
-    """The whole answer is a list of calls."""
-
-    markers = ("<|python_start|>", "<|python_end|>")
-    begin = "["
-    separator = ", "
-    end = "]"
-    no_call = r"\s*([^\[<\s][\s\S]*|<([^|][\s\S]*)?)?"  # begins neither with a bracket nor with <|python_start|>
+class PythonForm(CallForm):
+    """The whole answer is a list of calls; with a trigger, calls stand on lines between two markers."""
 
     def parser(self, tools: Sequence[Tool]) -> PartParser:
-        return _ListScanner([tool.function.name for tool in tools])
+        names = [tool.function.name for tool in tools]
+        return _BlockScanner(self.trigger, self.end.strip(), names) if self.trigger else _ListScanner(names)
 
     def call(self, tool: Tool, strict: bool | None) -> Sequence[str | Format]:
         return f"{tool.function.name}(", _python_arguments(tool, strict), ")"
 
 
-class PythonicBlock(Pythonic):
-    """Calls on lines between two markers."""
+def _block(begin: str, end: str) -> PythonForm:
+    return PythonForm(markers=(begin, end), trigger=begin, begin=f"{begin}\n", separator="\n", end=f"\n{end}")
 
-    no_call = ""
-    separator = "\n"
 
-    def __init__(self, begin: str, end: str) -> None:
-        self.markers = (begin, end)
-        self.trigger = begin
-        self.begin = f"{begin}\n"
-        self.end = f"\n{end}"
-
-    def parser(self, tools: Sequence[Tool]) -> PartParser:
-        return _BlockScanner(self.trigger, self.end.strip(), [tool.function.name for tool in tools])
+PYTHONIC = PythonForm(
+    markers=("<|python_start|>", "<|python_end|>"),
+    begin="[",
+    separator=", ",
+    end="]",
+    no_call=r"\s*([^\[<\s][\s\S]*|<([^|][\s\S]*)?)?",  # begins neither with a bracket nor with <|python_start|>
+)
+GEMMA3, OLMO3 = _block("```tool_code", "```"), _block("<function_calls>", "</function_calls>")
 
 
 def _python_arguments(tool: Tool, strict: bool | None) -> Format:
     """``a=1, b=2``, the required ones first. Where the schema is more than a list of properties, ``**{"a": 1, "b": 2}``."""
-    schema = tool.function.arguments
     whole = sequence(spelled(["**", arguments(tool, strict)], {}))
-    if not strict or not is_list_of_properties(schema):
+    known = Parameters(tool.function.arguments)
+    names = list(dict.fromkeys([*known.required, *known.properties]))
+    if not strict or not known.is_listed or not all(map(NAME.fullmatch, names)):
         return whole
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    names = list(dict.fromkeys([*required, *properties]))
-    num_copies = len(names) if required else len(names) ** 2 // 2  # of the definitions
-    num_chars = num_copies * len(json.dumps(schema.get("$defs"))) + len(names) * len(json.dumps(properties))
-    if num_chars > MAX_COPIED_CHARS or not all(map(str.isidentifier, names)):
+    if not names:
+        empty: Format = {"type": "const_string", "value": ""}
+        return any_of([whole, empty] if known.others is not False else [empty])
+    parts = [known.part(known.properties[name]) for name in names]
+    num_required = len(set(known.required))
+    num_copies = 1 if num_required else len(names) // 2 + 1
+    if num_copies * sum(len(json.dumps(part)) for part in parts) > MAX_GRAMMAR_CHARS:
         return whole
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    written = [sequence(spelled([f"{name}=", json_format(_with(properties[name], shared))], {})) for name in names]
+    written = [sequence(spelled([f"{name}=", json_format(part)], {})) for name, part in zip(names, parts, strict=True)]
     after = [sequence(spelled([", ", one], {})) for one in written]
     optional = [{"type": "optional", "content": one} for one in after]
-    num_required = len(set(required))
     if num_required:
         return sequence([written[0], *after[1:num_required], *optional[num_required:]])
     # Any of them may be the first.
     starts = [sequence([written[i], *optional[i + 1 :]]) for i in range(len(written))]
     return any_of([*starts, {"type": "const_string", "value": ""}])
-
-
-def _with(schema: object, shared: dict[str, object]) -> object:
-    return {**schema, **shared} if isinstance(schema, dict) else schema

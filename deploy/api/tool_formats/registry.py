@@ -3,46 +3,39 @@
 from collections.abc import Mapping
 
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.tool_formats.deepseek import DeepSeekElements, DeepSeekV3, DeepSeekV31
+from deploy.api.tool_formats.element_forms import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN_CODER
 from deploy.api.tool_formats.form import CallForm
-from deploy.api.tool_formats.glm import Glm
-from deploy.api.tool_formats.granite import Granite
-from deploy.api.tool_formats.harmony import Harmony
-from deploy.api.tool_formats.hermes import Hermes
-from deploy.api.tool_formats.kimi import KimiK2
-from deploy.api.tool_formats.llama3 import Llama3Json
-from deploy.api.tool_formats.minimax import MiniMaxM2
-from deploy.api.tool_formats.mistral import Mistral, Mistral11
-from deploy.api.tool_formats.pythonic import Pythonic, PythonicBlock
-from deploy.api.tool_formats.qwen_coder import QwenCoder
-
-HERMES, MISTRAL, MISTRAL_11, GLM, QWEN_CODER = Hermes(), Mistral(), Mistral11(), Glm(), QwenCoder()
-LLAMA3_JSON, PYTHONIC, HARMONY = Llama3Json(), Pythonic(), Harmony()
+from deploy.api.tool_formats.harmony import HARMONY
+from deploy.api.tool_formats.json_forms import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
+    HERMES,
+    KIMI_K2,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_11,
+)
+from deploy.api.tool_formats.pythonic import GEMMA3, OLMO3, PYTHONIC
 
 CALL_FORMS: Mapping[str, CallForm] = {
-    "hermes": HERMES,
-    "qwen3_json": HERMES,
-    "granite4": HERMES,
-    "llama3_json": LLAMA3_JSON,
-    "llama4_json": LLAMA3_JSON,
+    **dict.fromkeys(("hermes", "qwen3_json", "granite4"), HERMES),
+    **dict.fromkeys(("llama3_json", "llama4_json"), LLAMA3_JSON),
     "mistral": MISTRAL,
     "mistral_v11": MISTRAL_11,
     "openai": HARMONY,
-    "deepseek_v3": DeepSeekV3(),
-    "deepseek_v31": DeepSeekV31(),
-    "deepseek_v32": DeepSeekElements("function_calls"),
-    "deepseek_v4": DeepSeekElements("tool_calls"),
-    "kimi_k2": KimiK2(),
-    "glm45": GLM,
-    "glm47": GLM,
-    "qwen3_coder": QWEN_CODER,
-    "qwen3_xml": QWEN_CODER,
-    "minimax_m2": MiniMaxM2(),
-    "granite": Granite(),
-    "pythonic": PYTHONIC,
-    "llama4_pythonic": PYTHONIC,
-    "gemma3": PythonicBlock("```tool_code", "```"),
-    "olmo3": PythonicBlock("<function_calls>", "</function_calls>"),
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "kimi_k2": KIMI_K2,
+    **dict.fromkeys(("glm45", "glm47"), GLM),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), QWEN_CODER),
+    "minimax_m2": MINIMAX_M2,
+    "granite": GRANITE,
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), PYTHONIC),
+    "gemma3": GEMMA3,
+    "olmo3": OLMO3,
 }
 
 # Texts in chat templates by which a form is recognised, all of which must occur; the first form that fits is taken.

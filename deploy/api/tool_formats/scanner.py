@@ -158,3 +158,36 @@ class Scanner(ABC):
     def _to_text(self, held: str) -> None:
         self._state, self._opening, self._held = "text", "", held
         self._skipped.clear()
+
+
+class LeadingScanner(Scanner):
+    """Calls stand at the begin of an answer alone.
+
+    Args:
+        first: how they begin, which belongs to the first call if ``keeps_first``.
+        begin: marker that may stand before.
+    """
+
+    def __init__(self, begin: str, first: str, call_begin: str, end: str, *, skipped: str, keeps_first: bool) -> None:
+        super().__init__(begin, call_begin, end, skipped=skipped)
+        self._first = first
+        self._keeps_first = keeps_first
+        self._begins = True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        rest = self._held.lstrip()
+        marked = rest.removeprefix(self.begin).lstrip() if rest.startswith(self.begin) else rest
+        if not self._begins:
+            if self._held and not (self._num_calls and self._held.isspace()):
+                parts.append(Text(self._held))
+                self._held = ""
+            return False
+        if marked.startswith(self._first):
+            self._begins = False
+            kept = marked if self._keeps_first else marked[len(self._first) :]
+            self._open(self._held[: len(self._held) - len(kept)], kept)
+            return True
+        if not marked or (marked is rest and self.begin.startswith(rest)):
+            return False
+        self._begins = False
+        return True

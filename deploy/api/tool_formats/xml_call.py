@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.api.answer_parts import Arguments, CallStart
+from deploy.api.answer_parts import Arguments, CallStart, num_begun
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
+from deploy.api.tool_formats.json_call import JsonDepth
+from deploy.api.tool_formats.parameters import ALL_TYPES, STRING, Parameters
+from deploy.api.tool_formats.python_text import json_of_literal
 from deploy.api.tool_formats.scanner import CallReader, Scanner
-from deploy.api.tool_formats.values import FORMATS, STRING, json_of_value, resolved, types_of
+from deploy.api.tool_formats.values import json_of_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +20,9 @@ class Elements:
     """How a family writes them.
 
     Args:
-        head: before the parameters; the group "name" is the function.
-        parameter: before a value; the group "key" is its name, "is_string" may tell that it is a string.
-        value_end: after a value.
+        head: before the parameters.
+        parameter: before a value; it may tell whether that is a string.
+        value_end: after a value. Begins with "<".
         end: after the parameters.
         on_lines: values stand on lines of their own, so that one line break before and after is not of them.
     """
@@ -38,14 +41,15 @@ class XmlCall(CallReader):
         super().__init__(index)
         self._elements = elements
         self._schemas = schemas  # of the arguments of each tool
-        self._schema: Mapping[str, Any] = {}
+        self._parameters = Parameters({})
         self._state = "head"
         self._held = ""
         self._keys: set[str] = set()
         self._types: frozenset[str] = frozenset()
         self._is_passed_on = False  # the value, as it arrives
-        self._has_format = False
         self._value: list[str] = []  # of one that is not passed on as it arrives
+        self._json = JsonDepth()  # of it
+        self._is_json: bool | None = None  # None: not decided
         self._is_at_start = False  # of a value
 
     def feed(self, text: str) -> str:
@@ -85,11 +89,11 @@ class XmlCall(CallReader):
         if self._state == "head":
             self._start(found["name"])
         else:
-            self._begin_value(found["key"].strip(), found.groupdict().get("is_string"))
+            self._begin_value(found["key"], found.groupdict().get("is_string"))
         return True
 
     def _start(self, name: str) -> None:
-        self._schema = self._schemas.get(name, {})
+        self._parameters = Parameters(self._schemas.get(name, {}))
         self.started, self.raw, self._state = True, "", "between"
         self.parts.append(CallStart(self.index, name))
 
@@ -100,16 +104,17 @@ class XmlCall(CallReader):
         return True
 
     def _begin_value(self, key: str, is_string: str | None) -> None:
-        properties = self._schema.get("properties")
-        schema = resolved(properties.get(key), self._schema) if isinstance(properties, dict) else None
-        declared = types_of(schema, self._schema)
-        self._types = declared if is_string is None else STRING if is_string == "true" else declared - STRING
+        key = key if key in self._parameters.properties else key.strip()
+        declared = self._parameters.types(key)
+        self._types = declared
+        if is_string is not None:
+            self._types = STRING if is_string == "true" else (declared or ALL_TYPES) - STRING
         self._emit(f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-        self._has_format = isinstance(schema, dict) and schema.get("format") in FORMATS
-        self._is_passed_on = self._types == STRING and not self._has_format
+        self._is_passed_on = self._types == STRING
         self._emit('"' if self._is_passed_on else "")
         self._keys.add(key)
         self._value, self._is_at_start, self._state = [], self._elements.on_lines, "value"
+        self._json, self._is_json = JsonDepth(), None
 
     def _read_value(self) -> bool:
         if self._is_at_start and self._held:
@@ -118,27 +123,35 @@ class XmlCall(CallReader):
         end = self._elements.value_end
         found = self._held.find(end)
         if found < 0:
-            num_held = next((n for n in range(min(len(end) - 1, len(self._held)), 0, -1) if self._held.endswith(end[:n])), 0)
-            num_taken = len(self._held) - num_held
+            num_taken = len(self._held) - num_begun(self._held, end)
             num_taken -= self._elements.on_lines and self._held[:num_taken].endswith("\n")
             self._take(self._held[:num_taken])
             self._held = self._held[num_taken:]
             return False
-        value = self._held[:found]
-        self._take(value.removesuffix("\n") if self._elements.on_lines else value)
+        value = self._held[:found].removesuffix("\n" if self._elements.on_lines else "")
+        self._take(value)
+        if self._is_in_json_string():
+            self._take(self._held[len(value) : found + len(end)])
+            self._held = self._held[found + len(end) :]
+            return bool(self._held)
         self._held, self._state = self._held[found + len(end) :], "between"
-        self._emit('"' if self._is_passed_on else self._written("".join(self._value)))
+        self._emit('"' if self._is_passed_on else json_of_value("".join(self._value), self._types))
         return True
 
-    def _written(self, value: str) -> str:
-        """The JSON of a value. Whitespace around one of a format is not of it."""
-        return json_of_value(value.strip() if self._has_format else value, self._types)
+    def _is_in_json_string(self) -> bool:
+        """Whether the value is a list or object of JSON, and what comes next belongs to a string in it."""
+        if self._json.in_string and self._is_json is None:
+            text = "".join(self._value)
+            may_be = self._types & {"array", "object"} and text.lstrip()[:1] in ("[", "{")
+            self._is_json = bool(may_be) and ("'" not in text or json_of_literal(text) is None)
+        return self._json.in_string and bool(self._is_json)
 
     def _take(self, text: str) -> None:
         if self._is_passed_on:
             self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
         elif text:
             self._value.append(text)
+            self._json.feed(text)
 
     def _emit(self, text: str) -> None:
         if text:
@@ -146,19 +159,10 @@ class XmlCall(CallReader):
 
 
 class XmlScanner(Scanner):
-    """Finds calls of ``elements``. The other arguments are those of `Scanner`."""
+    """Finds calls of ``elements`` between ``begin`` and ``end``. Without an end each call has its own begin."""
 
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        elements: Elements,
-        begin: str,
-        call_begin: str,
-        end: str = "",
-        *,
-        is_section: bool = True,
-    ) -> None:
-        super().__init__(begin, call_begin, end, is_section=is_section)
+    def __init__(self, tools: Sequence[Tool], elements: Elements, begin: str, end: str) -> None:
+        super().__init__(begin, elements.head.template.partition("{")[0], end, is_section=bool(end))
         self._elements = elements
         self._schemas = {tool.function.name: tool.function.arguments for tool in tools}
 
