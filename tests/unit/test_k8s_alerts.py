@@ -110,7 +110,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_every_alert_has_a_run_book() -> None:
-    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
     rules = only(render({"alerts": {"enabled": True}}), "PrometheusRule")["spec"]["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert["alert"] for alert in alerts()]
     anchors = {heading.lower() for heading in headings}

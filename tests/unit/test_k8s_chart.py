@@ -209,7 +209,7 @@ def test_secrets_are_references(everything: list[Manifest]) -> None:
 
 
 def test_the_certificate_of_the_docs_is_that_of_the_pods() -> None:
-    (example,) = re.findall(r"```yaml\n(extraObjects:.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(extraObjects:.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
     values = values_for(load(ROOT / "deploy" / "examples" / "multi-node.yaml"), Options(model_gb=MODEL_GB))
     certificate = only(render(values | yaml.safe_load(example)), "Certificate")
     assert certificate["spec"]["secretName"] == values["secrets"]["tls"]["name"]

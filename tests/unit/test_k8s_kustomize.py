@@ -122,7 +122,7 @@ def test_the_namespace_exists_and_admits_the_pods(overlay: str) -> None:
 
 
 def test_laptop_cpu_fits_a_machine_of_4_cpus_and_16_gib() -> None:
-    """With a CPU and 4 GiB for Kubernetes and KubeRay; and the page of operations has the sums."""
+    """With a CPU and 4 GiB for Kubernetes and KubeRay; and docs/kubernetes.md has the sums."""
     cluster = only(build("laptop-cpu"), "RayService")["spec"]["rayClusterConfig"]
     asked = [cluster["autoscalerOptions"]["resources"]["requests"]]
     for group in ({"replicas": 1} | cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -134,7 +134,7 @@ def test_laptop_cpu_fits_a_machine_of_4_cpus_and_16_gib() -> None:
     cpus, memory_gib = (sum(_number(one[what]) for one in asked) for what in ("cpu", "memory"))
     assert cpus <= 3
     assert memory_gib <= 12
-    assert f"{cpus:g} CPUs and {memory_gib:g} GiB" in (ROOT / "docs" / "operations.md").read_text()
+    assert f"{cpus:g} CPUs and {memory_gib:g} GiB" in (ROOT / "docs" / "kubernetes.md").read_text()
     assert "type: NodePort" not in yaml.safe_dump(build("laptop-cpu")), "its clients are refused by the network policy"
 
 
