@@ -20,6 +20,11 @@ class DeferredWork:
         self._is_deferred = self._engine is not None and self._engine.is_asynchronous and not waits
         self._work: list[Callable[[], None]] = []
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether work is done beside passes."""
+        return self._is_deferred
+
     def begin_pass(self) -> None:
         """Before each ``execute``: another loop may have used the engine."""
         if self._engine is not None:

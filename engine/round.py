@@ -30,6 +30,7 @@ from router.cost_model import CostModel
 from router.drafting.frontiers import Chunks
 from router.drafting.length import BatchState, DraftLengths
 from router.plan import Capacity, DraftBudget, DrafterView, SequenceView, StepPlan
+from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
 from router.planning.slo import NO_LIMITS, round_limits
 
@@ -84,7 +85,7 @@ class TargetLoop:
         self._engine = engine
         self._model = model
         self._cost = cost
-        self._planner = planner or StepPlanner()
+        self._planner = PlanAhead(planner or StepPlanner())
         self._draft_lengths = draft_lengths or DraftLengths()
         self._chunks = Chunks()
         self._pass_costs = PassCosts(cost)
@@ -298,6 +299,8 @@ class TargetLoop:
         plan = self._planner.plan(views, drafters, capacity, self._cost, now_s)
         self._drafters.note_plan(plan, now_s)
         self._deferred.later(lambda: self._set_budgets(plan, views, drafters, now_s))
+        if self._deferred.is_deferred:
+            self._deferred.later(lambda: self._planner.expect(plan, views, drafters, capacity, self._cost, now_s))
         return plan
 
     def _set_budgets(

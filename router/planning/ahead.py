@@ -1,0 +1,93 @@
+"""The plan of the next pass, made from expected lengths beside the present pass, and corrected by what that commits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+
+from cluster.fast_dataclass import record
+from router.cost_model import CostModel
+from router.drafting.ranking import Ranking
+from router.drafting.verification import VerifyContext
+from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.planning.planner import Planner
+
+FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
+
+
+@record
+class _Expected:
+    """A pass in which all of these requests decode. ``num_verify`` of their ``num_drafted`` draft tokens are verified."""
+
+    request_ids: frozenset[str]
+    num_drafted: int
+    num_verify: int
+
+
+class PlanAhead:
+    """A ``Planner``. ``expect`` is called beside a pass. A plan that is corrected verifies as many draft tokens as the
+    expected one, the likeliest of those at hand. It is made anew where more has changed than lengths and proposals: a
+    request arrived or waits for its proposal, blocks are short, or the drafts are half as many or twice as many."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._expected: _Expected | None = None
+
+    def expect(
+        self,
+        plan: StepPlan,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> None:
+        """``plan``: of the present pass, made of the other arguments."""
+        if plan.is_empty:  # requests are held, and the pass that was expected is still to come
+            return
+        self._expected = None
+        if not FEWEST <= len(plan.spans) == len(sequences) or any(s.slo is not None or s.num_left > 1 for s in sequences):
+            return
+        num_verified = {span.request_id: span.num_verify for span in plan.spans}
+        expected = [_after(s, num_verified[s.request_id]) for s in sequences]
+        ahead = self._planner.plan(expected, drafters, capacity, cost, now_s)
+        if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
+            num_verify = sum([span.num_verify for span in ahead.spans])
+            self._expected = _Expected(frozenset(num_verified), sum([s.num_drafted for s in sequences]), num_verify)
+
+    def plan(
+        self,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> StepPlan:
+        expected = self._expected
+        if expected is not None and _is_as(expected, sequences):
+            context = VerifyContext(drafters, capacity, cost, now_s)
+            ranking = Ranking(sequences, context, max(0, capacity.max_pass_tokens - len(sequences)), weighted=False)
+            # Requests that have ended take their share along.
+            share = expected.num_verify * len(sequences) // len(expected.request_ids)
+            lens = ranking.lens(min(share, ranking.num_tokens))
+            if len(sequences) + sum(lens) // capacity.block_len <= capacity.num_free_blocks:
+                names = [s.request_id for s in sequences]
+                left_out = [s.survival[num] for s, num in zip(sequences, lens, strict=True) if len(s.survival) > num]
+                self._expected = None
+                return StepPlan(tuple(map(Span, names, repeat(1), lens)), best_left_out=max(left_out, default=0.0))
+        return self._planner.plan(sequences, drafters, capacity, cost, now_s)
+
+
+def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
+    """The request behind a pass that verifies so many draft tokens, with as likely ones at hand."""
+    num = min(sequence.max_new_tokens - 1, 1 + round(sum(sequence.survival[:num_verified])))
+    length = sequence.committed_len + num
+    left = sequence.max_new_tokens - num
+    return replace(sequence, committed_len=length, computed_len=length - 1, max_new_tokens=left, awaiting_since_s=None)
+
+
+def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:
+    if not sequences or any(s.awaiting_since_s is not None or s.num_left != 1 or not s.running for s in sequences):
+        return False
+    num_drafted, share = sum([s.num_drafted for s in sequences]), len(sequences) / len(expected.request_ids)
+    is_alike = expected.num_drafted * share <= 2 * num_drafted <= 4 * expected.num_drafted * share
+    return is_alike and expected.request_ids.issuperset([s.request_id for s in sequences])

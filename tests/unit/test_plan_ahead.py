@@ -1,0 +1,147 @@
+"""The plan of the next pass is made beside the present one, and corrected by what that committed."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from router.cost_model import CostModel, TableCost
+from router.plan import Capacity, DrafterView, SequenceView, SloProgress, Span, StepPlan
+from router.planning import ahead as planning_ahead
+from router.planning.ahead import FEWEST, PlanAhead
+from router.planning.planner import PlannerSettings, StepPlanner
+from tests.support.simulated_cluster import SimulatedCluster, random_requests
+from tests.support.simulated_network import Faults
+from tests.support.toys import plain_run
+
+NUM = 2 * FEWEST
+KNEE = TableCost((1, NUM + 40, NUM + 41, 512), (0.02, 0.02, 0.05, 0.1))  # 40 draft tokens are free
+DRAFTERS = {"d": DrafterView(0.001, 2.0, 0.7)}
+CAPACITY = Capacity(16, 1000, 500, 64, 512, 4096)
+
+
+class Counting(StepPlanner):
+    """``made``: what was planned, by the context of the requests."""
+
+    def __init__(self) -> None:
+        super().__init__(PlannerSettings(overlap="barrier"))
+        self.made: list[int] = []
+
+    def plan(
+        self,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> StepPlan:
+        self.made.append(sum(s.committed_len for s in sequences))
+        return super().plan(sequences, drafters, capacity, cost, now_s)
+
+
+def view(i: int, length: int, survival: Sequence[float] = (0.9, 0.8, 0.7), left: int = 50) -> SequenceView:
+    return SequenceView(f"r{i}", length, length - 1, len(survival), True, "d", None, left, tuple(survival))
+
+
+def planned(ahead: PlanAhead, sequences: Sequence[SequenceView], capacity: Capacity = CAPACITY) -> StepPlan:
+    return ahead.plan(sequences, DRAFTERS, capacity, KNEE, 0.0)
+
+
+def expecting() -> tuple[PlanAhead, Counting]:
+    """While a pass over ``NUM`` requests is computed."""
+    planner = Counting()
+    ahead = PlanAhead(planner)
+    before = [view(i, 100) for i in range(NUM)]
+    ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    assert len(planner.made) == 2
+    assert planner.made[1] > planner.made[0] + NUM, "lengths are those that are expected after the pass"
+    planner.made.clear()
+    return ahead, planner
+
+
+def test_only_lengths_and_drafts_are_corrected_after_a_pass() -> None:
+    """The likeliest drafts at hand are verified, as many as were planned."""
+    ahead, planner = expecting()
+    after = [view(i, 102 + i % 3, (0.95, 0.9, 0.85) if i < 10 else (0.4, 0.3, 0.2)) for i in range(NUM)]
+    plan = planned(ahead, after)
+    assert not planner.made
+    assert [span.num_compute for span in plan.spans] == [1] * NUM
+    assert sum(span.num_verify for span in plan.spans) == 40, "up to the knee"
+    assert [span.num_verify for span in plan.spans[:10]] == [3] * 10
+    assert plan.best_left_out == pytest.approx(0.4)
+    planned(ahead, after)
+    assert planner.made, "an expected plan is used once"
+
+
+def test_who_ended_is_left_out_and_no_draft_goes_beyond_an_end() -> None:
+    ahead, planner = expecting()
+    after = [view(i, 102, left=1 if i == 3 else 50) for i in range(NUM // 2)]
+    plan = planned(ahead, after)
+    assert not planner.made
+    assert [span.request_id for span in plan.spans] == [f"r{i}" for i in range(NUM // 2)]
+    assert sum(span.num_verify for span in plan.spans) == 20
+    assert plan.spans[3] == Span("r3", 1, 0)
+
+
+@pytest.mark.parametrize("change", ["arrived", "awaits", "prompt", "preempted", "few drafts", "many drafts", "no blocks"])
+def test_what_changes_more_is_planned_anew(change: str) -> None:
+    ahead, planner = expecting()
+    after = [view(i, 102) for i in range(NUM)]
+    first, capacity = after[0], CAPACITY
+    if change == "arrived":
+        after.append(replace(view(NUM, 10), running=False, computed_len=0))
+    elif change == "awaits":
+        after[0] = replace(first, num_drafted=0, survival=(), awaiting_since_s=0.0)
+    elif change == "prompt":
+        after[0] = replace(first, computed_len=50)
+    elif change == "preempted":
+        after[0] = replace(first, computed_len=0, running=False)
+    elif change == "few drafts":
+        after = [view(i, 102, (0.9,)) for i in range(NUM)]
+    elif change == "many drafts":
+        after = [view(i, 102, (0.9,) * 7) for i in range(NUM)]
+    else:
+        capacity = replace(CAPACITY, num_free_blocks=NUM + 1)
+    planned(ahead, after, capacity)
+    assert planner.made == [sum(s.committed_len for s in after)]
+
+
+def test_a_wait_for_proposals_keeps_what_is_expected() -> None:
+    ahead, planner = expecting()
+    waiting = [replace(view(i, 102), num_drafted=0, survival=(), awaiting_since_s=0.0) for i in range(NUM)]
+    held = planned(ahead, waiting)
+    assert held.is_empty
+    assert held.held
+    ahead.expect(held, waiting, DRAFTERS, CAPACITY, KNEE, 0.0)
+    planner.made.clear()
+    assert len(planned(ahead, [view(i, 102) for i in range(NUM)]).spans) == NUM
+    assert not planner.made
+
+
+def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
+    for before in (
+        [view(i, 100) for i in range(FEWEST - 1)],
+        [replace(view(i, 100), slo=SloProgress(None, 0.05)) for i in range(NUM)],
+    ):
+        planner = Counting()
+        ahead = PlanAhead(planner)
+        ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
+        assert len(planner.made) == 1
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_corrected_plans_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected: list[bool] = []
+    is_as = planning_ahead._is_as
+    monkeypatch.setattr(planning_ahead, "FEWEST", 1)
+    monkeypatch.setattr(planning_ahead, "_is_as", lambda *of: corrected.append(is_as(*of)) or corrected[-1])
+    cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    cluster.loop._deferred._is_deferred = True  # as on a GPU
+    requests = random_requests(random.Random(seed))
+    for request in requests:
+        cluster.submit(request)
+    cluster.run_until_finished()
+    assert [tuple(cluster.outcomes[one.id].token_ids) for one in requests] == [plain_run(one) for one in requests]
+    assert any(corrected)
+    cluster.engine.check_integrity()
