@@ -383,4 +383,5 @@ class EmbeddedCluster:
 def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
     mailbox = Mailbox()
     limits = SessionLimits(entry.capacity, entry.max_draft_len, max_outcomes=entry.max_outcomes)
-    return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len), mailbox
+    spare_share = 0.0 if entry.companion else 1.0  # as `actors.colocated_drafters`: on the target's device no time is spare
+    return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len, spare_share=spare_share), mailbox

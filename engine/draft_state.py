@@ -37,6 +37,7 @@ class DraftState:
     budget: DraftBudget = NO_DRAFTS  # by the last plan
     awaiting_since_s: float | None = None  # when the drafter was sent the newest commit; None: no proposal is awaited
     committed_s: float = 0.0  # when the drafter was last sent a commit, queried or not
+    is_displaced: bool = False  # a free draft is verified in place of the drafter's, which is asked for none meanwhile
     expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
     held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
     proposal: Proposal | None = None  # extends the committed tokens
@@ -60,7 +61,7 @@ class DraftState:
         moved = drafter != self.drafter
         self.chain, self.drafter = chain, drafter
         if moved:
-            self.budget = NO_DRAFTS
+            self.budget, self.is_displaced = NO_DRAFTS, False
             self.proposal = None
             self.passed_over.clear()
             self.expect_nothing()
@@ -74,6 +75,17 @@ class DraftState:
         if self.is_plain:
             self.expect_nothing()
         return True
+
+    def displace(self, is_displaced: bool) -> bool:
+        """Returns whether this changes."""
+        changed = is_displaced is not self.is_displaced
+        self.is_displaced = is_displaced
+        return changed
+
+    @property
+    def asked_budget(self) -> DraftBudget:
+        """What the drafter is told."""
+        return NO_DRAFTS if self.is_displaced else self.budget
 
     @property
     def is_plain(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
-from cluster.types import Commit, Proposal, RoutingTable
+from cluster.types import FREE_DRAFTERS, Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
@@ -54,7 +54,7 @@ class DrafterSessions:
     def wanted(self, spans: Iterable[SpanInput]) -> set[str]:
         """Linked drafters that are to draft for requests of these spans."""
         drafts = [self._sequences[span.request_id].draft for span in spans if span.samples]
-        return {draft.drafter for draft in drafts if draft.drafter in self._outboxes and not draft.is_plain}
+        return {draft.drafter for draft in drafts if draft.drafter in self._outboxes and draft.asked_budget.num_tokens}
 
     def num_unsent(self, name: str) -> int:
         """Tokens that a drafter has not been sent; 0 if it is not linked."""
@@ -127,11 +127,18 @@ class DrafterSessions:
         return sequence, proposal, sequence.draft.offer(proposal)
 
     def offer_free(self, sequence: LiveSequence) -> None:
-        """After a commit: proposes a free draft of the request where it is expected to bring most."""
+        """After a commit: proposes a free draft of the request where it is expected to bring most. A drafter on the target's
+        device drafts nothing meanwhile, once it is known what to expect of it."""
         draft = sequence.draft
         if draft.grammar is None and draft.prediction is None:
             return
-        draft.offer_free(*self.learning.candidates(draft, draft.free_drafts(sequence.request.id)))
+        candidates, awaited_len = self.learning.candidates(draft, draft.free_drafts(sequence.request.id))
+        draft.offer_free(candidates, awaited_len)
+        is_free = draft.proposal is not None and draft.proposal.drafter in FREE_DRAFTERS
+        outbox = self._outbox_of(sequence)
+        on_device = draft.drafter is not None and self._colocated.shares_device(draft.drafter)
+        if draft.displace(is_free and awaited_len > 0.0 and on_device) and outbox is not None:
+            outbox.set_budget(sequence.request.id, draft.asked_budget)
 
     def _reopen(self, request_id: str, name: str, outbox: DrafterOutbox) -> None:
         """The drafter asks for a request anew."""
@@ -177,10 +184,11 @@ class DrafterSessions:
         """Sends new ones with the next message."""
         for request_id, budget in budgets.items():
             sequence = self._sequences[request_id]
-            if sequence.draft.set_budget(budget):
+            draft = sequence.draft
+            if draft.set_budget(budget):
                 outbox = self._outbox_of(sequence)
                 if outbox is not None:
-                    outbox.set_budget(request_id, budget)
+                    outbox.set_budget(request_id, draft.asked_budget)
 
     def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""

@@ -34,7 +34,7 @@ class DrafterOutbox:
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
         self.scoring.discard(sequence.request.id)
-        self._open(sequence, sequence.draft.budget)
+        self._open(sequence, sequence.draft.asked_budget)
 
     def open_for_scoring(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter only keeps in step, in its spare time."""

@@ -1,7 +1,7 @@
 """Drafts from the output that a caller predicted: they cost nothing, they change no token, and they count by themselves."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from cluster.config import DrafterConfig, FixedLength, NgramOptions
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from cluster.types import MAX_DRAFT_LEN, PREDICTION, ModelInfo, Request, RoutingTable
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import make_drafter
+from engine.colocated import ColocatedDrafters
 from engine.factory import load_target
 from engine.native import NativeTarget
 from engine.predicted_output import NEAR, PredictedOutput
@@ -209,6 +211,45 @@ def test_what_is_observed_of_the_pool_leaves_predictions_out(pooled: EmbeddedClu
     assert telemetry.drafter("lookup").num_proposed - before == done.num_proposed - num_proposed
     assert telemetry.drafter(PREDICTION).num_accepted == num_accepted > 0
     assert {one.drafter for one in telemetry.take_scores()} <= {"lookup"}
+
+
+class _Counting:
+    """Drafts a wrong token for each demand, and counts demands."""
+
+    capabilities = Capabilities()
+
+    def __init__(self) -> None:
+        self.num_demands = 0
+
+    def open(self, request_id: str, token_ids: Sequence[int], *others: object) -> None: ...
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.num_demands += len(demands)
+        return [Draft(one.request_id, (0,), (0.5,)) for one in demands]
+
+
+def test_a_drafter_on_the_targets_device_drafts_nothing_beside_a_prediction(
+    engine: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ColocatedDrafters, "is_queried", lambda *_: True)  # it pays here to draft nothing
+    requests, drafter = [request(i) for i in range(4)], _Counting()
+    with running(engine, {"wrong": PoolEntry(drafter, companion=True)}) as cluster:
+        truths = plain(cluster, requests)
+        assert not drafter.num_demands
+        assert [tuple(one.token_ids) for one in cluster.complete(requests)] == truths
+        assert drafter.num_demands > NUM
+        drafter.num_demands = 0
+        done = cluster.complete([predicting(one, *truth) for one, truth in zip(requests, truths, strict=True)])
+        assert not drafter.num_demands
+        assert [tuple(one.token_ids) for one in done] == truths
+        cluster.complete([predicting(requests[0], *truths[0][:70])])
+        assert drafter.num_demands > NUM - 80, "a prediction that has ended displaces nothing"
 
 
 @pytest.mark.parametrize("policy", VERIFICATION_POLICIES)
