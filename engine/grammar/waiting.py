@@ -1,4 +1,9 @@
-"""Compiles the grammars of waiting requests, so that no round waits for it."""
+"""Compiles the grammars of waiting requests, so that no round waits for it.
+
+The API's check of new grammars (`deploy/api/grammar_checker.py`) takes tenants in turn, at most two at a time, and costs as
+much as compiling, so that grammars come here in the tenants' turns. Each is compiled again: of five grammars three took
+longer to hand over serialised (up to 187 ms and 2.8 MB) than to compile (4 to 85 ms of processor time).
+"""
 
 import logging
 from collections.abc import Callable

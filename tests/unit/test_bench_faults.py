@@ -7,9 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -241,12 +240,17 @@ def test_rows_are_repeated_in_turn() -> None:
 def test_an_interrupt_lets_the_row_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(rows: Rows, name: str) -> None:
         if rows.injured == ["first", "second", "first"]:
-            time.sleep(0.1)  # the main thread waits by then
+            assert waits.wait(30.0)
             os.kill(os.getpid(), signal.SIGINT)
             assert told.wait(30.0)
 
-    told = threading.Event()
+    def wait_and_tell(futures: list[Future[None]]) -> None:
+        waits.set()
+        wait(futures)
+
+    told, waits = threading.Event(), threading.Event()
     rows = Rows(interrupt)
+    monkeypatch.setattr("benchmarks.fault_rows.wait", wait_and_tell)
     monkeypatch.setattr(rows.console, "print", lambda line, **_: told.set() if "interrupted" in line else None)
     found = measured(10**4, rows)
     assert [len(row.runs) for row in found.rows] == [2, 1]
