@@ -130,18 +130,19 @@ def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
         assert len(planner.made) == 1
 
 
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_corrected_plans_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected: list[bool] = []
     is_as = planning_ahead._is_as
     monkeypatch.setattr(planning_ahead, "FEWEST", 1)
     monkeypatch.setattr(planning_ahead, "_is_as", lambda *of: corrected.append(is_as(*of)) or corrected[-1])
-    cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=1)
-    cluster.loop._deferred._is_deferred = True  # as on a GPU
-    requests = random_requests(random.Random(seed))
-    for request in requests:
-        cluster.submit(request)
-    cluster.run_until_finished()
-    assert [tuple(cluster.outcomes[one.id].token_ids) for one in requests] == [plain_run(one) for one in requests]
-    assert any(corrected)
-    cluster.engine.check_integrity()
+    for seed in range(8):
+        cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+        cluster.loop._deferred._is_deferred = True  # as on a GPU
+        requests = random_requests(random.Random(seed))
+        for request in requests:
+            cluster.submit(request)
+        cluster.run_until_finished()
+        found = [tuple(cluster.outcomes[one.id].token_ids) for one in requests]
+        assert found == [plain_run(one) for one in requests], seed
+        cluster.engine.check_integrity()
+    assert corrected.count(True) > 20
