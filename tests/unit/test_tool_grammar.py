@@ -234,6 +234,10 @@ ITSELF = {"$ref": "#/$defs/a"}
         {"properties": {"a": {}}, "required": 5},
         {"properties": {"a": {}}, "required": [1]},
         {"properties": {f"a{i}": {"type": "string"} for i in range(900)}, "$defs": {"b": {"description": "b" * 999}}},
+        {
+            "properties": {f"a{i}": {"$ref": "#/$defs/b"} for i in range(9000)},
+            "$defs": {"b": {"anyOf": [{"minLength": 1}] * 250}},
+        },
     ],
 )
 @pytest.mark.parametrize("form", sorted(CALL_FORMS))

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from cluster.grammar import MAX_GRAMMAR_CHARS
 from deploy.api.errors import ApiError, bad_request
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
@@ -64,9 +65,14 @@ class ElementGrammar:
         known = self._parameters
         if not known.is_listed:
             raise bad_request("tools", f"{self._tool_name!r}: parameters other than a list of properties {_IN_FORM}")
-        found = []
+        found, num_chars = list[Format](), 0
         for key, schema in known.properties.items():
             element = sequence([self._property(key, schema), *spelled(["\n"], {})])
+            num_chars += len(json.dumps(element))
+            if num_chars > MAX_GRAMMAR_CHARS:  # definitions are repeated for each property
+                raise bad_request(
+                    "tools", f"{self._tool_name!r}: parameters make a grammar of more than {MAX_GRAMMAR_CHARS} characters"
+                )
             found.append(element if key in known.required else {"type": "optional", "content": element})
         if not known.properties and known.others is not False:
             found.append({"type": "star", "content": sequence([self._property(None, known.others), *spelled(["\n"], {})])})

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cluster.errors import InvalidField
@@ -11,6 +12,7 @@ from engine.grammar.schema_spellings import OF_ARRAY, OF_NUMBER, OF_OBJECT, OF_S
 STRING = frozenset({"string"})
 _MAX_DEPTH = 16  # of references and alternatives within each other
 _MAX_SCHEMAS = 256  # that are read of one value: alternatives that refer to themselves multiply
+_MAX_READ = 8192  # of all values together
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 ALL_TYPES = frozenset(_NAMES.values())
 _LISTED = frozenset({"type", "properties", "required", "additionalProperties"})
@@ -44,6 +46,7 @@ class Parameters:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._root = schema
+        self._num_read = 0
         try:
             found = self.alternatives(schema)
         except NotRead:
@@ -77,17 +80,27 @@ class Parameters:
 
     def alternatives(self, schema: Any) -> list[Alternative]:
         """In order. Raises NotRead."""
-        return self._read(schema, _MAX_DEPTH, [None] * _MAX_SCHEMAS)
+        budget = [None] * min(_MAX_SCHEMAS, _MAX_READ - self._num_read)
+        num_left = len(budget)
+        try:
+            return self._read(schema, _MAX_DEPTH, budget)
+        finally:
+            self._num_read += num_left - len(budget)
 
     def part(self, schema: Any) -> Any:
         """``schema``, which is part of the whole, as one that stands alone: with what it refers to."""
         if '"$ref"' not in json.dumps(schema):
             return schema
-        shared = dict(self._root)
-        if not any(f'"{place}' in json.dumps(shared) for place in ('#"', "#/properties")):
-            shared.pop("properties", None)
-        base = shared.get("$id") if isinstance(shared.get("$id"), str) else "tool:"
-        return {"$ref": f"{base}#/{_PART}", "$defs": {_PART: {**shared, "$id": base, _PART: schema}}}
+        return {"$ref": f"{self._shared['$id']}#/{_PART}", "$defs": {_PART: {**self._shared, _PART: schema}}}
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """What references may refer to."""
+        text, identity = json.dumps(self._root), self._root.get("$id")
+        shared = {
+            key: one for key, one in self._root.items() if key != "properties" or '"#"' in text or '"#/properties' in text
+        }
+        return {**shared, "$id": identity if isinstance(identity, str) else "tool:"}
 
     def _read(self, schema: Any, depth: int, budget: list[None]) -> list[Alternative]:
         if not budget or not depth:

@@ -132,11 +132,13 @@ def _python_arguments(tool: Tool, strict: bool | None) -> Format:
     if not names:
         empty: Format = {"type": "const_string", "value": ""}
         return any_of([whole, empty] if known.others is not False else [empty])
-    parts = [known.part(known.properties[name]) for name in names]
     num_required = len(set(known.required))
-    num_copies = 1 if num_required else len(names) // 2 + 1
-    if num_copies * sum(len(json.dumps(part)) for part in parts) > MAX_GRAMMAR_CHARS:
-        return whole
+    num_copies, num_chars, parts = 1 if num_required else len(names) // 2 + 1, 0, []
+    for name in names:
+        parts.append(known.part(known.properties[name]))
+        num_chars += num_copies * len(json.dumps(parts[-1]))
+        if num_chars > MAX_GRAMMAR_CHARS:  # definitions are repeated for each property
+            return whole
     written = [sequence(spelled([f"{name}=", json_format(part)], {})) for name, part in zip(names, parts, strict=True)]
     after = [sequence(spelled([", ", one], {})) for one in written]
     optional = [{"type": "optional", "content": one} for one in after]
