@@ -41,7 +41,7 @@ from cluster.transport.codec import MAX_PARTS, decode, encode
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 from cluster.transport.rpc import _frames
 from cluster.transport.stream import MAX_HANDSHAKE_BYTES, StreamLink
-from cluster.types import Commit, FinishReason, Prefill, Proposal, Request, Slo, StopRule, TokenLogprobs
+from cluster.types import Adapter, Commit, FinishReason, Prefill, Proposal, Request, Slo, StopRule, TokenLogprobs
 from tests.support.drafter_bench import FakeLink
 
 VOCAB_SIZE = 100
@@ -92,7 +92,8 @@ SEEDS: tuple[Frame, ...] = (
     SubmitRound(
         (
             Request(
-                "request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace", (5,)
+                *("request-1", (1, 2), SAMPLING, 3.0, Slo(0.5, 0.05, "chat"), ("ngram",), (4,), "salt", True, "trace", (5,)),
+                adapter=Adapter("sql", "/sql", "key"),
             ),
         ),
         ("request-2",),
