@@ -33,7 +33,6 @@ BENCHES = {
     "figures": Bench("benchmarks.paper_figures", "figures and bounds of DSpark, MineDraft and Saguaro, simulated"),
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
     "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on disjoint cores"),
-    "packing": Bench("benchmarks.packing", "attention of verify spans: padded, decomposed and ragged"),
     "policies": Bench("benchmarks.policies", "policies of draft length, verification and overlap, simulated"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),

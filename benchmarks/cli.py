@@ -40,10 +40,6 @@ def bench(
         Path | None,
         typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="folder whose prompts/ is used without --prompts"),
     ] = None,
-    live: Annotated[
-        bool,
-        typer.Option("--live", help="routing, policies: on real loops of this machine"),
-    ] = False,
     engine: Annotated[
         Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
@@ -81,7 +77,7 @@ def bench(
     expectations = [Expectation.parse(text) for text in expect or ()]
     of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot)
     paths = (*(prompts or ()), *(more_prompts or ()))
-    result = run(BenchOptions(quick, paths, model, recording, data, live, engine, of_trace))
+    result = run(BenchOptions(quick, paths, model, recording, data, engine, of_trace))
     console = table_console()
     print_result(result, console)
     write_json(result, json)
@@ -93,9 +89,7 @@ def bench(
 
 
 def simulate(
-    scenario: Annotated[
-        str, typer.Argument(help="spin, spin-varied, specrouter, autoscale, a100-70b, h100-32b, h100-405b, or a file")
-    ],
+    scenario: Annotated[str, typer.Argument(help="spin, specrouter, autoscale, a100-70b, h100-32b, h100-405b, or a file")],
     quick: Annotated[bool, typer.Option("--quick", help="a shorter run")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="output file of the picture; default: outrider-SCENARIO.png")

@@ -12,8 +12,6 @@ given by the arrivals, so arms are compared by ``request_speed``: tokens per sec
 - ``slo_attainment.adaspec``, ``.outrider``: requests that meet a TPOT objective which all have, and at which AdaSpec
   attains about 0.90, on the machine and trace where the default is least ahead. ``slo_goodput_over_adaspec``,
   ``slo_ttft_over_adaspec``: worst over all.
-
-``--live``: the default beside plain decoding of this machine (`benchmarks/policies_live.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from benchmarks import policies_live
 from benchmarks.policy_scenarios import (
     ADASPEC_SLO,
     ARMS,
@@ -80,8 +77,6 @@ class Job(NamedTuple):
 
 
 def run(options: BenchOptions) -> BenchResult:
-    if options.live:
-        return policies_live.run(options)
     console = Console(stderr=True)
     machines = (_here(options), *(gpu_machine(*one) for one in GPUS))
     loads = workloads(options.data, options.quick)

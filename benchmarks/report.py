@@ -55,7 +55,6 @@ class BenchOptions:
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
     - ``recording``: agreement, written by ``record`` and read by ``routing``.
     - ``data``: a folder whose prompts/ provides prompts.
-    - ``live``: ``routing`` and ``policies`` with real loops instead of simulation.
     - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.
     """
@@ -65,7 +64,6 @@ class BenchOptions:
     model: str = DEFAULT_MODEL
     recording: Path | None = None
     data: Path | None = None
-    live: bool = False
     engine: str = "native"
     trace: TraceOptions = TraceOptions()
 

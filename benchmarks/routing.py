@@ -13,13 +13,11 @@ is before `lbss` and that before `epsilon-greedy`. Figures without a cost's name
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from benchmarks import chains, hedge_live, score_bias, specialists, switching
 from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -68,33 +66,13 @@ PLOT = Path("outrider-routing.png")
 
 
 def run(options: BenchOptions) -> BenchResult:
-    if options.live:
-        return _live(options)
     path = options.recording or DEFAULT_PATH
     if not path.exists():
         record(options).save(path)
     recording = read_recording(path)
     configs = [config for config in pool(options.model) if config.name in recording.header.drafters]
     cost = measured_cost(options.model, configs)
-    result = compare(recording, configs, {CPU: cost, **gpu_costs(cost, configs)}, options.quick, PLOT)
-    figures, table = score_bias.run(options)
-    note = "score_bias: a drafter in the target's process (dspark) is scored here, but not yet while it serves."
-    gains, gain_tables = specialists.run(options)
-    return replace(
-        result,
-        figures={**result.figures, **figures, **gains},
-        tables=(*result.tables, table, *gain_tables),
-        notes=(*result.notes, note),
-    )
-
-
-def _live(options: BenchOptions) -> BenchResult:
-    """Cost of a switch, whether the policy `chain` finds the fastest chain, and `hedge` against the best drafter for all."""
-    result = switching.run(options)
-    for part in (chains.run, hedge_live.run):
-        figures, tables = part(options)
-        result = replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
-    return result
+    return compare(recording, configs, {CPU: cost, **gpu_costs(cost, configs)}, options.quick, PLOT)
 
 
 def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.report import BenchResult, Expectation, Table, failures, print_result, write_json
-from benchmarks.studies import autoscale, specrouter, spin, spin_varied
+from benchmarks.studies import autoscale, specrouter, spin
 from cluster.errors import InvalidField
 from deploy.console import table_console
 from simulator import serving
@@ -16,7 +16,6 @@ from simulator.scenario import (
     ServingScenario,
     SpecRouterScenario,
     SpinScenario,
-    SpinVariations,
     read_scenario,
 )
 from simulator.study import Study
@@ -94,11 +93,6 @@ def simulated(path: Path, console: Console, quick: bool, data: Path | None = Non
             # Not less: lbss explores for half of the first two minutes.
             small = {"targets": first, "repeats": min(2, scenario.repeats)}
             return spin.run(scenario.model_copy(update=small) if quick else scenario, said)
-        case SpinVariations():
-            base = read_scenario(path.with_name(f"{scenario.base}.yaml"))
-            if not isinstance(base, SpinScenario):
-                raise InvalidField("base", scenario.base, "must be a scenario of study spin")
-            return spin_varied.run(scenario, base.model_copy(update={"repeats": 1}) if quick else base, said)
         case SpecRouterScenario():
             small = {"least_requests": 8, "horizon_s": min(10.0, scenario.horizon_s)}
             return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)

@@ -14,7 +14,6 @@ from cluster.config import (
     Count,
     EpsilonGreedyPolicy,
     FixedPolicy,
-    Fraction,
     GreedyLengthPolicy,
     HedgePolicy,
     LbssPolicy,
@@ -118,20 +117,6 @@ class SpinScenario(_Pool):
         for text in self.texts.values():
             self.known_drafters(text.family)
         return self
-
-
-class SpinVariations(Section):
-    """SPIN's evaluation with its assumptions varied one at a time, on one target and kind of text of ``base``."""
-
-    study: Literal["spin-varied"]
-    base: Name  # a scenario of study spin, beside this file
-    target: Name
-    text: Name
-    spread: tuple[Annotated[float, Field(ge=0, le=5)], ...]  # of each drafter's skill, in logits
-    epsilon: tuple[Fraction, ...]  # with which epsilon-greedy explores
-    kv_traffic: tuple[Annotated[float, Field(ge=1)], ...]  # of the target: what packing saves
-    places: tuple[Count, ...]  # of each drafter
-    finite: tuple[bool, ...] = (False, True)
 
 
 class ChainCase(Section):
@@ -264,10 +249,9 @@ class AutoscaleScenario(Section):
         return self
 
 
-AnyScenario = SpinScenario | SpinVariations | SpecRouterScenario | ServingScenario | AutoscaleScenario
+AnyScenario = SpinScenario | SpecRouterScenario | ServingScenario | AutoscaleScenario
 STUDIES: Mapping[str, type[AnyScenario]] = {
     "spin": SpinScenario,
-    "spin-varied": SpinVariations,
     "specrouter": SpecRouterScenario,
     "serving": ServingScenario,
     "autoscale": AutoscaleScenario,
@@ -279,7 +263,7 @@ class _Kind(Section):
 
     model_config = ConfigDict(extra="ignore")
 
-    study: Literal["spin", "spin-varied", "specrouter", "serving", "autoscale"]
+    study: Literal["spin", "specrouter", "serving", "autoscale"]
 
 
 def read_scenario(path: Path) -> AnyScenario:
