@@ -1,6 +1,7 @@
 """A model in fp32, its requests, and in-process clusters that run them under varying conditions."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
+from benchmarks.interpreted_triton import interpret_triton
 from cluster.config import DrafterConfig, DraftLengthConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
@@ -27,7 +29,7 @@ from engine.target import LoadedTarget
 from engine.tensor_parallel.local import load_over_local_ranks
 from engine.tensor_parallel.sharding import shard_of
 from engine.vllm.arguments import VllmLimits
-from engine.vllm.environment import prepare_environment
+from engine.vllm.environment import RUNNER_V2, prepare_environment
 from router.cost_model import TableCost
 from router.plan import SequenceView
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
@@ -172,6 +174,8 @@ class Harness:
         return NativeTarget(model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
 
     def _vllm(self, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
+        if os.environ.get(RUNNER_V2) == "1":
+            interpret_triton()
         prepare_environment()
         from engine.vllm.target import VllmTarget
 

@@ -4,10 +4,15 @@ Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32: once without
 which is compared with the former token by token.
 """
 
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 
@@ -30,6 +35,7 @@ from cluster.config import (
 )
 from cluster.types import Request
 from drafters.protocol import Drafter
+from engine.vllm.environment import RUNNER_V2
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 
 NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
@@ -79,8 +85,31 @@ class ScenarioOutcome:
 
 def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: the share
-    of scenarios in which drafts were verified and the fault occurred, without which they show nothing."""
+    of scenarios in which drafts were verified and the fault occurred, without which they show nothing. With vLLM also
+    ``identical_fraction.v1`` and ``.v2``, by model runner, and the lower of them, unless the environment names one."""
+    if options.engine != "vllm" or RUNNER_V2 in os.environ:
+        return _run(options)
+    os.environ[RUNNER_V2] = "0"
+    own, other = _run(options), _on_runner_v2(options)
+    by_runner = {name: one["identical_fraction"] for name, one in (("v1", own.figures), ("v2", other["figures"]))}
+    figures = {f"identical_fraction.{name}": value for name, value in by_runner.items()}
+    figures = {**own.figures, "identical_fraction": min(by_runner.values()), **figures}
+    return replace(own, figures=figures, notes=(*own.notes, *other["notes"]))
+
+
+def _on_runner_v2(options: BenchOptions) -> dict[str, Any]:
+    """A result as JSON; vLLM decides about its model runner when it is imported, so of a process of its own."""
+    command = [sys.executable, "-m", "deploy.cli", "bench", "invariance", "--engine", "vllm", "--model", options.model]
+    command += [f"--prompts={path}" for path in options.prompts] + ["--quick"] * options.quick
+    told = subprocess.run(command, env=os.environ | {RUNNER_V2: "1"}, stdout=subprocess.PIPE, check=True).stdout
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+def _run(options: BenchOptions) -> BenchResult:
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
+    if options.engine == "vllm" and os.environ.get(RUNNER_V2) == "1":
+        num_prompts //= 4  # its kernels are interpreted
     prompts = [p.text for p in choose_prompts(options.prompts, num_prompts)]
     rig = Harness(options.model, prompts, num_tokens, options.engine)
     console = Console(stderr=True)

@@ -6,6 +6,7 @@ import warnings
 
 from engine.vllm.version import require_vllm
 
+RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: 1 and 0 choose the model runner, without it vLLM does
 _REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine core runs in this process
 _DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators

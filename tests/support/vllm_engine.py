@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.interpreted_triton import interpret_triton
 from engine.target import LoadedTarget
+from engine.vllm.environment import RUNNER_V2, prepare_environment
 
 BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multiples of 32 on a CPU
 EOS = 256
@@ -37,10 +38,9 @@ def make_vllm(
     """
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not in this environment: make test-vllm")
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not torch.cuda.is_available():
+    if os.environ.get(RUNNER_V2) == "1" and not torch.cuda.is_available():
         interpret_triton()
     from engine.models.config import load_config
-    from engine.vllm.environment import prepare_environment
 
     prepare_environment()
     from engine.vllm.arguments import VllmLimits

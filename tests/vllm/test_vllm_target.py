@@ -23,6 +23,7 @@ from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.target import LoadedTarget, SpanInput
 from engine.target_probe import TargetProbe
+from engine.vllm.environment import RUNNER_V2
 from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.vllm
 COST = TableCost((1, 32), (0.02, 0.03))
 LAYERS = (-1, 0, 1)
 VOCAB = 257
-ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # vLLM's model runner
+ON_V2 = os.environ.get(RUNNER_V2) == "1"  # vLLM's model runner
 
 
 @pytest.fixture(scope="module")
