@@ -82,6 +82,7 @@ test-local: setup $(VENV)/.dev
 test-nightly: setup setup-vllm $(VENV)/.dev
 	$(BIN)/pytest -m '$(ANYWHERE) and nightly' --durations 20 $(ARGS)
 	$(VLLM_PYTEST) -m 'nightly and vllm' $(ARGS) tests/cluster/test_vllm_server.py
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_PYTEST) -m vllm $(ARGS) tests/vllm/test_any_model.py
 
 # Unit tests without Ray, the embedded model or a compiler, with fewer examples of Hypothesis: within 2 minutes on 2 cores with
 # AVX2. The plugin names the tests that took most processor time. Asserts are plain: rewriting them in each process takes a

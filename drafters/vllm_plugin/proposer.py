@@ -1,4 +1,4 @@
-"""The class that vLLM makes for ``method: custom_class``: `vllm/v1/spec_decode/custom_class_proposer.py` of vLLM 0.32."""
+"""The class that vLLM 0.32 and 0.33 make for ``method: custom_class``: `vllm/v1/spec_decode/custom_class_proposer.py`."""
 
 import os
 import time

@@ -1,9 +1,11 @@
 """vLLM's model runner V2 with our sampling. It reads drafts on the device, where its own speculator would leave them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -19,6 +21,20 @@ class ExactRunner(ExactSampling, GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = None  # of n-grams, the method for which slots of draft tokens are reserved
+
+        self._num_rows: NDArray[np.int32] | None = None  # that are sampled, of each request of the pass
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)
+        self._num_rows = np.diff(batch.cu_num_logits_np)
+        return batch
+
+    def _set_active_loras(self, by_request: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        """vLLM 0.32 and 0.33 forget the rows of drafts where an adapter changes logits."""
+        num_rows, self._num_rows = self._num_rows, None
+        if num_rows is not None:  # else a dummy pass
+            by_request = tuple(np.repeat(by_request, num_rows).tolist())
+        super()._set_active_loras(by_request, *args, **kwargs)
 
     def _slots(self, state: Any, group: int) -> torch.Tensor:
         layer = self.kv_cache_config.kv_cache_groups[group].layer_names[0]

@@ -15,6 +15,9 @@ from benchmarks.interpreted_triton import interpret_triton
 from engine.target import LoadedTarget
 from engine.vllm.environment import RUNNER_V2, prepare_environment
 
+if os.environ.get(RUNNER_V2) == "1" and not torch.cuda.is_available():
+    interpret_triton()  # before anything imports vLLM
+
 BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multiples of 32 on a CPU
 EOS = 256
 
@@ -38,8 +41,6 @@ def make_vllm(
     """
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not in this environment: make test-vllm")
-    if os.environ.get(RUNNER_V2) == "1" and not torch.cuda.is_available():
-        interpret_triton()
     from engine.models.config import load_config
 
     prepare_environment()

@@ -1,6 +1,7 @@
 """The benchmark of invariance itself: whole on a random tiny model, and blind to none of the ways to break the rule."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
 from engine.sampling import Chosen
 from engine.target import SpanOutcome
+from engine.vllm.environment import RUNNER_V2
 from router.cost_model import TableCost
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 from router.plan import Capacity, SequenceView
@@ -157,3 +159,24 @@ def test_midway_preempts_half_of_the_running_once() -> None:
     assert set(plan.preempted) == {"a", "c"}
     assert not {"a", "c"} & {span.request_id for span in plan.spans}
     assert planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0).preempted == ()
+
+
+def test_of_vllms_model_runners_the_lower_fraction_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    fraction = {"0": 1.0, "1": 0.5}
+    measured: list[str] = []
+
+    def measure(options: BenchOptions) -> BenchResult:
+        measured.append(os.environ[RUNNER_V2])
+        return BenchResult("invariance", {"identical_fraction": fraction[measured[-1]]}, notes=(measured[-1],))
+
+    def child(options: BenchOptions) -> dict[str, object]:
+        return {"figures": {"identical_fraction": fraction["1"]}, "notes": ["of V2"]}
+
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(invariance, "_run", measure)
+    monkeypatch.setattr(invariance, "_on_runner_v2", child)
+    both = invariance.run(BenchOptions(engine="vllm"))
+    assert both.figures == {"identical_fraction": 0.5, "identical_fraction.v1": 1.0, "identical_fraction.v2": 0.5}
+    assert both.notes == ("0", "of V2")
+    os.environ[RUNNER_V2] = "1"
+    assert invariance.run(BenchOptions(engine="vllm")).figures == {"identical_fraction": 0.5}, "the one that is named"

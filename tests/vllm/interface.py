@@ -125,16 +125,15 @@ def own_members(node: ast.ClassDef) -> Members:
 
 def missing(supported: Release, other: Release) -> list[str]:
     """One line for each part of the interface that ``other`` lacks."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in OURS]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    modules = (node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm")
-    imports = {f"{node.module}.{alias.name}": alias.asname or alias.name for node in modules for alias in node.names}
+    files = [list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in OURS]
+    nodes, by_file = [node for file in files for node in file], [imported(file) for file in files]
+    imports = {dotted for own in by_file for dotted in own.values()}
     overrides = {one.name: one for node in nodes if isinstance(node, ast.ClassDef) for one in node.body if is_method(one)}
     named = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | set(overrides)
     lines = [f"{dotted} is gone" for dotted in (*imports, *USED) if other.find(dotted) is None]
-    for node in nodes:
-        for dotted, alias in imports.items():
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == alias:
+    for file, own in zip(files, by_file, strict=True):
+        for node in file:
+            if isinstance(node, ast.Attribute) and (dotted := own.get(ast.unparse(node.value))) is not None:
                 found = other.find(dotted)
                 if found is not None and found[1] is None and node.attr not in found[0].names:
                     lines.append(f"{dotted}.{node.attr} is gone")
@@ -151,6 +150,12 @@ def missing(supported: Release, other: Release) -> list[str]:
     known = {name for field in fields for name in defined(field)}
     lines += [f"EngineArgs has no {name}" for name in arguments if name not in known]
     return sorted(set(lines))
+
+
+def imported(nodes: Sequence[Node]) -> dict[str, str]:
+    """What a file imports of vLLM, dotted, by the file's name of it."""
+    lines = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm"]
+    return {alias.asname or alias.name: f"{line.module}.{alias.name}" for line in lines for alias in line.names}
 
 
 def is_method(node: Node) -> bool:
