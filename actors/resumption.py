@@ -1,7 +1,7 @@
 """What a gateway needs to continue a request at another target when the first one is lost.
 
-The output depends on target, prompt, parameters and seed alone (DESIGN idea 1), so another replica continues it from the
-tokens delivered so far: they count as its output for max_tokens, min_tokens, penalties and the grammar.
+The output depends on target, prompt, parameters and seed alone (docs/architecture.md#principles), so another replica
+continues it from the tokens delivered so far, which count as its output for max_tokens, min_tokens, penalties and grammar.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Counterfactual acceptance: what a drafter would have had accepted for a request that another drives (DESIGN idea 5).
+"""Counterfactual acceptance: what a drafter would have had accepted for a request that another drives.
 
 The pass that computes the committed tokens also yields what the drafter would have drafted, with the same noise, so a score
 costs no pass of its own and equals that of really drafting. After a draft at ``base`` with ``matched`` right tokens the next

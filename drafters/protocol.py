@@ -1,4 +1,4 @@
-"""The interface of drafters, alone or as part of a chain or cascade (DESIGN idea 4)."""
+"""The interface of drafters, alone or as part of a chain or cascade (docs/architecture.md#principles)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Drafter(Protocol):
     """Proposes continuations. Not thread-safe.
 
     It may be wrong, slow or gone, but must not return tokens outside the vocabulary. With a request's sampling parameters
-    and seed it samples with the target's noise (DESIGN idea 1).
+    and seed it samples with the target's noise.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Sampling with a reduced head by the target's rule and noise (DESIGN idea 1).
+"""Sampling with a reduced head by the target's rule and noise.
 
 A fused kernel samples from the head's tokens alone, any other one so for requests with no other sampling parameter than a
 temperature. Otherwise the logits are scattered over the whole vocabulary, and the target's sampler chooses.

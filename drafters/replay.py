@@ -1,4 +1,4 @@
-"""Accepted lengths of a drafter on recorded outputs of the target: exact (DESIGN idea 1), and without its passes."""
+"""Accepted lengths of a drafter on recorded outputs of the target: exact, and without its passes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

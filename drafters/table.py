@@ -300,7 +300,7 @@ class TableDrafter:
 
 
 def _choose(candidates: Sequence[tuple[int, float]], sampling: SamplingParams, position: int) -> tuple[int, float]:
-    """The candidate that the target's rule would choose if these were its probabilities (DESIGN idea 1)."""
+    """The candidate that the target's rule would choose if these were its probabilities."""
     if sampling.temperature == 0.0 or len(candidates) == 1:
         return max(candidates, key=itemgetter(1))
     noise = gumbel_of_few(sampling.seed, position, [token_id for token_id, _ in candidates])

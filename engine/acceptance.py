@@ -1,4 +1,4 @@
-"""Acceptance of draft tokens: one is accepted exactly when it equals the target's own token (DESIGN idea 1). No torch.
+"""Acceptance: a draft token is accepted exactly when it equals the target's own (docs/architecture.md#principles). No torch.
 
 ``verdict`` accepts within a pass; ``judge`` compares a whole proposal with what was committed, for the drafter's statistics.
 """

@@ -1,4 +1,4 @@
-"""Gumbel noise G(seed, position, token), identical on CPU, CUDA, NumPy and in every process (DESIGN idea 1). No torch.
+"""Gumbel noise G(seed, position, token), identical in all processes and devices (docs/architecture.md#principles). No torch.
 
 The Gumbel-max identity as exponential arrival times: with T_v ~ Exp(1) i.i.d., argmax_v(log p_v - log T_v) is distributed as
 p, and G_v = -log T_v is standard Gumbel noise.

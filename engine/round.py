@@ -1,4 +1,4 @@
-"""The round: the one loop in which a target serves all of its requests (DESIGN, One round)."""
+"""The round: the one loop in which a target serves all of its requests."""
 
 import logging
 import threading
@@ -338,7 +338,7 @@ class TargetLoop:
                 break
 
     def _preempt(self, sequence: LiveSequence) -> None:
-        """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""
+        """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation."""
         self._engine.release(sequence.request.id)
         sequence.preempt()
         self.observer.preempted(sequence.request.id)

@@ -1,4 +1,4 @@
-"""Sampling for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
+"""Sampling for targets and drafters alike (docs/architecture.md#principles): argmax_v(z_v + G(seed, position, v)).
 
 z are the logits after penalties, bias, the masks of allowed_token_ids, min_tokens, a grammar and bad words, temperature,
 top-k, top-p and min-p, in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the

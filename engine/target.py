@@ -62,8 +62,8 @@ class PrefixCache(Protocol):
 
 class TargetEngine(PrefixCache, Protocol):
     """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
-    parameters, seed) alone (DESIGN idea 1): not on drafts, the batch or preemptions. An engine may schedule for itself,
-    compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
+    parameters, seed) alone (docs/architecture.md#principles): not on drafts, the batch or preemptions. An engine may
+    schedule for itself, compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how

@@ -133,7 +133,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class ScoreCounts:
-    """Counterfactual counts of a drafter in step (DESIGN idea 5): as exact as an observation, without times."""
+    """Counterfactual counts of a drafter in step: as exact as an observation, without times."""
 
     request_id: str
     drafter: str

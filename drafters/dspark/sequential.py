@@ -247,7 +247,7 @@ def _scaled(logit: float, scaling: TemperatureScaling, position: int, margin: fl
 
 
 def _make_choice(ops: Ops, token_ids: NDArray[np.int64], device: torch.device) -> Choice:
-    """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1) and its margin (``engine.ops.GumbelArgmax``), where no
+    """argmax_v(logits_v / T + G(key, v)) of each row and its margin (``engine.ops.GumbelArgmax``), where no
     kernel is available among the most probable tokens only. ``token_ids``: of the logits' columns, ascending."""
     kernel = ops.gumbel_argmax(token_ids)
     if isinstance(kernel, FusedSampling):

@@ -23,7 +23,7 @@ class _Head(ctypes.Structure):
 
 
 class CpuGumbelArgmax:
-    """``engine.ops.GumbelArgmax``, exact (DESIGN idea 1). ``library``: kernels for ``dtype``. ``token_ids``: of the columns
+    """``engine.ops.GumbelArgmax``, exact. ``library``: kernels for ``dtype``. ``token_ids``: of the columns
     of the logits, ascending."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, token_ids: NDArray[np.int64]) -> None:

@@ -29,7 +29,7 @@ _NUM_WARPS = 8
 
 
 class CudaGumbelArgmax:
-    """``engine.ops.GumbelArgmax`` and ``engine.ops.FusedSampling``, exact (DESIGN idea 1): chooses what the CPU chooses.
+    """``engine.ops.GumbelArgmax`` and ``engine.ops.FusedSampling``, exact: chooses what the CPU chooses.
 
     Not thread-safe: calls share memory. ``token_ids``: of the columns of the logits, ascending.
     """

@@ -6,7 +6,7 @@ the first:
 
     P(j, c_r) = (S_j - S_(j+1)) h_r        position K is that of the bonus token
 
-A drafter with the target's noise (DESIGN idea 1) knows these choices: they are its next best perturbed logits.
+A drafter with the target's noise knows these choices: they are its next best perturbed logits.
 """
 
 from collections.abc import Callable, Sequence

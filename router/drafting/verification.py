@@ -48,7 +48,7 @@ class VerificationPolicy(Protocol):
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         """``ready``: the sequences that decode, in order of arrival. Called once for each planned pass.
 
-        The output does not depend on the choice (DESIGN idea 1).
+        The output does not depend on the choice.
         """
 
 

@@ -28,7 +28,7 @@ class OutriderVerification:
     with c = 0. T stays within the limit of the context if any choice does. MIN_CHUNK_LEN prompt tokens are computed always,
     and as many as are due.
 
-    The search may look at tokens beyond those that it admits: no admission rule changes the output (DESIGN idea 1).
+    The search may look at tokens beyond those that it admits: no admission rule changes the output.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Agreement between models of a chain, learned from verifications.
 
 SpecRouter's SimScore (equations 5 and 6) is 1 - TV, TV being the total variation of two models' distributions. Here tokens
-travel, drawn with the same noise (DESIGN idea 1). Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
+travel, drawn with the same noise. Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
 SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 """
 

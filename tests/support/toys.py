@@ -38,7 +38,7 @@ def _logits(tail: bytes, spread: float) -> np.ndarray:
 
 
 def choose(context: Sequence[int], sampling: SamplingParams) -> int:
-    """The toy target's token after ``context``, by DESIGN idea 1."""
+    """The toy target's token after ``context``."""
     return _choose(bytes(context[-CONTEXT_LEN:]), len(context), sampling.temperature, sampling.seed)
 
 

@@ -143,7 +143,7 @@ def test_drafting_with_the_requests_noise_agrees_more_often_than_without() -> No
         for drafter in (shared_noise, one_hot, bad)
     }
     p, q = (logits_after(table, [PROMPT])[0].double().softmax(-1).numpy() for table in (LOGITS, OTHER_LOGITS))
-    expected = (1 / np.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None]).sum(1)).sum()  # DESIGN idea 1
+    expected = (1 / np.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None]).sum(1)).sum()
     assert agreement[shared_noise] == pytest.approx(expected, abs=0.02)
     assert agreement[shared_noise] > agreement[one_hot] + 0.1 > agreement[bad] + 0.1
 
