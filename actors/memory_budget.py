@@ -1,6 +1,7 @@
 """Predicted memory of each drafter and the memory limits of its devices: the tenants of a `ModelPool`."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,11 +80,14 @@ def _limits(config: Config, plan: PlacementPlan, inventory: Inventory) -> dict[s
             targets = _target_bytes(config, plan, node.name)
             limits[_cpu(node.name)] = max(0, int(node.memory_bytes * (1 - RESERVE)) - targets - CONTROL_BYTES)
     gpu_bytes = {node.name: node.gpu_bytes for node in inventory.nodes}
+    shares: dict[str, float] = defaultdict(float)  # of GPUs, that targets have
+    for bundle in (bundle for i in range(config.target.replicas) for bundle in plan.group(target_name(i)).bundles):
+        shares[_gpu(bundle)] += bundle.gpus
     for bundle in (bundle for group in plan.groups for bundle in group.bundles if bundle.gpu is not None):
         if config.memory.gpu_gb is not None:
             limits[_gpu(bundle)] = int(config.memory.gpu_gb * GB)
         elif (own := gpu_bytes.get(bundle.node)) is not None:
-            limits[_gpu(bundle)] = int(own * (1 - RESERVE))
+            limits[_gpu(bundle)] = int(own * (1 - RESERVE) * max(0.0, 1 - shares[_gpu(bundle)]))
     return limits
 
 

@@ -24,9 +24,12 @@ CONTROL_CPUS = 0.3  # left to the router and the supervisor
 MIN_TARGET_CPUS = 0.5
 
 
-def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
-    """Idempotent. Replicas count as many as there may be. ``max_threads``: of the target with "auto"; None: as many as
-    there are.
+def resolve(config: Config, inventory: Inventory, max_threads: int | None = None, *, uses_gpus: bool = True) -> Config:
+    """Idempotent. Replicas count as many as there may be.
+
+    Args:
+        max_threads: of the target with "auto"; None: as many as there are.
+        uses_gpus: whether "auto" may be a GPU; False where this environment cannot use one.
 
     The target and the drafters in its process use GPUs if there are enough for all ranks. Other drafters with a model
     use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs.
@@ -38,10 +41,11 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     nodes = inventory.matching(target.resources.node_labels)
     num_ranks = target.most * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
-    on_gpu = target.engine == "native" and 0 < num_gpus <= nodes.num_gpus
+    on_gpu = uses_gpus and 0 < num_gpus <= nodes.num_gpus
     device = target.device if target.device != "auto" else ("cuda" if on_gpu else "cpu")
     named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
-    drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus, device)
+    own_nodes = nodes if device == "cuda" else Inventory(())
+    drafters = _resolve_drafters(named, inventory, own_nodes, num_gpus, device, uses_gpus)
     one_node = len(inventory.nodes) == 1
     kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
     if kind == "unix" and not one_node:
@@ -52,7 +56,10 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         state = state.model_copy(update={"folder": state.folder.expanduser()})
     kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
     resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
-    target = target.model_copy(update={"device": device, "resources": resources})
+    engine = "native" if target.engine == "auto" else target.engine
+    target = target.model_copy(update={"engine": engine, "device": device, "resources": resources})
+    if device == "cpu":
+        target = target.model_copy(update={"kv_cache_gb": target.kv_cache_bytes / 2**30})
     passes = {"max_pass_tokens": target.longest_pass, "prefill_chunk_len": target.longest_chunk}
     return config.model_copy(
         update={
@@ -65,7 +72,12 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
 
 
 def _resolve_drafters(
-    drafters: Sequence[DrafterConfig], inventory: Inventory, target_nodes: Inventory, target_gpus: float, target_device: str
+    drafters: Sequence[DrafterConfig],
+    inventory: Inventory,
+    target_nodes: Inventory,
+    target_gpus: float,
+    target_device: str,
+    uses_gpus: bool,
 ) -> tuple[DrafterConfig, ...]:
     resolved = []
     for drafter in drafters:
@@ -77,7 +89,7 @@ def _resolve_drafters(
         rivals = [d for d in drafters if d.resources.node_labels == asked.node_labels]
         share = _gpu_share(rivals, inventory.matching(asked.node_labels), target_nodes, target_gpus)
         gpus = asked.gpus if asked.gpus != "auto" else share
-        on_gpu = drafter.has_model and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0))
+        on_gpu = drafter.has_model and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0 and uses_gpus))
         if on_gpu and asked.gpus == "auto":
             gpus = share or 1.0  # no GPU is free: placement reports what is missing
         cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS

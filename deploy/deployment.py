@@ -28,11 +28,13 @@ from deploy import local_ray
 from deploy.api.sampling_defaults import sampling_defaults
 from deploy.console import say_step
 from deploy.local_ray import LaunchError
+from deploy.memory import sized
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
-from engine.model_facts import max_model_len, read_facts
+from engine.model_facts import read_facts
+from engine.vllm.version import torch_has_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +65,15 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         inventory = with_cores(read_inventory(ray.nodes()))
         sampling_defaults(self._config.model, model_folder)  # refused here rather than in the API's process
         facts = read_facts(self._config, model_folder)
-        config = resolve_dtypes(resolve(self._config, inventory, facts.useful_threads))
-        model = config.model.model_copy(update={"max_model_len": max_model_len(config, facts)})
-        config = config.model_copy(update={"model": model})
+        config = resolve_dtypes(resolve(self._config, inventory, facts.useful_threads, uses_gpus=torch_has_cuda()))
+        if config.target.device == "cuda" or any(d.device == "cuda" for d in config.drafters):
+            inventory = with_gpu_memory(inventory)
+        nodes = inventory.matching(config.target.resources.node_labels).nodes
+        config = sized(config, facts, min((node.gpu_bytes for node in nodes if node.gpu_bytes is not None), default=None))
         plan = place(config, inventory)
         if config.transport.kind == "grpc" and config.cluster.tls is not None:
             tls.check(config.cluster.tls)  # refused here rather than in each process
             _warn_of_ranks(plan)
-        if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_colocated for d in config.drafters):
-            inventory = with_gpu_memory(inventory)
         self._groups = make_groups(plan, detached=self._detached)
         budget = memory_budget(config, as_made(plan, self._groups), inventory)
         return Deployment(config, self._groups, str(self._folder), token, budget, detached=self._detached)

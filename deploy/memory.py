@@ -1,10 +1,11 @@
-"""Checks before the start whether a deployment fits into this machine's memory."""
+"""Whether a deployment fits into memory, known before its processes start, and how large the KV cache of a GPU is."""
 
 from cluster.config import Config
 from deploy.local_ray import LaunchError
-from drafters.footprint import target_footprint
+from drafters.footprint import hidden_state_bytes, target_footprint, target_footprints
 from engine.compiling import kernels_fault
 from engine.dtypes import held_dtype
+from engine.model_facts import ModelFacts, max_model_len
 from profiler.hardware import available_memory_bytes
 
 # Measured: Ray, Serve and the small processes, without weights and KV caches.
@@ -33,5 +34,58 @@ def check_memory(config: Config) -> None:
     parts = f"weights {weights:.1f}, caches and hidden states {caches:.1f}, processes and lists of tokens the rest"
     raise LaunchError(
         f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory ({parts}){wider}, {free / 2**30:.1f} GB are "
-        f"free: end other programs or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
+        f"free: end other programs or lower target.kv_cache_gb ({target.kv_cache_bytes / 2**30:g})"
     )
+
+
+def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
+    """A resolved configuration with ``max_model_len`` as a number, and on a GPU with the size of the KV cache. vLLM's own
+    profile finds that within the result's ``gpu_memory_utilization``, a share of the whole GPU.
+
+    Args:
+        gpu_bytes: of a rank's GPU; None: unknown.
+
+    Raises LaunchError: it does not fit, and what takes how much; ModelUnavailable as ``target_footprints``.
+    """
+    target = config.target
+    if target.device != "cuda" or gpu_bytes is None:
+        return _with_longest(config, facts)
+    is_auto, token_bytes = target.kv_cache_gb == "auto", facts.kv_bytes_per_token
+    own, drafters = target_footprints(config, facts)
+    allowed = int(gpu_bytes * min(1.0, target.resources.reserved[1]) * (target.gpu_memory_utilization if is_auto else 1.0))
+    left = allowed - own.weight_bytes - own.pass_bytes - own.process_bytes - drafters.total
+    hidden = hidden_state_bytes(config, facts)
+    num_tokens = left // (token_bytes + hidden) if is_auto else target.kv_cache_bytes // token_bytes
+    least = num_tokens
+    if is_auto:
+        least = 1 if config.model.max_model_len == "auto" else max_model_len(config, facts)
+    if left < least * (token_bytes + hidden) and "cpu_offload_gb" not in target.vllm:
+        parts = {
+            "weights": own.weight_bytes,
+            "the largest pass": own.pass_bytes,
+            "CUDA": own.process_bytes,
+            "drafters in the target's process": drafters.total,
+            f"a KV cache of {least} tokens": least * token_bytes,
+            "their hidden states": least * hidden,
+        }
+        takes = ", ".join(f"{name} {num_bytes / 2**30:.2f}" for name, num_bytes in parts.items() if num_bytes)
+        raise LaunchError(
+            f"{config.model.name} does not fit its GPU, of which it may take {allowed / 2**30:.2f} GB: {takes}; raise "
+            "target.tensor_parallel or target.gpu_memory_utilization, or lower target.kv_cache_gb, target.max_pass_tokens "
+            "or model.max_model_len"
+        )
+    config = _with_target(config, kv_cache_gb=num_tokens * token_bytes / 2**30) if is_auto else config
+    config = _with_longest(config, facts)
+    if is_auto and target.engine == "vllm":
+        not_counted = drafters.total + num_tokens * hidden  # by vLLM
+        config = _with_target(config, kv_cache_gb="auto", gpu_memory_utilization=(allowed - not_counted) / gpu_bytes)
+    return config
+
+
+def _with_longest(config: Config, facts: ModelFacts) -> Config:
+    model = config.model.model_copy(update={"max_model_len": max_model_len(config, facts)})
+    return config.model_copy(update={"model": model})
+
+
+def _with_target(config: Config, **changes: object) -> Config:
+    return config.model_copy(update={"target": config.target.model_copy(update=changes)})

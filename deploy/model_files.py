@@ -19,6 +19,7 @@ from cluster.model_name import HubName, public_name
 from drafters.speculator_search import speculators_for
 from engine.models.hub import Progress, fetch, local_folder, no_progress
 from engine.models.prepare import ensure_model
+from engine.vllm.version import chosen_engine
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,10 @@ LOGGED_SHARE = 0.1  # of a download between two lines of a log
 
 
 def with_files(config: Config) -> Config:
-    """Downloads what the configuration names of a hub. The result names each by its commit, so that all processes, also on
-    other machines and after a restart, load the same files. Speculators at hand are logged where no drafters are named.
-    Raises ModelUnavailable."""
+    """Chooses the engine, and downloads what the configuration names of a hub. The result names each by its commit, so that
+    all processes, also on other machines and after a restart, load the same files. Speculators at hand are logged where no
+    drafters are named. Raises ModelUnavailable."""
+    config = chosen_engine(config)
     model = config.model.model_copy(update={"name": _pinned(config.model.name)})
     drafters = [d.model_copy(update={"options": _with_files(d.options)}) for d in config.drafters]
     with shown_progress(model.name) as progress:

@@ -12,6 +12,7 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from deploy.console import table_console
+from deploy.memory import sized
 from deploy.model_files import with_files
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
@@ -31,8 +32,9 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     set_threads(num_cores())  # before torch is imported; each measurement sets its own number
     config = with_files(with_shipped(config))  # whose commit is part of the profile's key
     facts = read_facts(config, resolve_model(config.model.name, config.target.engine))
-    config = resolve(config, here(), facts.useful_threads)
-    config = resolve_dtypes(config)
+    machine = here()
+    config = resolve_dtypes(resolve(config, machine, facts.useful_threads))
+    config = sized(config, facts, machine.nodes[0].gpu_bytes)
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of
 
@@ -60,7 +62,9 @@ def here() -> Inventory:
     """The inventory of this machine. Imports torch."""
     import torch
 
-    return Inventory((Node("here", float(num_cores()), float(torch.cuda.device_count())),))
+    num_gpus = torch.cuda.device_count()
+    gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
+    return Inventory((Node("here", float(num_cores()), float(num_gpus), gpu_bytes=min(gpu_bytes, default=None)),))
 
 
 def show(profile: Profile, console: Console) -> None:

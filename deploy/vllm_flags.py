@@ -62,6 +62,7 @@ FLAGS: Mapping[str, Flag] = {
     "--data-parallel-size": Flag("target.replicas", count),
     "--block-size": Flag("target.block_len", count),
     "--kv-cache-memory-bytes": Flag("target.kv_cache_gb", _gigabytes),
+    "--gpu-memory-utilization": Flag("target.gpu_memory_utilization", scalar),
     "--max-num-seqs": Flag("target.max_num_sequences", count),
     "--max-num-batched-tokens": Flag("target.max_pass_tokens", count),
     "--host": Flag("api.host"),
@@ -115,7 +116,6 @@ NEEDLESS: Mapping[str, tuple[int, str]] = {  # tokens that it takes, and why it 
     "--enable-request-id-headers": (0, "answers always have X-Request-Id"),
     "--chat-template-content-format": (1, "it is recognised from the chat template"),
     "--seed": (1, "a request without a seed draws one; seeds are fields of requests"),
-    "--gpu-memory-utilization": (1, "the KV cache has a size, target.kv_cache_gb, not a share of the GPU"),
 }
 _NO_COUNTERPART = "has no counterpart here"
 REFUSED: Mapping[str, str] = {

@@ -27,7 +27,7 @@ from cluster.config import (
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
-from engine.model_facts import max_model_len, read_facts
+from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
@@ -36,6 +36,9 @@ PROCESS_BYTES = 110 * 2**20
 TORCH_BYTES = 350 * 2**20
 VLLM_BYTES = 500 * 2**20  # of a target on vLLM's engine, beside torch
 CUDA_BYTES = 600 * 2**20
+# Bounds by arithmetic: elements of a row of a pass, times the hidden size; bytes of a logit in the sampling kernels, for an
+# edited copy and a candidate; rows of a sequence that have logits.
+ROW_ELEMENTS, CHOICE_BYTES, SAMPLED_ROWS = 32, 8, 17
 # Measured, per token of a followed request: the list alone, an index of n-grams, an automaton.
 TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 # Measured, of a table: per learned context, per counted context, and its cache of look-ups.
@@ -54,10 +57,11 @@ class Footprint:
     cache_bytes: int = 0
     request_bytes: int = 0
     process_bytes: int = 0
+    pass_bytes: int = 0  # of the largest pass, counted on GPUs
 
     @property
     def total(self) -> int:
-        return self.weight_bytes + self.cache_bytes + self.request_bytes + self.process_bytes
+        return self.weight_bytes + self.cache_bytes + self.request_bytes + self.process_bytes + self.pass_bytes
 
     def __add__(self, other: "Footprint") -> "Footprint":
         return Footprint(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Footprint)))
@@ -76,34 +80,56 @@ def footprint(
     return replace(total, request_bytes=0) if on_gpu else total
 
 
-def target_footprint(config: Config) -> Footprint:
-    """Of the first rank of a target on a CPU, the largest, with its colocated drafters and a row of hidden states per token
-    of the KV cache. Raises ModelUnavailable."""
-    from drafters.registry import feature_layers
+def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Footprint]:
+    """Of the first rank of a target, the largest, and of the drafters in its process. With the cache count the hidden states
+    that these read, a row per token. Raises ModelUnavailable."""
     from engine.models.prepare import resolve_model
 
-    target = config.target
+    target, on_gpu = config.target, config.target.device == "cuda"
     folder = resolve_model(config.model.name, target.engine)
-    facts = read_facts(config, folder)
     longest = max_model_len(config, facts)
-    dtype = choose_dtype(target.dtype, "cpu", engine=target.engine)
+    dtype = choose_dtype(target.dtype, "cuda" if on_gpu else "cpu", engine=target.engine)
     if target.engine == "vllm":
         whole = vllm_weights(folder, DTYPE_BYTES[dtype])
     else:
         options = ModelOptions(model=config.model.name).model_copy(update={"dtype": dtype})
-        whole = Footprint(*_weights(options, False, config.model.name))
-    colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
-    parts = (_of(one.options, False, one.capacity * longest, config.model.name) for one in colocated)
-    kv_cache_bytes = int(target.kv_cache_gb * 2**30)
-    kept_bytes = len(feature_layers(colocated)) * facts.hidden_size * max(2, _element(dtype, on_gpu=False))
+        whole = Footprint(*_weights(options, on_gpu, config.model.name))
+    sampled_rows = min(target.longest_pass, target.max_num_sequences * SAMPLED_ROWS)
+    row_bytes = ROW_ELEMENTS * facts.hidden_size * DTYPE_BYTES[dtype]
+    choice_bytes = facts.vocab_size * (DTYPE_BYTES[dtype] + CHOICE_BYTES)
+    num_tokens = target.kv_cache_bytes // facts.kv_bytes_per_token
+    in_memory = PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0)
     own = Footprint(
         whole.stored_bytes,
         int(whole.weight_bytes * facts.weight_share),
-        kv_cache_bytes + kept_bytes * (kv_cache_bytes // facts.kv_bytes_per_token),
-        target.max_num_sequences * longest * TOKEN_BYTES,
-        PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0),
+        target.kv_cache_bytes + hidden_state_bytes(config, facts) * num_tokens,
+        0 if on_gpu else target.max_num_sequences * longest * TOKEN_BYTES,
+        CUDA_BYTES if on_gpu else in_memory,
+        target.longest_pass * row_bytes + sampled_rows * choice_bytes if on_gpu else 0,
     )
-    return sum(parts, own)
+    colocated = (drafter for drafter in config.drafters if drafter.is_colocated)
+    parts = (_of(one.options, on_gpu, one.capacity * longest, config.model.name) for one in colocated)
+    drafters = sum(parts, Footprint())
+    return own, replace(drafters, request_bytes=0) if on_gpu else drafters
+
+
+def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:
+    """Of a token of the KV cache, for drafters in the target's process."""
+    from drafters.registry import feature_layers
+
+    on_gpu = config.target.device == "cuda"
+    dtype = choose_dtype(config.target.dtype, "cuda" if on_gpu else "cpu", engine=config.target.engine)
+    layers = feature_layers([drafter for drafter in config.drafters if drafter.is_colocated])
+    return len(layers) * facts.hidden_size * max(2, _element(dtype, on_gpu))
+
+
+def target_footprint(config: Config) -> Footprint:
+    """Of the first rank of a target with the drafters in its process. Raises ModelUnavailable."""
+    from engine.models.prepare import resolve_model
+
+    facts = read_facts(config, resolve_model(config.model.name, config.target.engine))
+    own, drafters = target_footprints(config, facts)
+    return own + drafters
 
 
 def vllm_weights(folder: Path, element: int) -> Footprint:

@@ -25,7 +25,7 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: 
     """
     if dtype != AUTO:
         return dtype
-    fault = kernels_fault() if engine == "native" else f"{engine} does not use them"
+    fault = kernels_fault() if engine != "vllm" else "vllm does not use them"
     if device == "cuda":
         chosen, reason = BFLOAT16, "it is on a GPU"
     elif fault is None:

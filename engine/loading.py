@@ -160,7 +160,7 @@ def _native_options(config: Config, longest: int) -> dict[str, Any]:
     return {
         "dtype": target.dtype,
         "device": target.device,
-        "kv_cache_bytes": int(target.kv_cache_gb * 2**30),
+        "kv_cache_bytes": target.kv_cache_bytes,
         "block_len": target.block_len,
         "max_num_sequences": target.max_num_sequences,
         "max_pass_tokens": target.longest_pass,

@@ -56,5 +56,5 @@ def max_model_len(config: Config, facts: ModelFacts) -> int:
     asked, target = config.model.max_model_len, config.target
     if asked != "auto":
         return min(asked, facts.max_len)
-    num_blocks = int(target.kv_cache_gb * 2**30) // (facts.kv_bytes_per_token * target.block_len) - 1  # vLLM pads with one
+    num_blocks = target.kv_cache_bytes // (facts.kv_bytes_per_token * target.block_len) - 1  # vLLM pads with one
     return max(1, min(facts.max_len, num_blocks * target.block_len))

@@ -45,7 +45,7 @@ class Identity(Section):
         """Of the target of a resolved configuration."""
         target, threads = config.target, config.target.resources.threads
         return cls(
-            engine=target.engine,
+            engine="native" if target.engine == "auto" else target.engine,
             model=config.model.name.rstrip("/"),
             dtype=target.dtype,
             device=target.device,

@@ -57,7 +57,7 @@ LONG_PASS = 2048  # rows, as vLLM takes by default
 class TargetConfig(Replicated):
     """The verifying engine and its replicas."""
 
-    engine: Engine = "native"  # vllm: in an environment of its own (`make setup-vllm`)
+    engine: Engine = "auto"  # vllm: in an environment of its own (`make setup-vllm`); auto: there, on a GPU; else native
     dtype: TargetDtype = "auto"  # float16: on the vllm engine
     device: Device = "auto"
     replicas: Count = 1  # at start
@@ -65,7 +65,9 @@ class TargetConfig(Replicated):
     max_replicas: Count | None = None
     tensor_parallel: Count = 1  # ranks of one replica; at most the model's key-value heads
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
-    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
+    # Of one rank. auto: 0.5 on a CPU; on a GPU what weights, passes and colocated drafters leave of gpu_memory_utilization.
+    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] | Auto = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the GPU that resources.gpus gives it
     max_num_sequences: Count = 64  # running at once in one replica
     # auto: 512 and 256 rows for the native engine on a CPU, whose passes have next to no fixed cost, else 2,048 of both.
     max_pass_tokens: Count | Auto = "auto"  # rows of one packed pass
@@ -82,6 +84,11 @@ class TargetConfig(Replicated):
         if not (self.lora_modules or self.vllm.get("enable_lora")):
             return 0
         return max(int(self.vllm.get("max_loras", 1)), len(self.lora_modules))
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """``kv_cache_gb`` as a number."""
+        return int(2**30 * (0.5 if self.kv_cache_gb == "auto" else self.kv_cache_gb))
 
     @property
     def longest_pass(self) -> int:

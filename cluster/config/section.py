@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Auto = Literal["auto"]
 Device = Literal["auto", "cpu", "cuda"]
-Engine = Literal["native", "vllm"]
+Engine = Literal["auto", "native", "vllm"]
 Dtype = Literal["auto", "bfloat16", "float32"]  # auto: the fastest on the device, see engine.dtypes
 TargetDtype = Literal["auto", "bfloat16", "float16", "float32"]
 DrafterDtype = Literal["auto", "int8", "bfloat16", "float32"]

@@ -14,6 +14,7 @@ OURS = {
     "tensor_parallel_size": "target.tensor_parallel",
     "block_size": "target.block_len",
     "kv_cache_memory_bytes": "target.kv_cache_gb",
+    "gpu_memory_utilization": "target.gpu_memory_utilization",
     "max_num_seqs": "target.max_num_sequences",
     "max_num_batched_tokens": "target.max_pass_tokens",
     "data_parallel_size": "target.replicas",

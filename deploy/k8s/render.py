@@ -94,6 +94,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     A fleet that scales does so on elastic hardware: KubeRay's autoscaler adds and removes the pods of the worker groups.
     """
     target = config.target
+    engine = "native" if target.engine == "auto" else target.engine  # whose processes the pods below are made for
     device = _device(target.device, target.resources, has_model=True)
     cpus = WITH_GPU_CPUS if device == "cuda" else options.cpus
     resources = _given(target.resources, device, cpus, "target")
@@ -111,7 +112,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
         scaling = scaling.model_copy(update={"hardware": "elastic"})
     return config.model_copy(
         update={
-            "target": target.model_copy(update={"device": device, "resources": resources}),
+            "target": target.model_copy(update={"engine": engine, "device": device, "resources": resources}),
             "drafters": tuple(map(_placed, config.drafters)),
             "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
             "scaling": scaling,
@@ -162,7 +163,7 @@ def _given(asked: Resources, device: str, cpus: float, pool: str) -> Resources:
 def _target_group(config: Config, weights_gb: Mapping[str, float]) -> dict[str, Any]:
     """A pod holds a replica with all of its ranks, so that they share a machine."""
     target, num_ranks = config.target, config.target.tensor_parallel
-    on_cpu_gb = num_ranks * target.kv_cache_gb if target.device == "cpu" else 0
+    on_cpu_gb = num_ranks * target.kv_cache_bytes / 2**30 if target.device == "cpu" else 0
     processes_gb = PROCESS_GB * (num_ranks + sum(d.is_colocated for d in config.drafters))
     memory_gb = weights_gb[config.model.name] + on_cpu_gb + processes_gb
     cpus, gpus = num_ranks * _number(target.resources.cpus), math.ceil(num_ranks * _number(target.resources.gpus))

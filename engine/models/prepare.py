@@ -155,7 +155,7 @@ def check_folder(folder: Path, engine: Engine = "native") -> None:
     """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights. What vLLM
     computes, and which weights it reads, it says itself (`engine.model_facts`). Raises ModelUnavailable: names the file and
     what is wrong with it."""
-    if engine == "native":
+    if engine != "vllm":
         load_config(folder)
     elif not folder.is_dir():
         raise ModelUnavailable(f"no model at {folder}: not a folder")
@@ -164,7 +164,7 @@ def check_folder(folder: Path, engine: Engine = "native") -> None:
     files = sorted(folder.glob("*.safetensors"))
     if missing := sorted(_named_by_index(folder) - {file.name for file in files}):
         raise ModelUnavailable(f"{folder / missing[0]} is missing: the folder holds {len(files)} files of the weights")
-    if not files and engine == "native":
+    if not files and engine != "vllm":
         raise ModelUnavailable(f"{folder}: no *.safetensors file; other formats of weights are not read")
     for file in files:
         try:

@@ -27,13 +27,14 @@ class VllmLimits:
     max_num_sequences: int
     max_pass_tokens: int
     block_len: int  # vLLM takes others for some models
-    kv_cache_bytes: int  # of one rank; one block of it holds padding
+    kv_cache_bytes: int | None  # of one rank; one block of it holds padding; None: what vLLM's profile leaves of gpu_share
     tensor_parallel: int = 1
     device: str = "cpu"
     num_threads: int = 1  # of one of several ranks on CPUs
     binds: bool = True  # several ranks on CPUs to cores of their own, where there are enough
     prefix_cache: bool = True
     num_adapters: int = 0  # LoRA adapters at once; 0: the layers take none
+    gpu_share: float = 0.9  # of the GPU, for everything of a rank
     more: Mapping[str, Any] = field(default_factory=dict)  # ``target.vllm``
 
 
@@ -74,9 +75,9 @@ def engine_arguments(
         "additional_config": {FEATURE_LAYERS: list(feature_layers), EOS_TOKEN_IDS: list(eos_token_ids)},
     }
     if not on_cpu:
-        # vLLM refuses to start where less than this share of the GPU is free, though the cache's size is given: drafters may
-        # be on the same GPU.
-        arguments["gpu_memory_utilization"] = _LEAST_GPU_SHARE
+        # vLLM refuses to start where less than this share of the GPU is free, also where the cache's size is given: drafters
+        # may be on the same GPU.
+        arguments["gpu_memory_utilization"] = limits.gpu_share if limits.kv_cache_bytes is None else _LEAST_GPU_SHARE
         arguments["compilation_config"] = {
             "cudagraph_mode": "FULL_AND_PIECEWISE",  # `engine.vllm.graphs` prefers full ones for any lengths
             "cudagraph_capture_sizes": [rows for rows in _GRAPH_ROWS if rows <= arguments["max_num_batched_tokens"]],

@@ -169,11 +169,10 @@ def test_arguments_of_the_engine_are_those_of_the_installed_one(tmp_path: Path, 
 
 
 def test_flags_that_change_nothing_are_said() -> None:
-    line = parse(["--enable-prefix-caching", "--seed", "3", "--gpu-memory-utilization=0.9", "/a/b", "--revision", "v1"])
+    line = parse(["--enable-prefix-caching", "--seed", "3", "/a/b", "--revision", "v1"])
     assert [note.partition(":")[0] for note in line.notes] == [
         "--enable-prefix-caching",
         "--seed",
-        "--gpu-memory-utilization",
         "--revision",
     ]
     assert line.fields == {"model": {"name": "/a/b"}}

@@ -85,7 +85,7 @@ zzz: 1
         "model.max_modl_len": (1, "unknown key; did you mean 'max_model_len'?"),
         "target.dtype": (3, "must be 'auto', 'bfloat16', 'float16' or 'float32', got 'fp16'"),
         "target.replicas": (4, "must be a valid integer, got '2'"),
-        "target.kv_cache_gb": (5, "must be greater than 0, got -1"),
+        "target.kv_cache_gb": (5, "must be greater than 0 or 'auto', got -1"),
         "drafters[0].options.model": (8, "is missing"),
         "drafters[1].options.kind": (
             10,
@@ -308,7 +308,9 @@ drafters:
     assert config.target.device == "cuda"
     assert [d.device for d in config.drafters] == ["cuda", "cpu"]
     assert resolve(parsed(text.replace("replicas: 4", "replicas: 5")), nodes).target.device == "cpu"
-    assert resolve(parsed(text.replace("replicas: 4", "engine: vllm, replicas: 4")), nodes).target.device == "cpu"
+    assert resolve(parsed(text.replace("replicas: 4", "engine: vllm, replicas: 4")), nodes).target.device == "cuda"
+    without = resolve(parsed(text), nodes, uses_gpus=False)
+    assert [one.device for one in (without.target, *without.drafters)] == ["cpu"] * 3, "torch is built for CPUs"
 
 
 def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can_use() -> None:

@@ -71,8 +71,9 @@ def test_the_pods_hold_the_whole_file(example: Path, tmp_path: Path) -> None:
     config, pods = config_of(values, tmp_path), pods_of(values)
     assert config == for_cluster(with_shipped(load(example)))
     resolved = resolve(config, pods)
-    passes = {"max_pass_tokens": config.target.longest_pass, "prefill_chunk_len": config.target.longest_chunk}
-    assert resolved.target == config.target.model_copy(update=passes)
+    sizes = {"max_pass_tokens": config.target.longest_pass, "prefill_chunk_len": config.target.longest_chunk}
+    sizes["kv_cache_gb"] = config.target.kv_cache_bytes / 2**30
+    assert resolved.target == config.target.model_copy(update=sizes)
     plan = place(resolved, pods)
     pools = {node.name: node.labels["outrider/pool"] for node in pods.nodes}
     used = {bundle.node for group in plan.groups for bundle in group.bundles}

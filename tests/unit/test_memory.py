@@ -6,19 +6,28 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, TableOptions, TargetConfig
+from cluster.config import (
+    CascadeOptions,
+    Config,
+    DrafterConfig,
+    DSparkOptions,
+    ModelConfig,
+    Resources,
+    TableOptions,
+    TargetConfig,
+)
 from deploy import memory
 from deploy.local_ray import LaunchError
-from deploy.memory import BASE_BYTES, check_memory
+from deploy.memory import BASE_BYTES, check_memory, sized
 from drafters import footprint
-from drafters.footprint import VLLM_BYTES, target_footprint
+from drafters.footprint import CUDA_BYTES, VLLM_BYTES, target_footprint, target_footprints
 from drafters.registry import feature_layers
 from engine import dtypes as held
 from engine.cpu_level import AVX2, CpuLevel
 from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
+from engine.model_facts import ModelFacts, read_facts
 from engine.model_facts import max_model_len as max_model_len_of
-from engine.model_facts import read_facts
 from engine.models.config import load_config
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
@@ -76,6 +85,65 @@ def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.Monkey
     check_memory(config_of(tiny_model_folder, kv_cache_gb=4))
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
     check_memory(config_of(tiny_model_folder, device="cuda"))
+
+
+def on_gpu(folder: Path, *drafters: DrafterConfig, **target: object) -> Config:
+    target = {"device": "cuda", "kv_cache_gb": "auto", "resources": Resources(gpus=1.0), **target}
+    config = Config(target=TargetConfig.model_validate(target), drafters=drafters)
+    return config.model_copy(update={"model": ModelConfig(name=str(folder), max_model_len="auto")})
+
+
+def facts_of(folder: Path) -> ModelFacts:
+    return read_facts(on_gpu(folder), folder)
+
+
+@pytest.mark.parametrize(("share", "utilization"), [(1.0, 0.9), (0.5, 0.9), (1.0, 0.3)])
+def test_the_kv_cache_takes_what_the_rest_leaves_of_a_gpu(
+    share: float, utilization: float, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    drafter = dspark(tmp_path, tiny_model_folder)
+    target = {"resources": Resources(gpus=share), "gpu_memory_utilization": utilization}
+    for drafters in ((), (drafter,)):
+        config = sized(on_gpu(tiny_model_folder, *drafters, **target), facts_of(tiny_model_folder), 8 * GB)
+        own, beside = target_footprints(config, facts_of(tiny_model_folder))
+        assert own.process_bytes == CUDA_BYTES
+        assert own.total + beside.total == pytest.approx(8 * GB * share * utilization, abs=10_000)
+        assert own.pass_bytes > 64 * 17 * 257 * (2 + 8)
+        assert config.model.max_model_len == 512
+    assert sized(config, facts_of(tiny_model_folder), 8 * GB) == config, "sizes stay"
+
+
+def test_vllm_gets_the_share_that_its_own_profile_may_take(tmp_path: Path, tiny_model_folder: Path) -> None:
+    drafter, facts = dspark(tmp_path, tiny_model_folder), facts_of(tiny_model_folder)
+    plain, drafted = (
+        sized(on_gpu(tiny_model_folder, *drafters, engine="vllm"), facts, 8 * GB).target for drafters in ((), (drafter,))
+    )
+    assert (plain.kv_cache_gb, drafted.kv_cache_gb) == ("auto", "auto")
+    assert plain.gpu_memory_utilization == pytest.approx(0.9)
+    hidden_states = (
+        0.9 * len(feature_layers([drafter])) * 32 * 2 / (128 + 128)
+    )  # beside 128 bytes of keys and values a token
+    assert 0.9 - hidden_states - 0.05 < drafted.gpu_memory_utilization < 0.9 - hidden_states + 0.05
+
+
+@pytest.mark.parametrize(
+    ("target", "gpu_bytes", "says"),
+    [
+        (
+            {},
+            GB // 2,
+            "may take 0.45 GB: weights 0.00, the largest pass 0.01, CUDA 0.59, a KV cache of 1 tokens 0.00; raise",
+        ),
+        ({"kv_cache_gb": 2.0}, 2 * GB, "may take 2.00 GB: .*CUDA 0.59, a KV cache of 16777216 tokens 2.00; raise"),
+        ({"engine": "vllm", "kv_cache_gb": 2.0}, 2 * GB, "a KV cache of 16777216 tokens 2.00; raise"),
+    ],
+)
+def test_a_target_that_its_gpu_cannot_hold_says_what_takes_how_much(
+    target: dict[str, object], gpu_bytes: int, says: str, tiny_model_folder: Path
+) -> None:
+    with pytest.raises(LaunchError, match=says):
+        sized(on_gpu(tiny_model_folder, **target), facts_of(tiny_model_folder), gpu_bytes)
+    assert sized(on_gpu(tiny_model_folder, **target), facts_of(tiny_model_folder), None).target.device == "cuda"
 
 
 def test_vllm_counts_and_holds_the_dtype_that_it_computes_in(

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from actors.memory_budget import CONTROL_BYTES, memory_budget
-from cluster.config import Config, DrafterConfig, MemoryConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    MemoryConfig,
+    ModelConfig,
+    ModelOptions,
+    NgramOptions,
+    Resources,
+    TargetConfig,
+)
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import place
@@ -47,6 +56,14 @@ def test_drafters_share_the_gpus_that_targets_leave_and_may_fall_back_to_their_m
     }
     assert limits["n/gpu-1"] == int(0.9 * GPU_BYTES)
     assert limits["n/cpu"] == int(0.9 * 50 * GB) - CONTROL_BYTES, "the target is on a GPU"
+
+
+def test_drafters_have_what_a_target_on_the_same_gpu_leaves(tiny_model_folder: Path) -> None:
+    target = TargetConfig(device="cuda", resources=Resources(gpus=0.75))
+    drafters = (model_drafter(tiny_model_folder, "a", device="cuda", resources={"gpus": 0.25}),)
+    config = Config(model=ModelConfig(name=str(tiny_model_folder)), target=target, drafters=drafters)
+    _, limits = budget_of(config, Node("n", 8, 1, gpu_bytes=GPU_BYTES))
+    assert limits["n/gpu-0"] == int(0.9 * GPU_BYTES * 0.25)
 
 
 def test_on_cpus_what_the_target_takes_is_taken_off_unless_the_file_names_the_limit(tiny_model_folder: Path) -> None:

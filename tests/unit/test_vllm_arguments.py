@@ -1,13 +1,15 @@
 """What vLLM's engine is told, without vLLM."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from cluster.config import TargetConfig
+from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
-from engine.vllm import arguments
+from engine.vllm import arguments, version
 from engine.vllm.arguments import VllmLimits, check_names, engine_arguments
 
 
@@ -30,7 +32,7 @@ def test_unknown_arguments_are_refused_with_the_nearest_name(monkeypatch: pytest
         ("scheduler_cls", "scheduler_cls cannot be set here: the round schedules"),
         ("speculative_config", "speculative_config cannot be set here: set drafters instead"),
         ("tensor_parallel_size", "set target.tensor_parallel instead"),
-        ("max_model_len", "set model.max_model_len instead"),
+        ("gpu_memory_utilization", "set target.gpu_memory_utilization instead"),
     ],
 )
 def test_arguments_that_are_not_the_users_are_refused(name: str, words: str) -> None:
@@ -79,7 +81,40 @@ def test_a_target_starts_on_a_gpu_that_drafters_use() -> None:
     on_gpu = engine_arguments(Path("model"), limits("cuda"))
     assert on_gpu["kv_cache_memory_bytes"] == 2**30
     assert on_gpu["gpu_memory_utilization"] <= 0.02
-    assert engine_arguments(Path("model"), limits("cuda", gpu_memory_utilization=0.5))["gpu_memory_utilization"] == 0.5
+    unsized = replace(limits("cuda"), kv_cache_bytes=None, gpu_share=0.6)
+    assert engine_arguments(Path("model"), unsized)["gpu_memory_utilization"] == 0.6, "its profile finds the cache's size"
+
+
+@pytest.mark.parametrize(
+    ("target", "has_cuda", "has_vllm", "has_gpu", "expected"),
+    [
+        ({}, True, True, True, "vllm"),
+        ({"device": "cuda"}, True, True, False, "vllm"),  # on another machine of the cluster
+        ({}, True, True, False, "native"),
+        ({}, True, False, True, "native"),
+        ({}, False, True, True, "native"),  # vLLM's build for CPUs
+        ({"device": "cpu"}, True, True, True, "native"),
+        ({"block_len": 16}, True, True, True, "native"),
+        ({"engine": "native"}, True, True, True, "native"),
+    ],
+)
+def test_the_engine_is_vllm_on_a_gpu_where_it_is_installed(
+    target: dict[str, object], has_cuda: bool, has_vllm: bool, has_gpu: bool, expected: str
+) -> None:
+    missing = None if has_vllm else InvalidField("target.engine", "vllm", "is not installed")
+    config = Config(target=TargetConfig.model_validate(target))
+    with (
+        mock.patch.object(version, "torch_has_cuda", return_value=has_cuda),
+        mock.patch.object(version, "require_vllm", side_effect=missing),
+        mock.patch("torch.cuda.is_available", return_value=has_gpu),
+    ):
+        assert version.chosen_engine(config).target.engine == expected
+
+
+def test_whether_torch_is_built_for_cuda_is_known_without_importing_it() -> None:
+    import torch
+
+    assert version.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_further_arguments_are_passed_on() -> None:
