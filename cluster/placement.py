@@ -69,9 +69,9 @@ def drafter_name(name: str) -> str:
 
 
 def target_group(config: Config, name: str) -> Group:
-    """Of a target that joins while others serve. Ray chooses its nodes, as few as possible."""
+    """Of a target that joins while others serve. Ray chooses its node, which holds all of its ranks."""
     num_processes, resources = _target_processes(config)
-    return Group(name, Strategy.PACK, tuple(_anywhere(f"{name}/{i}", resources) for i in range(num_processes)))
+    return Group(name, Strategy.STRICT_PACK, tuple(_anywhere(f"{name}/{i}", resources) for i in range(num_processes)))
 
 
 def drafter_group(config: DrafterConfig, name: str) -> Group:

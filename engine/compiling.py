@@ -28,6 +28,10 @@ TILE_SIZES = Path(__file__).parent / "cpu" / "tile_sizes.c"
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "--param=avoid-fma-max-bits=0")
 
 
+class KernelsUnavailable(Exception):
+    """Triton cannot compile or launch the kernels here; the message says why, in one line."""
+
+
 class NoCompiler(OutriderError):
     """A library cannot be built or loaded here."""
 

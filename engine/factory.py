@@ -1,13 +1,15 @@
 """Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.compiling import NoCompiler
+from cluster.errors import InvalidField
+from engine.compiling import KernelsUnavailable, NoCompiler
 from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.ops import CpuOps
@@ -33,14 +35,22 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bf
 def make_ops(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
 ) -> Ops:
-    """The fastest operators available. Falls back to plain torch where kernels cannot be built, with a warning.
+    """The fastest operators available. On a CPU falls back to plain torch where kernels cannot be built, with a warning.
 
     Args:
         int8: quantise weights to int8, where such products exist (on a CPU).
         block_len: of the KV cache; on a GPU the kernels are compiled for it here.
+
+    Raises InvalidField: the device is a GPU, for which Triton cannot compile the kernels.
     """
     if device.type == "cuda":
-        return _cuda_ops(config, dtype, device, block_len)
+        with _triton():
+            from engine.cuda.compile_check import try_out
+            from engine.cuda.ops import CudaOps
+
+            ops = CudaOps(config, dtype)
+            try_out(ops, config, dtype, device, block_len)
+            return ops
     configure_cpu()  # entry points have done so; others that use this package may not have
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
@@ -55,9 +65,16 @@ def make_ops(
 
 
 def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device) -> GumbelArgmax | None:
-    """The choice among all tokens by a kernel for logits of ``dtype``. None: plain torch chooses."""
+    """The choice among all tokens by a kernel for logits of ``dtype``. None: plain torch chooses, on a CPU. Raises as
+    ``make_ops``."""
     if device.type == "cuda":
-        return _cuda_gumbel_argmax(vocab_size, dtype, device)
+        with _triton():
+            from engine.cuda.compile_check import try_sampling
+            from engine.cuda.sampling import CudaGumbelArgmax
+
+            kernel = CudaGumbelArgmax(np.arange(vocab_size))
+            try_sampling(kernel, dtype, device)
+            return kernel
     try:
         return CpuGumbelArgmax(load_library(dtype), dtype, np.arange(vocab_size))
     except NoCompiler as error:
@@ -65,38 +82,16 @@ def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device
         return None
 
 
-def _cuda_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device) -> GumbelArgmax | None:
+@contextmanager
+def _triton() -> Iterator[None]:
+    """Without the kernels a GPU would be several times slower, and wait several times a pass."""
     try:
-        from engine.cuda.compile_check import KernelsUnavailable, try_sampling
-        from engine.cuda.sampling import CudaGumbelArgmax
-    except ImportError as error:
-        why = f"Triton cannot be imported ({error})"
-    else:
-        kernel = CudaGumbelArgmax(np.arange(vocab_size))
-        try:
-            try_sampling(kernel, dtype, device)
-            return kernel
-        except KernelsUnavailable as error:
-            why = str(error)
-    logger.warning("tokens are chosen by plain torch, which waits for the GPU several times a pass: %s", why)
-    return None
-
-
-def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
-    try:
-        from engine.cuda.compile_check import KernelsUnavailable, try_out
-        from engine.cuda.ops import CudaOps
-    except ImportError as error:
-        why = f"Triton cannot be imported ({error})"
-    else:
-        ops = CudaOps(config, dtype)
-        try:
-            try_out(ops, config, dtype, device, block_len)
-            return ops
-        except KernelsUnavailable as error:
-            why = str(error)
-    logger.warning("the GPU runs plain torch operators without CUDA graphs, which are several times slower: %s", why)
-    return TorchOps(config, dtype)
+        yield
+    except (ImportError, KernelsUnavailable) as error:
+        why = f"Triton cannot be imported ({error})" if isinstance(error, ImportError) else str(error)
+        raise InvalidField(
+            "device", "cuda", f"needs a Triton that compiles its kernels here, or must be cpu: {why}"
+        ) from error
 
 
 def load_model(
@@ -127,13 +122,12 @@ def build_model(
     block_len: int = BLOCK_LEN,
     ranks: ModelRanks | None = None,
 ) -> CausalModel:
-    """Builds a model from weights. Raises InvalidField: the device is a GPU, and there is none."""
+    """Builds a model from weights. Raises InvalidField: the device is a GPU, and there is none, or no Triton for it."""
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
     own = config if ranks is None else ranks.shard.config_of(config)
     ops = make_ops(own, kind, at, int8=dtype == "int8", block_len=block_len)
-    # Plain torch reads lengths back, which no graph can capture. Graphs with collectives of several ranks are not tested.
-    if at.type != "cuda" or isinstance(ops, TorchOps) or ranks is not None:
+    if at.type != "cuda" or ranks is not None:  # graphs with collectives of several ranks are not tested
         return CausalModel(config, weights, ops, kind, at, ranks)
     from engine.cuda.graphs import GraphedModel
 

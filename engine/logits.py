@@ -115,10 +115,13 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
     if edits.masks is not None:
-        from xgrammar import apply_token_bitmask_inplace
-
         assert first_id == 0, "a request with a grammar is sampled over whole rows"
-        apply_token_bitmask_inplace(x, edits.masks.to(x.device), vocab_size=x.shape[1])
+        if x.device.type == "cpu":
+            from xgrammar import apply_token_bitmask_inplace
+
+            apply_token_bitmask_inplace(x, edits.masks, vocab_size=x.shape[1])
+        else:  # xgrammar's kernel would be compiled in the middle of a request
+            x.masked_fill_(~allowed_by(edits.masks.to(x.device), x.shape[1]), -torch.inf)
     if edits.bad is not None:
         ids, rows = columns(edits.bad[1], edits.bad[0])
         before = x[rows, ids]
@@ -126,6 +129,11 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
         if edits.masks is not None:  # what the grammar demands comes before bad words
             is_stuck = torch.isneginf(x).all(-1)
             x[rows, ids] = torch.where(is_stuck[rows], before, -torch.inf)
+
+
+def allowed_by(masks: Tensor, vocab_size: int) -> Tensor:
+    """Bool (R, vocab_size) of a grammar's masks, int32 (R, words) with a bit per token."""
+    return ((masks[..., None] >> torch.arange(32, device=masks.device)) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,11 @@ class TargetConfig(Replicated):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
+        if self.tensor_parallel > 1 and self.resources.gpus != "auto" and 0 < self.resources.gpus < 1:
+            raise ValueError(
+                f"resources.gpus must be auto or a whole number with tensor_parallel above 1, got {self.resources.gpus}: "
+                "NCCL refuses two ranks on one GPU"
+            )
         for name, value in (("prefill_chunk_len", self.longest_chunk), ("max_num_sequences", self.max_num_sequences)):
             if value > self.longest_pass:
                 raise ValueError(f"{name} ({value}) must be at most max_pass_tokens ({self.longest_pass})")

@@ -1,7 +1,4 @@
-"""Runs every variant of every kernel once, so that all are compiled before the first request.
-
-Where that fails, the model runs on plain torch (``engine.factory``).
-"""
+"""Runs every variant of every kernel once, so that all are compiled before the first request."""
 
 import subprocess
 from collections.abc import Iterator
@@ -13,16 +10,13 @@ import torch
 from triton.errors import TritonError
 
 from engine.batch_layout import PackedSpan, lay_out
+from engine.compiling import KernelsUnavailable
 from engine.cuda.ops import TILES, CudaOps
 from engine.cuda.sampling import CudaGumbelArgmax
 from engine.device import synchronize
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms
-
-
-class KernelsUnavailable(Exception):
-    """Triton cannot compile or launch the kernels here; the message says why, in one line."""
 
 
 def try_out(ops: CudaOps, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:

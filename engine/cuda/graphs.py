@@ -18,7 +18,7 @@ from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from engine.ops import Ops
 
-PADDED_ROWS = (1, 2, 4, 8, 16, 32)
+PADDED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # a token of each request of a drafter with its default capacity
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
 
@@ -33,7 +33,7 @@ class _Captured:
 
 
 class GraphedModel(CausalModel):
-    """A ``CausalModel`` whose passes of at most 32 rows are replayed from graphs, captured when first needed. What
+    """A ``CausalModel`` whose passes of at most 64 rows are replayed from graphs, captured when first needed. What
     ``forward`` returns is overwritten by its next call."""
 
     padded_rows = PADDED_ROWS

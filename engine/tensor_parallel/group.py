@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cluster.errors import RankLost
-from engine.device import require
-from engine.tensor_parallel.ranks import COLLECTIVE_TIMEOUT_S, RankGroup
+from engine.device import require, synchronize
+from engine.tensor_parallel.ranks import COLLECTIVE_TIMEOUT_S, PASS_TIMEOUT_S, RankGroup
 
 # A rank without work waits for the leader's next round. The leader's death closes the connection and ends the wait.
 _IDLE_TIMEOUT = timedelta(days=365)
@@ -109,28 +109,41 @@ class NcclRanks(GlooRanks):
     """``RankGroup`` of GPUs: reductions and logits over NCCL, on the current stream.
 
     A rank that dies in the middle of a pass leaves the others waiting on their device; NCCL's watchdog ends their processes
-    after the timeout, and the supervisor does so as soon as it has seen the death.
+    after PASS_TIMEOUT_S, and the supervisor does so as soon as it has seen the death. The first collective is here, so that
+    ranks which cannot communicate end the start.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, host: str, timeout_s: float, device: torch.device) -> None:
         super().__init__(PrefixStore("host", store), rank, num_ranks, host, timeout_s)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=max(timeout_s, PASS_TIMEOUT_S))
         torch.cuda.set_device(device)
-        self._device_group = nccl(PrefixStore("device", store), rank, num_ranks, options)
+        with self._on_device():
+            self._device_group = nccl(PrefixStore("device", store), rank, num_ranks, options)
+        self.all_reduce(torch.zeros(1, device=device))
+        with self._on_device():
+            synchronize(device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        with self._watched():
+        with self._on_device():
             self._device_group.allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
-        with self._watched():
+        with self._on_device():
             self._device_group.allgather([parts], [x]).wait()
         return parts
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of NCCL or CUDA: in whole, since its last lines have the cause
+            told = " ".join(str(error).split())
+            raise RankLost(f"NCCL failed on rank {self.rank} of {self.num_ranks}: {told}") from error
 
 
 class Rendezvous:

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.tensor_parallel.sharding import Shard
 
 COLLECTIVE_TIMEOUT_S = 10.0  # for a rank that hangs: between two collectives it computes half a layer
+PASS_TIMEOUT_S = 120.0  # of NCCL, which counts from the launch: all collectives of a pass are launched before the first ends
 
 
 class RankGroup(Protocol):

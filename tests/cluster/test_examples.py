@@ -50,7 +50,8 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
 
 @pytest.fixture(autouse=True)
 def facts_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM the native engine's reader tells the facts of the one model that is served here for all."""
+    """Without vLLM the native engine's reader tells the facts of the one model that is served here for all. GPUs count as
+    usable, though torch is built for CPUs."""
 
     def read(config: Config, folder: Path) -> ModelFacts:
         by_vllm = {"engine": "native", "tensor_parallel": 1} if config.target.engine == "vllm" else {}
@@ -58,6 +59,7 @@ def facts_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return read_facts(config.model_copy(update={"target": native}), folder)
 
     monkeypatch.setattr("deploy.deployment.read_facts", read)
+    monkeypatch.setattr("deploy.deployment.torch_has_cuda", lambda: True)
 
 
 def served_here(name: str, cluster: Cluster, model: Path, state: Path) -> Config:

@@ -114,10 +114,10 @@ def graphs_replay_what_a_plain_pass_computes(place: Place, folder: Path) -> None
     write_family("llama", folder)
     graphed, plain = loaded(place, folder), load_with(CudaOps, folder, device=place.name)
     assert graphed.padded_rows
-    caches = graphed.new_cache(8, BLOCK_LEN), plain.new_cache(8, BLOCK_LEN)
-    table = np.arange(8, dtype=np.int32)
+    caches = graphed.new_cache(16, BLOCK_LEN), plain.new_cache(16, BLOCK_LEN)
+    table = np.arange(16, dtype=np.int32)
     base_len = 0
-    for num_rows in (1, 2, 3, 5, 9, 17, 32, 40, 4) if place.is_gpu else (1, 3, 9, 2):
+    for num_rows in (1, 2, 3, 5, 9, 17, 32, 40, 70, 4) if place.is_gpu else (1, 3, 9, 2):
         span = PackedSpan(base_len, list(range(num_rows)), table)
         both = zip((graphed, plain), caches, strict=True)
         states = [model.forward_with_hidden_states([span], cache, (0, 2)) for model, cache in both]

@@ -105,6 +105,7 @@ zzz: 1
     [
         ("target: {device: cpu,\n  resources: {gpus: 1}}", "target", 1, "resources.gpus must be 0 on device cpu, got 1"),
         ("target: {device: cuda,\n  resources: {gpus: 0}}", "target", 1, "resources.gpus must be greater than 0"),
+        ("target: {tensor_parallel: 2,\n  resources: {gpus: 0.5}}", "target", 1, "NCCL refuses two ranks on one GPU"),
         ("target:\n  engine: vllm\n  block_len: 16", "target.block_len", 3, "must be 32 or 64 on the vllm engine, got 16"),
         (
             "target:\n  engine: vllm\n  early_exit: auto",

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from xgrammar import apply_token_bitmask_inplace
 
 import tests.support.interpreted_triton  # isort: skip  # noqa: F401
 from cluster.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cuda import sampling as cuda_sampling
 from engine.cuda.ops import CudaOps
 from engine.cuda.sampling import CudaGumbelArgmax
+from engine.logits import allowed_by
 from engine.models.config import DecoderConfig
 from engine.noise import noise_keys
 from engine.ops import Ops
@@ -143,6 +145,13 @@ def test_filters_are_exact_far_below_the_likely_tokens(filters: dict[str, Any], 
     span = SampleSpan(SamplingState(replace(PLAIN, seed=seed, **filters), [1], 1), (), 1)
     assert_alike(logits, [span], 3000)
     assert (fused(3000).choose(logits, [span])[0].token_ids[0] in (1234, 77)) == drops
+
+
+def test_masks_of_grammars_allow_on_a_gpu_what_they_allow_on_a_cpu() -> None:
+    masks = torch.randint(-(2**31), 2**31, (3, 5), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    logits = torch.zeros(3, 150)
+    apply_token_bitmask_inplace(logits, masks, vocab_size=150)
+    assert torch.equal(allowed_by(masks, 150), logits == 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -1,12 +1,12 @@
 """What targets and drafters exchange with a device, without one: copies, waits, warming up, capture and fallback."""
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from engine.models.weights import LinearWeight, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Linear, Logits, TorchOps
 from engine.pass_timing import ROWS
-from engine.sampling import Sampler
+from engine.sampling import Sampler, SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
 from tests.support.device_transfers import DeviceTransfers
@@ -176,6 +176,51 @@ def test_the_bias_of_dsparks_sequential_head_lies_in_memory_once(
     assert ops.weights[-1].data_ptr() == network.markov_head.markov_w2.weight.data_ptr()
 
 
+@pytest.mark.parametrize("num_blocks", [1, 16])
+@pytest.mark.parametrize("sampling", [SamplingParams(8, 0.0), SamplingParams(8, 0.8, top_p=0.9, presence_penalty=1.0)])
+def test_a_draft_token_of_dspark_takes_few_operations_and_one_wait(
+    sampling: SamplingParams, num_blocks: int, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    pytest.importorskip("triton")
+    from engine.cuda.ops import CudaOps
+
+    folder = write_dspark(tmp_path, tiny_model_folder, enable_confidence_head=False)
+    network, waits = load_network(folder, target_rows(tiny_model_folder)), []
+    device = DeviceTransfers(META)
+
+    def launch(*_: object, **__: object) -> None:
+        device.num_operations += 1
+
+    def read(tensor: torch.Tensor) -> np.ndarray:
+        device.num_operations += 2  # pinned memory, and the copy
+        waits.append(tensor)
+        return np.zeros(tensor.shape)
+
+    ops = CudaOps(network.config.shape, torch.float32, launch)
+    with (
+        mock.patch.object(sequential, "make_ops", return_value=ops),
+        mock.patch("engine.cuda.sampling.to_host", read),
+    ):
+        stage = sequential.SequentialStage(
+            network, torch.float32, META, Sampler(257, (256,), ops.gumbel_argmax(np.arange(257)))
+        )
+
+        def draft() -> None:
+            state = SamplingState(sampling, [1, 2, 3], 2)
+            blocks = [sequential.Block(3, state, (), 5, frozenset()) for _ in range(num_blocks)]
+            stage.draft(torch.empty(num_blocks, 6, 32, device=META), blocks)
+            assert all(len(block.token_ids) == 5 for block in blocks)
+
+        draft()  # allocates
+        waits.clear()
+        device.num_operations = 0
+        with device:
+            draft()
+    assert device.num_operations <= 5 * 20  # for five tokens, with those of the views and copies of a pass
+    assert len(waits) == 5
+    assert set(device.copies) == {"queued"}
+
+
 class Counted:
     """A target that always chooses the same token."""
 
@@ -221,21 +266,16 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(tiny_model_folder: Path) -> 
         loading.identity_of(Config(target=TargetConfig(device="cuda")))
 
 
-def test_without_triton_the_gpu_runs_plain_torch_without_graphs(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_a_gpu_is_refused(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "engine.cuda.ops", None)
-    cuda = torch.device("cuda")
-    with caplog.at_level(logging.WARNING):
-        ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, cuda)
-    assert type(ops) is TorchOps
-    assert "the GPU runs plain torch operators" in caplog.text
-    assert "Triton cannot be imported" in caplog.text
+    monkeypatch.setitem(sys.modules, "engine.cuda.sampling", None)
+    with pytest.raises(InvalidField, match=r"device: needs a Triton .*Triton cannot be imported"):
+        factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(InvalidField, match=r"device: needs a Triton .*Triton cannot be imported"):
+        factory.make_gumbel_argmax(100, torch.bfloat16, torch.device("cuda"))
 
 
-def test_where_kernels_cannot_be_compiled_the_gpu_runs_plain_torch(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_whose_kernels_cannot_be_compiled_is_refused(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = pytest.importorskip("engine.cuda.compile_check")
     tried = []
 
@@ -244,11 +284,9 @@ def test_where_kernels_cannot_be_compiled_the_gpu_runs_plain_torch(
         raise trial.KernelsUnavailable("PTXASError: sm_999 is not defined")
 
     monkeypatch.setattr(trial, "try_out", refuse)
-    with caplog.at_level(logging.WARNING):
-        ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, torch.device("cuda"), block_len=64)
-    assert type(ops) is TorchOps
+    with pytest.raises(InvalidField, match="sm_999 is not defined"):
+        factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, torch.device("cuda"), block_len=64)
     assert tried == [(torch.bfloat16, "cuda", 64)]
-    assert "sm_999 is not defined" in caplog.text
 
 
 def test_an_error_of_the_device_is_not_taken_for_a_kernel_that_cannot_be_compiled(tiny_model_folder: Path) -> None:

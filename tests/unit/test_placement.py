@@ -19,7 +19,7 @@ from cluster.config import (
     parts_of,
 )
 from cluster.inventory import Inventory, Node
-from cluster.placement import PlacementError, PlacementPlan, Strategy, place
+from cluster.placement import PlacementError, PlacementPlan, Strategy, place, target_group
 from cluster.resolve import resolve
 from cluster.strict_yaml import parse
 from tests.support.examples import EXAMPLES, MACHINES
@@ -65,6 +65,11 @@ def test_vllm_leaves_a_core_to_its_scheduler(engine: str, num_cores: int, thread
 
 def test_one_core_is_enough() -> None:
     assert len(planned(Config(), Node("small", 1)).groups) == 4
+
+
+def test_the_ranks_of_a_target_that_joins_share_a_node() -> None:
+    config = parse("target: {tensor_parallel: 2, max_replicas: 2, resources: {cpus: 1, gpus: 1}}", Config, "text")
+    assert target_group(config, "target-1").strategy is Strategy.STRICT_PACK
 
 
 def test_a_target_group_is_packed_on_one_node_and_takes_the_tightest() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from engine.models.int8 import stored
 from engine.models.weights import LinearWeight, SafetensorsFolder, open_weights
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from engine.target import SpanInput
-from engine.tensor_parallel.group import GlooRanks
+from engine.tensor_parallel.group import GlooRanks, NcclRanks
 from engine.tensor_parallel.leader import LeadingTarget
 from engine.tensor_parallel.rounds import Follower, RankChange, RankRound, decode, encode
 from engine.tensor_parallel.sampling import ShardedSampler
@@ -245,3 +246,21 @@ def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path, monkeypatch: pytest
     assert any(b"regex" in message for message in sent)
     assert not any(b"[a-f]" in message for message in sent)
     assert len(set(expected["a"])) <= 6 < len(set(expected["b"]))
+
+
+def test_what_nccl_says_is_told_whole_and_from_the_start() -> None:
+    """Its last lines have the cause. It counts from the launch of a collective, long before the device reaches it."""
+    told = "NCCL error in: a.cpp:1, unhandled cuda error. Run with DEBUG.\nLast error:\nCuda failure 2 'out of memory'"
+    group = mock.Mock()
+    nccl = mock.Mock(return_value=group, Options=mock.Mock)
+    store, cpu = torch.distributed.HashStore(), torch.device("cpu")
+    with mock.patch("torch.distributed.ProcessGroupNCCL", nccl, create=True), mock.patch("torch.cuda.set_device"):
+        ranks = NcclRanks(store, 0, 1, "127.0.0.1", 1.0, cpu)
+        assert group.allreduce.call_count == 1, "ranks that cannot communicate end the start"
+        assert nccl.call_args.args[3]._timeout.total_seconds() >= 60
+        group.allgather.side_effect = RuntimeError(told)
+        with pytest.raises(RankLost, match=r"NCCL failed on rank 0 of 1: .* Last error: Cuda failure 2 'out of memory'"):
+            ranks.gather(torch.ones(1))
+        group.allreduce.side_effect = RuntimeError(told)
+        with pytest.raises(RankLost, match="out of memory"):
+            NcclRanks(torch.distributed.HashStore(), 0, 1, "127.0.0.1", 1.0, cpu)
