@@ -143,7 +143,7 @@ class RaySpawner:
         if d.config.target.scales:
             await self._groups.ensure(name, lambda: target_group(d.config, name))
         host = ray.util.get_node_ip_address
-        num_ranks = d.config.target.tensor_parallel if d.config.target.engine == "native" else 1
+        num_ranks = d.config.target.tensor_parallel if d.config.target.engine != "vllm" else 1
         names = [name, *(f"{name}/{rank}" for rank in range(1, num_ranks))]
         found = [process for one in names if (process := _find(one)) is not None]
         if 0 < len(found) < num_ranks:  # the ranks live and die together
