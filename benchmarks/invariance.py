@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -101,8 +103,10 @@ def _on_runner_v2(options: BenchOptions) -> dict[str, Any]:
     """A result as JSON; vLLM decides about its model runner when it is imported, so of a process of its own."""
     command = [sys.executable, "-m", "deploy.cli", "bench", "invariance", "--engine", "vllm", "--model", options.model]
     command += [f"--prompts={path}" for path in options.prompts] + ["--quick"] * options.quick
-    told = subprocess.run(command, env=os.environ | {RUNNER_V2: "1"}, stdout=subprocess.PIPE, check=True).stdout
-    found: dict[str, Any] = json.loads(told)
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")  # Triton's leaks at exit would be among what is printed
+        subprocess.run([*command, "--json", str(file)], env=os.environ | {RUNNER_V2: "1"}, check=True)
+        found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
