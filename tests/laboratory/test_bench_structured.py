@@ -7,8 +7,6 @@ from benchmarks.report import BenchOptions
 
 
 @pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_answers_are_valid_end_and_do_not_depend_on_drafts(model_folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("NUM_SCHEMAS_QUICK", 4), ("NUM_TIMED_QUICK", 1), ("NUM_TURNS", 1)):
         monkeypatch.setattr(structured, name, number)

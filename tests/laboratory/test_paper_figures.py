@@ -9,8 +9,6 @@ from benchmarks.paper_figures import ScaledDrafts, run
 from benchmarks.policy_scenarios import gpu_machine
 from benchmarks.report import BenchOptions
 
-pytestmark = pytest.mark.slow
-
 
 def test_the_figures_hold_in_small_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -57,7 +57,6 @@ def served(
     return simulate(spec, chain, Load(requests(), concurrency), until_s=20.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_model_that_costs_more_than_it_gains_is_left_to_its_trials(concurrency: int) -> None:
     """It takes two passes and is right where the lookup is: 3 tokens a round by the lookup alone."""
@@ -69,7 +68,7 @@ def test_a_model_that_costs_more_than_it_gains_is_left_to_its_trials(concurrency
     assert both.drafter_busy["cascade"] < 0.05
 
 
-@pytest.mark.parametrize("concurrency", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_model_that_gains_more_than_it_costs_is_queried_and_its_drafts_take_their_time(concurrency: int) -> None:
     """It takes half a pass, and adds four tokens to each."""
     num_right = {"lookup": 0, "model": 4}
@@ -79,7 +78,6 @@ def test_a_model_that_gains_more_than_it_costs_is_queried_and_its_drafts_take_th
     assert both.drafter_busy["cascade"] == pytest.approx(1 / 3, abs=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [4, 16])
 @pytest.mark.parametrize("ahead_len", [0, 4])
 def test_a_cascade_on_a_device_of_its_own_drafts_as_its_model_alone(concurrency: int, ahead_len: int) -> None:

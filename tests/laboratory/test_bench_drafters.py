@@ -17,8 +17,6 @@ from drafters.replay import Round
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
-pytestmark = pytest.mark.slow
-
 
 def rounds_of(*accepted: int, drafted: int = 3, confidence: float = 0.5) -> list[Round]:
     return [Round("d", (confidence,) * drafted, num, num + 1) for num in accepted]
@@ -122,7 +120,6 @@ def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, m
     assert [config.name for config in pool("another")] == ["ngram", "suffix", "table", "cascade"]
 
 
-@pytest.mark.nightly
 def test_everything_is_measured_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

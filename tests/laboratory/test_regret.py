@@ -56,24 +56,20 @@ def test_lbss_grows_like_the_logarithm() -> None:
     assert growth("lbss") < 0.4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy-length", "fixed", "epsilon-greedy"])
 def test_what_goes_on_choosing_wrongly_grows_like_time(name: str) -> None:
     """And so the test above could fail."""
     assert growth(name) > 0.8
 
 
-@pytest.mark.slow
 def test_full_information_beats_the_bandit() -> None:
     assert regret("hedge")[-1] < 0.1 * regret("lbss")[-1]
 
 
-@pytest.mark.slow
 def test_without_scores_hedge_still_finds_what_suits_each() -> None:
     assert regret("hedge")[-1] < regret("hedge without scores")[-1] < 0.5 * regret("epsilon-greedy")[-1]
 
 
-@pytest.mark.slow
 def test_prompt_length_chooses_worst() -> None:
     totals = {name: regret(name)[-1] for name in POLICIES if name != "fixed"}
     assert max(totals, key=totals.__getitem__) == "greedy-length"

@@ -12,7 +12,6 @@ from tests.support.tiny_model import write_tiny_model
 CASE = Case("third, batch 2", 1 / 3, 2, 24, 3)
 
 
-@pytest.mark.slow
 def test_every_policy_gives_the_same_tokens(tmp_path: Path) -> None:
     """In float32, with drafts that are verified."""
     pair = Pair(str(write_tiny_model(tmp_path / "model", num_layers=3)), [CASE], "float32")

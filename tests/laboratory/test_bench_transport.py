@@ -23,7 +23,6 @@ def test_an_answer_extends_what_was_committed() -> None:
         assert len(proposal.token_ids) == len(proposal.confidences) == transport_probe.DRAFT_LEN
 
 
-@pytest.mark.slow
 def test_every_transport_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "NUM_TURNS_QUICK", 2)
     monkeypatch.setattr(transport_probe, "TRIPS_PER_TURN", 10)

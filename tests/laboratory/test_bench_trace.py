@@ -126,7 +126,6 @@ def test_made_up_bursts_are_the_same_every_time() -> None:
     assert chats == trace.chats_of(options, 30.0)
 
 
-@pytest.mark.slow
 def test_the_command_asks_with_the_key_and_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-right\n")
@@ -170,7 +169,6 @@ def test_addresses_and_keys() -> None:
     assert Endpoint.parse("http://host:81", None).path == "/v1"
 
 
-@pytest.mark.slow
 def test_panels_can_be_drawn(tmp_path: Path) -> None:
     outcomes = [_outcome(0.5, 0.05), _outcome(0.7, 0.2, domain="code")]
     plotted = trace.panels(outcomes, TraceOptions())

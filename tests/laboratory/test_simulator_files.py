@@ -106,7 +106,6 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         read_recording(tmp_path / "pickled.npz")
 
 
-@pytest.mark.slow
 def test_a_pool_is_recorded_on_the_answers_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
@@ -124,7 +123,6 @@ def test_a_pool_is_recorded_on_the_answers_of_a_model(tmp_path: Path, monkeypatc
     assert (found.confidences[found.header.drafters.index("layers-2")] > 0).any()
 
 
-@pytest.mark.slow
 def test_policies_are_compared_on_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "NUM_QUICK", 12)
     monkeypatch.setattr(routing, "ENDLESS_QUICK_S", 4.0)

@@ -24,8 +24,6 @@ from engine.target import SpanInput, SpanOutcome
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.slow
-
 NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
 
 

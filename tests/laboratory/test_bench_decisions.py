@@ -11,8 +11,6 @@ from cluster.config import HedgePolicy
 from cluster.types import RoutingTable
 from router.drafting.policies import DRAFT_LENGTHS
 
-pytestmark = pytest.mark.slow
-
 
 def test_traffic_is_of_the_size_that_is_promised_and_goes_on() -> None:
     traffic = decisions.Traffic(random.Random(0))
@@ -41,7 +39,6 @@ def test_every_draft_length_policy_is_timed() -> None:
     assert {config.kind for config in decisions.DRAFT_LENGTH_CONFIGS} == set(DRAFT_LENGTHS)
 
 
-@pytest.mark.nightly
 def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_SLOTS_QUICK", 3)
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)

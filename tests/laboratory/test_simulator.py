@@ -68,7 +68,6 @@ def essence(outcome: SimulationResult) -> list[tuple[str, float, float, int, int
     return [(f.request.id, f.first_token_s, f.end_s, f.num_tokens, f.num_rounds) for f in outcome.finished]
 
 
-@pytest.mark.slow
 def test_a_run_is_a_function_of_its_seed() -> None:
     def run(seed: int) -> list[tuple[str, float, float, int, int]]:
         spec = cluster(num_targets=2, jitter=0.2)
@@ -96,7 +95,6 @@ def test_a_request_that_a_target_cannot_hold_is_refused() -> None:
     assert [f.finish for f in finished] == [FinishReason.ERROR]
 
 
-@pytest.mark.slow
 def test_waiting_is_as_in_the_queue_that_it_is() -> None:
     """One place, and passes of constant time: M/D/1, whose mean wait is rho S / (2 (1 - rho))."""
     service_s, rho, num = 0.3, 0.6, 4000
@@ -164,7 +162,6 @@ class CountingBehind(DraftByCost):
         return super().seconds(drafter, batch)
 
 
-@pytest.mark.slow
 def test_drafters_in_step_need_not_catch_up() -> None:
     load = requests(8, 100.0, output_len=200)
     behind = []
@@ -301,7 +298,6 @@ class TestFamily:
         assert not ((inner > 0) & ((small > 0) != (large > 0))).any()
 
 
-@pytest.mark.slow
 def test_policies_lie_between_chance_and_hindsight() -> None:
     drafters = {"small": DrafterFamily(acceptance=0.6, spread=2.0), "large": DrafterFamily(acceptance=0.6, spread=2.0)}
     family = Family(drafters=drafters, common=0.0)
@@ -354,7 +350,6 @@ def prompts_and_short_answers(lookup: DrafterFamily, model: DrafterFamily) -> tu
     return cluster(cost, drafters=drafters, limits=replace(LIMITS, max_pass_tokens=2048)), load
 
 
-@pytest.mark.slow
 def test_a_drafter_that_holds_up_all_is_not_taken_for_what_it_brings_to_one() -> None:
     """The model's rounds bring a tenth more, and take a third longer for everybody."""
     spec, load = prompts_and_short_answers(
@@ -365,7 +360,6 @@ def test_a_drafter_that_holds_up_all_is_not_taken_for_what_it_brings_to_one() ->
     assert contest.figures()["goodput_over_best_single.hedge"] > 0.97
 
 
-@pytest.mark.slow
 def test_hindsight_leaves_prompts_out_of_what_a_round_takes() -> None:
     """Otherwise a model seems worth its time for more requests than it is."""
     spec, load = prompts_and_short_answers(

@@ -87,7 +87,6 @@ def test_a_workload_has_the_same_requests_for_every_arm(workload: Workload) -> N
     assert all(a.answer.of("small").right == b.answer.of("small").right for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.slow
 def test_an_arm_is_measured_by_what_its_drafter_gets_right() -> None:
     workload = Workload("batch 2", 2, 2000)
     sure = Family(drafters={"small": DrafterFamily(acceptance=0.99, spread=0.0)}, common=0.0)
@@ -107,7 +106,6 @@ def test_an_arm_is_measured_by_what_its_drafter_gets_right() -> None:
     assert plain.attainment(float(four.tpot_s.max())) == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 4])
 def test_drafts_in_hindsight_are_the_right_tokens_and_cost_no_more(length: int) -> None:
     """None is rejected, as many are accepted of a draft as without hindsight, and rounds are faster."""

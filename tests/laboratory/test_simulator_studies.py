@@ -12,8 +12,6 @@ from simulator import serving
 from simulator.roofline import Device, Placed, RooflineCost, Shape
 from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
 
-pytestmark = pytest.mark.slow
-
 DEVICE = Device(tflops=100, memory_gbps=1000, memory_gb=40, compute_share=0.5, memory_share=0.5)
 SHAPE = Shape(layers=32, hidden=4096, ffn=11008)
 
@@ -45,7 +43,6 @@ class TestRoofline:
         assert Placed(shape=SHAPE, device=DEVICE).kv_tokens() == pytest.approx(free / (2 * SHAPE.kv_numbers), abs=1)
 
 
-@pytest.mark.nightly
 def test_the_order_of_spins_figures_holds() -> None:
     scenario = read_scenario(simulate.find("spin"))
     assert isinstance(scenario, SpinScenario)
@@ -57,7 +54,6 @@ def test_the_order_of_spins_figures_holds() -> None:
     assert study.figures["micro_batches_over_best.alpaca"] > 0.9
 
 
-@pytest.mark.nightly
 def test_chains_are_foreseen_and_chosen() -> None:
     scenario = read_scenario(simulate.find("specrouter"))
     assert isinstance(scenario, SpecRouterScenario)

@@ -192,7 +192,6 @@ def test_drafters_that_lack_and_surplus_ones_are_told_apart() -> None:
     assert following(samples, 200.0) == Following(lacking_s=0.0, surplus_s=0.0)
 
 
-@pytest.mark.slow
 def test_the_only_drafter_of_a_small_fleet_follows_a_sudden_load_within_a_minute() -> None:
     """The forecast has less to keep ready than the need of the moment at first, and a plan for that has no drafter."""
     scenario = read_scenario(simulate.find("autoscale"))
@@ -200,7 +199,6 @@ def test_the_only_drafter_of_a_small_fleet_follows_a_sudden_load_within_a_minute
     assert drafters_following(scenario, 8).lacking_s <= 60.0
 
 
-@pytest.mark.slow
 def test_the_study_plays_made_up_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = read_scenario(simulate.find("autoscale"))
     assert isinstance(scenario, AutoscaleScenario)

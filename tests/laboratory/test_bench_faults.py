@@ -236,7 +236,6 @@ def test_rows_are_repeated_in_turn() -> None:
     assert found.rows[0].recovery_s(50) == 2.0
 
 
-@pytest.mark.slow
 def test_an_interrupt_lets_the_row_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(rows: Rows, name: str) -> None:
         if rows.injured == ["first", "second", "first"]:

@@ -86,7 +86,6 @@ def uniform(rate: float, num: int = 150, slo: Slo = TIGHT, seed: int = 0) -> lis
     ]
 
 
-@pytest.mark.slow
 def test_planning_by_objectives_raises_attainment_and_keeps_goodput() -> None:
     load = mixed(4.0)
     planned, blind = run(load), run(load, plans=False)
@@ -96,7 +95,6 @@ def test_planning_by_objectives_raises_attainment_and_keeps_goodput() -> None:
     assert planned.attainment()["batch"].num_answers == blind.attainment()["batch"].num_answers == len(load) / 3
 
 
-@pytest.mark.slow
 def test_requests_without_objectives_are_planned_as_before() -> None:
     load = [replace(request, slo=Slo()) for request in mixed(4.0, 60)]
     planned, blind = run(load, sheds=True), run(load, plans=False)
@@ -105,7 +103,6 @@ def test_requests_without_objectives_are_planned_as_before() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_best_effort_ends_beside_objectives_that_cannot_be_met() -> None:
     """And as soon as if the others had none."""
     hopeless = run(mixed(4.0, 60, tight=Slo(0.001, 0.001, "tight")))
@@ -116,7 +113,6 @@ def test_best_effort_ends_beside_objectives_that_cannot_be_met() -> None:
     assert latest[0] == pytest.approx(latest[1], rel=0.03)
 
 
-@pytest.mark.slow
 def test_a_target_refuses_what_it_could_not_begin_in_time_at_overload_alone() -> None:
     calm = run(uniform(4.0), sheds=True).attainment()["tight"]
     assert (calm.num_refused, calm.num_ttft_missed) == (0, 0)
@@ -129,7 +125,6 @@ def test_a_target_refuses_what_it_could_not_begin_in_time_at_overload_alone() ->
     assert len(refusals) == counts.num_refused
 
 
-@pytest.mark.slow
 def test_no_overload_refuses_requests_without_objectives() -> None:
     for slo in (Slo(), Slo(tpot_s=0.05, name="tight"), Slo(name="batch")):
         outcome = run(uniform(14.0, 60, slo), sheds=True)
