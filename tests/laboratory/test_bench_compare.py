@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from benchmarks.compare import equally_long, last_words_of
+from benchmarks.compare import equally_long
 from benchmarks.compare.arms import (
     LLAMA_CPP,
     LOOKUPS,
@@ -103,12 +103,6 @@ def test_a_server_that_does_not_go_on_or_goes_on_without_its_drafters_ends_the_c
     with pytest.raises(TurnFailed, match="after it went on"):
         closed_loop(running(server, arm), ASKS, 2)
     assert server.is_suspended
-
-
-def test_the_last_words_of_a_server_say_why_a_request_was_not_answered() -> None:
-    silent, told = running(Server()), replace(running(Server()), last_words=lambda: "killed: no memory")
-    assert last_words_of([silent]) == {}
-    assert last_words_of([silent, told]) == {ARM.server: "killed: no memory"}
 
 
 def test_arms_of_one_server_answer_different_prompts() -> None:

@@ -19,15 +19,11 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks import node_rows
-from benchmarks.disturbed import NUM_PIECES, Disturbed, DisturbedServer, FaultBenchFailed
+from benchmarks.disturbed import Disturbed, FaultBenchFailed
 from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResult, measure
-from benchmarks.faults import recoveries
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
-from benchmarks.node_rows import LATE
 from benchmarks.recovery import Metrics
-from benchmarks.report import BenchResult, Table
 from benchmarks.soak import NUM_STREAMS, growth, num_at_once, saturated
 from tests.support.waiting import eventually
 
@@ -305,43 +301,6 @@ def test_an_error_of_the_benchmark_itself_is_raised() -> None:
     assert (failing.injured, next_one.injured) == (["first"], [])
 
 
-class LateCluster:
-    """Some of whose raylets are not known in time."""
-
-    def __init__(self, errors: Sequence[str]) -> None:
-        self._errors = list(errors)
-        self.num_started = 0
-
-    def list_all_nodes(self) -> list[Any]:
-        return []
-
-    def add_node(self, **_: Any) -> None:
-        self.num_started += 1
-        if self._errors:
-            raise Exception(self._errors.pop(0))
-
-
-def test_a_machine_whose_raylet_is_late_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = list[Any]()
-    known, unknown, other = (
-        SimpleNamespace(pid=pid, name=partial(str, name)) for pid, name in ((1, "raylet"), (2, "raylet"), (3, "python"))
-    )
-    late = LateCluster([f"The current node {LATE}."])
-    monkeypatch.setattr(node_rows, "_pids", lambda node: {node.pid})
-    monkeypatch.setattr(late, "list_all_nodes", lambda: [known])
-    monkeypatch.setattr(
-        node_rows, "psutil", SimpleNamespace(Process=lambda: SimpleNamespace(children=lambda: [known, unknown, other]))
-    )
-    monkeypatch.setattr(node_rows, "descendants", lambda pid: [])
-    monkeypatch.setattr(node_rows, "end_all", lambda processes, grace_s: ended.extend(processes))
-    node_rows.add_machine(late)
-    assert (late.num_started, ended) == (2, [unknown])
-    with pytest.raises(FaultBenchFailed, match="30 s"):
-        node_rows.add_machine(LateCluster([LATE] * node_rows.MAX_STARTS))
-    with pytest.raises(Exception, match="no such label"):
-        node_rows.add_machine(LateCluster(["no such label"]))
-
-
 def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -> None:
     rows = Rows()
     rows.lose("RouterActor")
@@ -350,37 +309,3 @@ def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -
     (lost,) = rows.lost
     assert lost.startswith("RouterActor 7 (first; the log: ")
     assert "stalled for 4.0 s" in lost
-
-
-def test_a_row_from_which_the_server_never_recovered_is_shown() -> None:
-    row = RowResult("row", num_lost=4)
-    assert row.cells() == ("row", 0, 0, 4, 0, 0, "-", "never", "never")
-    assert recoveries([row]) == {}
-    assert BenchResult("faults", {}, (Table("rows", ("",) * 9, (row.cells(),)),)).to_json()
-
-
-class EndlessServer(DisturbedServer):
-    """Whose streams flow and never end. ``num_cancelled``: of them."""
-
-    def __init__(self) -> None:
-        self.server: Any = SimpleNamespace(url="http://127.0.0.1:1")
-        self.target: Any = self
-        self.num_cancelled = 0
-
-    async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
-        on_piece(NUM_PIECES)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.num_cancelled += 1
-        raise AssertionError
-
-
-async def test_streams_end_with_a_run_that_fails() -> None:
-    def injure() -> None:
-        raise FaultBenchFailed("there is no process to kill")
-
-    server = EndlessServer()
-    with pytest.raises(FaultBenchFailed, match="no process"):
-        await server.disturbed([LoadRequest(f"r{i}", (1,), 9) for i in range(3)], injure, lambda _: True)
-    assert server.num_cancelled == 3

@@ -10,18 +10,15 @@ import pytest
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import InterleavedServer, Throughput
 from benchmarks.prompts import choose_prompts
-from benchmarks.throughput import NumLaps, Pair, PairedRuns, Speedup, jackknife, laps, near_best, ratio, sample
-from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
-from cluster.errors import GenerationFailed
+from benchmarks.throughput import NumLaps, Pair, PairedRuns, Speedup, jackknife, laps, ratio, sample
+from cluster.config import DrafterConfig, NgramOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Drafter
 from drafters.replay import Recording
 from engine.kv_cache import BLOCK_LEN
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
-from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
 
 NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
@@ -87,12 +84,6 @@ def test_the_error_is_that_of_the_choice_of_answers() -> None:
     assert jackknife(pairs((10.0, 5.0))) is None
 
 
-def test_those_near_the_best_are_measured_on() -> None:
-    assert near_best({"a": 1.8, "b": 1.55, "c": 1.5, "d": 0.6}) == ["a", "b"]
-    assert near_best({"a": 0.7}) == ["a"]
-    assert near_best({}) == []
-
-
 def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
@@ -106,11 +97,6 @@ def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
         assert race.speedups() == {}
 
 
-class _Failing(NgramDrafter):
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        raise FloatingPointError("no draft")
-
-
 @pytest.fixture
 def fixtures(tmp_path: Path) -> Fixtures:
     return Fixtures(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
@@ -119,40 +105,6 @@ def fixtures(tmp_path: Path) -> Fixtures:
 def recorded(fixtures: Fixtures, num: int) -> list[Recording]:
     (part,) = fixtures.record(choose_prompts((), num), [0.0])
     return list(part[0.0])
-
-
-def test_a_drafter_that_fails_is_not_measured_as_slow(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = recorded(fixtures, 9)
-    monkeypatch.setattr(fixtures, "make", lambda *_: _Failing())
-    with pytest.raises(GenerationFailed, match="the drafter failed"):
-        PairedRuns(fixtures, [NGRAM], known, 1, NumLaps(1, 1))
-
-
-def test_an_engine_that_fails_in_its_turn_ends_the_race(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 9), 1, NumLaps(1, 1))
-
-    def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        raise FloatingPointError("the device is gone")
-
-    monkeypatch.setattr(fixtures, "cache_prompts", lambda *_: None)
-    monkeypatch.setattr(fixtures.plain, "execute", fail)
-    with pytest.raises(FloatingPointError, match="the device is gone"):
-        race.step()
-    race.close()
-
-
-def test_the_plain_target_is_slow_and_the_drafter_fast(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the other way round."""
-    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 9), 1, NumLaps(1, 1))
-
-    def end(lane: InterleavedServer) -> Throughput:
-        lane.served.cluster.abort()
-        return Throughput(100, 10.0 if lane.served.drafter is None else 5.0)
-
-    monkeypatch.setattr(InterleavedServer, "end", end)
-    assert race.step() == {"ngram": Pair(Throughput(100, 10.0), Throughput(100, 5.0))}
-    race.close()
-    assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
 
 
 @pytest.mark.parametrize("unmeasured", ["plain", "drafted"])
@@ -258,32 +210,3 @@ def test_prompts_are_computed_once_for_all_who_race(fixtures: Fixtures, monkeypa
         assert max(num_computed) <= BLOCK_LEN
     race.close()
     assert {name: speedup.num_answers for name, speedup in race.speedups().items()} == {"a": 12, "b": 12}
-
-
-def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keeping them takes time, which is not the others'."""
-    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    path = write_dspark(tmp_path / "dspark", folder)
-    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(path)))
-    ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    fixtures = Fixtures(str(folder), [ngram, dspark], 8)
-    (part,) = fixtures.record(choose_prompts((), 3), [0.0])
-    passes: list[int] = []
-    execute = fixtures.target.execute
-
-    def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        passes.append(len(spans))
-        return execute(spans)
-
-    monkeypatch.setattr(fixtures.target, "execute", counted)
-    num_passes = {}
-    for config in (ngram, dspark):
-        passes.clear()
-        race = PairedRuns(fixtures, [config], part[0.0], 1, NumLaps(1, 1))
-        race.step()
-        race.close()
-        num_passes[config.name] = len(passes)
-    assert num_passes["ngram"] == 0
-    assert num_passes["dspark"] > 0

@@ -119,13 +119,6 @@ def test_a_trace_gives_arrivals_and_lengths_within_the_bound(tmp_path: Path) -> 
     assert len({chat.domain for chat in chats}) > 1
 
 
-def test_made_up_bursts_are_the_same_every_time() -> None:
-    options = BenchOptions(trace=TraceOptions(rate=2.0))
-    chats = trace.chats_of(options, 30.0)
-    assert len(chats) == 60
-    assert chats == trace.chats_of(options, 30.0)
-
-
 def test_the_command_asks_with_the_key_and_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-right\n")

@@ -139,11 +139,6 @@ def test_policies_are_compared_on_a_recording(tmp_path: Path, monkeypatch: pytes
     assert result.to_json()
 
 
-@pytest.mark.parametrize("name", simulate.names())
-def test_the_scenarios_that_are_shipped_can_be_used(name: str) -> None:
-    assert read_scenario(simulate.find(name)).study in name or name in ("a100-70b", "h100-32b", "h100-405b")
-
-
 def test_an_unknown_scenario_names_the_nearest() -> None:
     with pytest.raises(InvalidField, match="did you mean specrouter"):
         simulate.find("specroute")

@@ -1,6 +1,5 @@
 """Synthetic arms: requests whose drafts are right with known probabilities, so that regret is exact."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,11 +42,6 @@ class Arms:
         goodput = np.repeat(self.goodput, self.capacity, axis=1)
         rows, columns = linear_sum_assignment(goodput, maximize=True)
         return float(goodput[rows, columns].sum())
-
-    @property
-    def best_single(self) -> float:
-        """With the best single drafter that has room for all."""
-        return float(self.goodput.sum(axis=0).max())
 
     def pool(self) -> list[PoolMember]:
         return [PoolMember(f"d{j}", self.capacity, 0.01 * (j + 1)) for j in range(self.rates.shape[1])]
@@ -126,9 +120,3 @@ def slope_by_doubling(regret: Floats, first: int) -> list[float]:
     while at[-1] * 2 <= len(regret):
         at.append(at[-1] * 2)
     return np.diff([regret[t - 1] for t in at]).tolist()
-
-
-def mean_regret(make: Callable[[int], AssignmentPolicy], arms: Arms, num_slots: int, seeds: Sequence[int]) -> Floats:
-    runs: list[Floats] = [run(make(seed), arms, num_slots, seed).regret for seed in seeds]
-    mean: Floats = np.mean(runs, axis=0)
-    return mean

@@ -234,16 +234,6 @@ def test_one_that_nearly_pays_is_tried_seldom_and_long() -> None:
     assert sum(before != after for before, after in itertools.pairwise(found)) < 20
 
 
-def test_what_a_trial_saves_is_no_credit_for_later() -> None:
-    found = asked(BreakEvenGate(), 4, 1000, lambda number: 1.0 if number < 8 else 0.0, 0.3)
-    assert sum(found) < 35
-
-
-def test_one_that_becomes_better_for_many_is_found_out() -> None:
-    found = asked(BreakEvenGate(), 64, 3000, lambda number: 0.0 if number < 300 else 0.15, 0.1)
-    assert all(found[-300:])
-
-
 def test_one_that_becomes_better_is_found_out() -> None:
     found = asked(BreakEvenGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
     assert sum(found[100:300]) < 30
@@ -273,15 +263,6 @@ def test_drafts_are_credited_after_a_round_of_others_too() -> None:
         gate.decide(batch, PLAIN_S)
         gate.note_draft(batch, 0.1)
     gate.skip()
-    gate.note_saved(1.0)
-    assert all(asked(gate, 64, 8, lambda _: 0.0, 0.1))
-
-
-def test_what_is_left_of_a_draft_is_credited_to_the_round_that_asked_for_it() -> None:
-    gate = BreakEvenGate()
-    for prompts_wait in (False, True, True):
-        gate.decide(64, PLAIN_S, prompts_wait)
-        gate.note_draft(64, 0.1)
     gate.note_saved(1.0)
     assert all(asked(gate, 64, 8, lambda _: 0.0, 0.1))
 
@@ -321,18 +302,6 @@ def test_drafts_are_credited_to_the_round_that_asked_for_them(pays: bool) -> Non
     others = sum(found[i] for i in late if not waits(i)) / 1500
     assert (waiting > 0.9, others < 0.1) == (pays, pays)
     assert (waiting < 0.1, others > 0.9) == (not pays, not pays)
-
-
-def test_a_round_that_asks_for_nothing_is_no_free_draft() -> None:
-    """The target waits for no draft then."""
-    found = asked(BreakEvenGate(), 64, 4000, lambda _: 0.06, 0.1)
-    assert sum(found[100:]) < 200
-
-
-def test_a_drafter_that_once_had_nothing_to_draft_is_not_taken_for_free() -> None:
-    gate = BreakEvenGate()
-    asked(gate, 8, 1, lambda _: 0.0, 0.0)
-    assert sum(asked(gate, 8, 500, lambda _: 0.001, 0.05)) < 60
 
 
 def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
