@@ -1,6 +1,6 @@
 """Which JSON schemas and patterns can be enforced. xgrammar ignores some keywords, and some beside others, and would let
-invalid output pass: those are refused. A schema without a type gets the one that its keywords are about; formats that
-xgrammar does not know are annotations, as JSON Schema has it. `schema_forms` rewrites schemas before.
+invalid output pass: those are refused. A schema without a type gets the one that its keywords are about; formats without a
+pattern in `string_formats` are annotations, as JSON Schema has it. `schema_forms` rewrites schemas before.
 """
 
 import json
@@ -16,6 +16,7 @@ from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_forms import normal_form
 from engine.grammar.schema_merge import is_of, spelled
 from engine.grammar.schema_spellings import refused, types_of
+from engine.grammar.string_formats import FORMATS
 
 MAX_REFERENCES = 16  # of references that refer to references
 MAX_REPEATS = 4096  # of minLength, minItems and the like
@@ -42,7 +43,6 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     ),
 }
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_FORMATS = frozenset({"date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "hostname"})
 
 
 def checked(source: str) -> tuple[Any, frozenset[str]]:
@@ -99,7 +99,7 @@ def _check(path: str, schema: dict[str, Any], root: Any) -> None:
         if not about:
             raise refused(path, f"must give its type beside {sorted(keys)[0]}")
         schema["type"] = "number" if "number" in about else about[0]
-    if schema.get("format") not in _FORMATS:
+    if schema.get("format") not in FORMATS:
         schema.pop("format", None)
     types = types_of(schema)
     known = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
@@ -141,6 +141,8 @@ def _check_values(path: str, schema: dict[str, Any]) -> None:
         raise refused(f"{path}/pattern", "is not supported together with format")
     if "format" in schema and schema.keys() & {"minLength", "maxLength"}:
         raise refused(f"{path}/format", "is not supported together with minLength or maxLength")
+    if "format" in schema:
+        schema["pattern"] = FORMATS[schema.pop("format")]
     if "pattern" in schema and (reason := pattern_fault(schema["pattern"])) is not None:
         raise refused(f"{path}/pattern", reason)
     if schema.get("type") == "array" and not schema.keys() & {"items", "prefixItems"}:

@@ -22,7 +22,7 @@ from engine.grammar.vocabulary import GrammarVocabulary
 
 EOS = 256
 NUM_SCHEMAS = 16
-FORMATS = jsonschema.FormatChecker(["email", "uuid"])
+FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 STRINGS: tuple[dict[str, Any], ...] = (
     {},
     {"minLength": 1, "maxLength": 3},

@@ -14,6 +14,7 @@ from engine.grammar.json_pattern import plain_spelling
 from engine.grammar.schema_merge import is_of
 from engine.grammar.schema_rules import pattern_fault
 from engine.grammar.schema_spellings import OF_STRING
+from engine.grammar.string_formats import FORMATS
 
 _BOUNDS = {"minLength", "maxLength"}
 _MAX_BOUND = 65_536  # of a string's length
@@ -22,28 +23,6 @@ _CONTAINERS = {"array", "object"}
 _BEGINS_VALUE = "[{(+-.0123456789"  # of another type than string
 _BEGINS_BOOLEAN = "tTfF"
 _ANY_KEY = r'[^<>"\n]{1,64}'
-
-_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_HEX = "[0-9A-Fa-f]{1,4}"
-_LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
-_ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+"
-_DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
-_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR})"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}",
-    "hostname": _HOST,
-    "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
-    "ipv6": "|".join(
-        [f"{_HEX}(?::{_HEX}){{7}}", f"(?:{_HEX}:){{7}}:"]
-        + [f"{':'.join([_HEX] * num)}::(?:{_HEX}(?::{_HEX}){{0,{6 - num}}})?" for num in range(7)]
-    ),
-    "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
-}
 
 
 class ElementGrammar:
@@ -123,7 +102,7 @@ class ElementGrammar:
         return self._element(key, isinstance(value, str), [text])
 
     def _string(self, key: str | None, rules: dict[str, Any], excluded: str) -> Format:
-        form = _FORMATS.get(str(rules.get("format")))
+        form = FORMATS.get(str(rules.get("format")))
         if ("pattern" in rules) + (form is not None) + bool(rules.keys() & _BOUNDS) > 1:
             raise self._refused(key, "may have one of pattern, format, and bounds of its length")
         if form is not None:

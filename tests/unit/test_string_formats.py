@@ -1,0 +1,67 @@
+"""Strings with a format are valid for Python's own readers of dates and addresses, and for another project's validator."""
+
+import json
+import random
+from datetime import datetime
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from cluster.grammar import Grammar, GrammarKind
+from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
+from engine.grammar.string_formats import FORMATS
+from tests.unit.test_schema_validity import EOS, walk
+
+VALID = {
+    "date": ("2024-02-29", "2000-02-29", "0476-09-04", "2023-12-31"),
+    "time": ("23:59:59Z", "08:00:00.123456+05:30"),
+    "date-time": ("2024-02-29T23:59:59.5-08:00",),
+    "email": ("ada.lovelace+a@mail.example.org", f"{'a' * 64}@b.de"),
+    "hostname": ("localhost", "a-b.example.org", "a.b.c.d.e.f.example.org", f"{'a' * 63}.de"),
+    "ipv4": ("0.0.0.0", "255.249.199.99"),
+    "ipv6": ("::", "::1", "2001:db8::ff00:42:8329", "1:2:3:4:5:6:7::", "1:2:3:4:5:6:7:8"),
+    "uuid": ("123e4567-e89b-12d3-a456-426614174000",),
+}
+INVALID = {
+    "date": ("2023-02-29", "1900-02-29", "2023-04-31", "0000-01-01"),
+    "time": ("24:00:00Z", "08:00:60Z", "08:00:00"),
+    "date-time": ("2023-02-29T00:00:00Z", "2024-02-29 00:00:00Z"),
+    "email": ("a..b@c.de", "a@b@c", f"{'a' * 65}@b.de"),
+    "hostname": ("-a.de", "a-.de", f"{'a' * 64}.de", ".".join(["a" * 63] * 4)),
+    "ipv4": ("000.000.000.0", "01.2.3.4", "256.1.1.1"),
+    "ipv6": ("00000::", "1::2::3", "1:2:3:4:5:6:7:8:9", "1:2:3:4:5:6:7:8::"),
+    "uuid": ("123e4567-e89b-12d3-a456-42661417400",),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_model_folder: Path) -> Grammars:
+    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
+
+
+def compiled(grammars: Grammars, kind: str) -> CompiledGrammar:
+    schema = {"type": ["string", "null"], "format": kind}
+    return grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_format_takes_exactly_valid_texts(grammars: Grammars, kind: str) -> None:
+    for texts, is_valid in ((VALID[kind], True), (INVALID[kind], False)):
+        for text in texts:
+            ids = [*grammars.vocabulary.tokens_of(json.dumps(text).encode()), EOS]
+            assert (compiled(grammars, kind).follow(()).num_valid(ids) == len(ids)) is is_valid, text
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_random_texts_of_a_format_are_valid(grammars: Grammars, kind: str) -> None:
+    rng, checker = random.Random(kind), jsonschema.FormatChecker()
+    for _ in range(30):
+        text = walk(compiled(grammars, kind), rng, 150)
+        value = None if text is None else json.loads(text)
+        if value is None:
+            continue
+        if kind in ("time", "date-time"):
+            datetime.fromisoformat(value if kind == "date-time" else f"2000-01-01T{value}")
+        else:
+            checker.check(value, kind)
