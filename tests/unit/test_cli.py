@@ -42,7 +42,7 @@ def test_the_help_of_bench_names_every_benchmark() -> None:
 
 
 def test_the_configuration_is_printed_whole() -> None:
-    assert "kv_cache_gb: 0.5" in CliRunner().invoke(app, ["config"]).stdout
+    assert "kv_cache_gb: auto" in CliRunner().invoke(app, ["config"]).stdout
 
 
 def test_a_wrong_configuration_is_an_error_that_names_line_and_key(tmp_path) -> None:
