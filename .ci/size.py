@@ -35,9 +35,9 @@ LIMITS = {
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(173, 110),
     "lines of benchmarks and simulator": Limit(16_100, 12_500),
-    "lines of tests": Limit(61_000, 46_000),
+    "lines of tests": Limit(61_100, 46_000),
     "modules of product that tests import": Limit(1_980, 900),
-    "monkeypatch.setattr in tests": Limit(281, 100),
+    "monkeypatch.setattr in tests": Limit(285, 100),
     "words of README": Limit(900, 900),
     "words of docs": Limit(46_500, 40_000),
 }

@@ -86,6 +86,9 @@ class _Document:
             if key in schema:
                 inner = schema[key].items()
                 schema[key] = {name: self._node(one, base, f"{path}/{key}/{name}", depth + 1) for name, one in inner}
+        if "prefixItems" in schema:
+            listed = enumerate(schema["prefixItems"])
+            schema["prefixItems"] = [self._node(one, base, f"{path}/prefixItems/{i}", depth + 1) for i, one in listed]
         for key in ("items", "additionalProperties", *_UNEVALUATED, "propertyNames"):
             if key in schema:
                 schema[key] = self._node(schema[key], base, f"{path}/{key}", depth + 1, inline=key == "propertyNames")

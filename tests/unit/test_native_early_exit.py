@@ -15,15 +15,17 @@ from cluster.sampling_params import SamplingParams
 from engine import early_exit
 from engine.batch_layout import StayingRows
 from engine.early_exit import EarlyExit
-from engine.exit_lens import ReducedScores
+from engine.exit_lens import ReducedScores, lens_product
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from router.drafting.early_exit import ExitPlan
+from router.estimates.trial import Trial
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.support.quick import first
@@ -79,6 +81,13 @@ class RandomWatch:
     @property
     def has_left(self) -> bool:
         return self.num_left > 0
+
+    def trimmed(self) -> list[SpanInput]:
+        lens = zip(self.spans, self.span_lens.tolist(), strict=True)
+        return [
+            replace(s, token_ids=s.token_ids[:n], num_drafts=s.num_drafts - len(s.token_ids) + n) if n else s
+            for s, n in lens
+        ]
 
     def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
         assert all(len(outcome.token_ids) <= n for outcome, n in zip(outcomes, self.span_lens, strict=True))
@@ -239,6 +248,61 @@ def test_exits_are_learned_where_rows_cost_time(
     assert any(watch.has_left for watch in watches) == (cost is STEEP)
 
 
+def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
+    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [request(name, SAMPLINGS["greedy"]) for name in "ab"]
+    expected = [plain(model, each) for each in wanted]
+    learned, has_left = [], []
+    for last_threshold in (None, 0.0):
+        exits = EarlyExit(model, STEEP)
+        watches: list[early_exit.PassWatch] = []
+        samples: list[tuple[np.ndarray, int, int]] = []
+        exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+        size = model.config.hidden_size
+        for check in exits.checks[:-1]:
+            check.lens = lens_product(model, LinearWeight(torch.eye(size), torch.zeros(size)))
+        plan = ExitPlan((0.0, 0.0, last_threshold), saved_share=0.5)
+        monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans, plan=plan: plan)
+        monkeypatch.setattr(exits, "learn_spans", samples.extend)
+        target = NativeTarget(model, LIMITS)
+        callers = [Caller(target, each) for each in wanted]
+        for caller in callers:
+            caller.run(caller.span())
+        target.exit_early(Recorded(exits, watches))
+        exits._num_since = early_exit.IDLE_PERIOD  # a learning pass is due
+        wrong = (expected[1][2] + 1) % VOCABULARY
+        spans = [callers[0].span(expected[0][1:6]), callers[1].span((expected[1][1], wrong, *expected[1][3:6]))]
+        outcomes = target.execute(spans)
+        assert [outcome.token_ids for outcome in outcomes] == [tuple(expected[0][1:7]), tuple(expected[1][1:3])]
+        (watch,) = watches
+        assert watch.plan is None
+        has_left.append(watch.span_lens.tolist())
+        fits = [check.fit._cross.tolist() for check in exits.checks if check.fit is not None]
+        learned.append(([(margins.tolist(), *counts) for margins, *counts in samples], fits))
+    assert has_left == [[6, 6], [6, 2]]
+    assert learned[0] == learned[1]
+    assert [num_accepted for _, _, num_accepted in learned[1][0]] == [5, 1]
+
+
+def test_later_lenses_are_fitted_on_rows_of_all_places(model: CausalModel) -> None:
+    """Of a pass of 256 rows, in spans of 8, every eighth row counts: another one in each pass."""
+    exits = EarlyExit(model, STEEP)
+    exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+    fit = exits.checks[0].fit
+    assert fit is not None
+    seen, before = [], 0.0
+    for number in range(8):
+        exits._num_learned = number
+        hidden = {check.depth: torch.zeros(256, model.config.hidden_size) for check in exits.checks}
+        hidden[exits.checks[-1].depth][:, 0] = torch.arange(256)
+        exits.learn_rows([1] * 256, hidden)
+        total = fit._cross[-1, 0].item()
+        seen.append(total - before)
+        before = total
+    assert seen == [sum(range(number, 256, 8)) for number in range(8)]
+
+
 @dataclass(slots=True)
 class Recorded:
     exits: EarlyExit
@@ -249,6 +313,19 @@ class Recorded:
         if watch is not None:
             self.watches.append(watch)
         return watch
+
+
+def test_a_check_of_few_rows_is_not_taken_for_cheaper_than_was_measured() -> None:
+    """Much of a check takes as long for one row as for many."""
+    check = early_exit.ExitCheck(30, None)
+    assert check.seconds(112) == 0.0
+    check.note_time(2e-3, 112)
+    assert check.seconds(28) == check.seconds(100) == 2e-3
+    assert check.seconds(224) == 4e-3
+    check.note_time(1e-3, 28)
+    assert check.seconds(28) == check.seconds(7) == 1e-3
+    check.note_time(9e-3, 28)  # something else ran
+    assert check.seconds(28) == pytest.approx(1.8e-3)
 
 
 def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -361,3 +438,14 @@ def test_a_pass_that_checks_no_row_says_nothing_of_exits(
     assert watch.num_watched == 0
     watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)])
     assert noted == [True]
+
+
+def test_samples_go_on_until_they_allow_what_few_do_not(model: CausalModel) -> None:
+    exits, trial = EarlyExit(model, STEEP), Trial(1, 1)
+    off, on = ExitPlan((None,)), ExitPlan((0.0,))
+    periods = []
+    margins = np.zeros((len(exits.checks), MAX_DRAFTS), np.float32)
+    for num in (0, early_exit.MIN_SAMPLES, early_exit.NUM_SAMPLES):
+        exits.learn_spans([(margins, 3, 1)] * (num - len(exits._samples)))
+        periods.append((exits._period(off, trial), exits._period(on, trial)))
+    assert periods == [(4, 4), (16, 8), (128, 32)]

@@ -16,6 +16,7 @@ from engine.grammar.schema_spellings import KEYWORDS
 REFUSED: list[tuple[Any, str]] = [
     (False, "allows nothing"),
     ([1], "must be an object"),
+    ({"items": [None]}, "#/prefixItems/0: must be an object"),
     ({"type": "int"}, "#/type: must be of string"),
     ({"not": {"type": "string"}}, "must give its type beside not"),
     ({"type": "string", "not": {"const": "a"}}, "#/not: is not supported for the type string"),
