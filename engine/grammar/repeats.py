@@ -4,8 +4,10 @@ import re
 
 MAX_REPEATS = 16384  # of the innermost of nested repetitions
 
+# A class without an end takes all that follows: to look for its end again at each of its brackets takes quadratic time.
+CLASS = r"\[\^?(?:\](?:\\.|[^\]\\])*+\]|(?:\\.|[^\]\\])*+(?:\]|\\?\Z))"
 # A class, an escape, a bracket, or a repetition; in EBNF also a quoted text.
-_OF_REGEX = r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|[()]|\{(\d+)(,(\d*))?\}"
+_OF_REGEX = rf"{CLASS}|\\.|[()]|\{{(\d+)(,(\d*))?\}}"
 _REGEX = re.compile(_OF_REGEX, re.DOTALL)
 _EBNF = re.compile(rf'"(?:\\.|[^"\\])*"|{_OF_REGEX}', re.DOTALL)
 

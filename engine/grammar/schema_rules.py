@@ -12,7 +12,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from engine.grammar.json_pattern import repeated
 from engine.grammar.property_names import placeholder
-from engine.grammar.repeats import repeats_fault
+from engine.grammar.repeats import CLASS, repeats_fault
 from engine.grammar.schema_forms import normal_form
 from engine.grammar.schema_merge import is_of, spelled
 from engine.grammar.schema_spellings import refused, types_of
@@ -157,7 +157,7 @@ def pattern_fault(pattern: str) -> str | None:
         return "must have no group that begins with (? but (?:"
     if re.search(r"(?<!\\)(\\\\)*\\[AZzG]", pattern):
         return "must have no anchors but ^ and $"
-    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)  # without escapes and classes
+    bare = re.sub(rf"\\.|{CLASS}", "", pattern, flags=re.DOTALL)  # without escapes and classes
     if re.search(r"[\^$]", bare.removeprefix("^").removesuffix("$")):
         return "must have ^ at its begin only, and $ at its end only"
     return repeats_fault(pattern, is_regex=True)
