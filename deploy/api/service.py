@@ -109,6 +109,7 @@ class Service:
         self.metrics_page = MetricsPage(self.metrics, self.status, peers)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
         self._grammars: GrammarChecker | None = None
+        self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
     async def check_key(self, request: Request) -> None:
@@ -137,8 +138,13 @@ class Service:
         self.calls.is_shared = self._bodies.held.is_shared = self._threads.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
-        """Description of the served model, whose adapters may change."""
-        return await self._ask(self._client.model())
+        """Description of the served model, whose adapters may change; the last one known while the cluster does not answer."""
+        try:
+            self._info = await self._ask(self._client.model())
+        except LinkClosed:
+            if self._info is None:
+                raise
+        return self._info
 
     async def status(self) -> ClusterStatus:
         """State of the targets and drafters."""

@@ -203,3 +203,11 @@ async def test_metrics_count_what_happened() -> None:
     assert 'outrider_target_ready{target="target-0"} 1.0' in lines
     assert 'outrider_drafter_verified_total{drafter="ngram"} 8.0' in lines
     assert 'outrider_drafter_accepted_total{drafter="ngram"} 5.0' in lines
+
+
+async def test_a_known_model_is_served_while_the_cluster_does_not_describe_it() -> None:
+    async with serving() as (http, cluster):
+        before = await http.get("/v1/models")
+        cluster.failure = LinkClosed("the supervisor is away")
+        assert (await http.get("/v1/models")).json() == before.json()
+        assert (await http.post(CHAT, json=chat_body())).status_code == 200
