@@ -138,7 +138,7 @@ class Service:
         self.calls.is_shared = self._bodies.held.is_shared = self._threads.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
-        """Description of the served model, whose adapters may change; the last one known while the cluster does not answer."""
+        """Description of the served model, whose adapters may change; the last one while the cluster does not answer."""
         try:
             self._info = await self._ask(self._client.model())
         except LinkClosed:
