@@ -23,6 +23,7 @@ _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(,\d*)?\}")
 # Behind one character: a repetition and the end.
 _BOUNDS = re.compile(r"([*+?]|\{(\d+)(?:,(\d*))?\})?\$?")
+_MAX_SPELLED = 2**20  # characters
 _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 
 
@@ -77,8 +78,11 @@ def plain_spelling(pattern: str, excluded: str) -> str:
 
 
 def _respelled(pattern: str, spelled: Callable[[Ranges], str]) -> str:
-    pattern, at, out = pattern.removeprefix("^"), 0, list[str]()
+    pattern, at, out, size = pattern.removeprefix("^"), 0, list[str](), 0
     while at < len(pattern):
+        size += len(out[-1]) if out else 0
+        if size > _MAX_SPELLED:
+            raise ValueError(f"it takes more than {_MAX_SPELLED} characters when its classes are spelled out")
         char = pattern[at]
         quantifier = _QUANTIFIER.match(pattern, at)
         if char == "$" and at == len(pattern) - 1:

@@ -16,7 +16,7 @@ from engine.grammar.repeats import CLASS, repeats_fault
 from engine.grammar.schema_forms import normal_form
 from engine.grammar.schema_merge import is_of, spelled
 from engine.grammar.schema_spellings import refused, types_of
-from engine.grammar.string_formats import FORMATS
+from engine.grammar.string_formats import FORMATS, LENGTHS
 
 MAX_REFERENCES = 16  # of references that refer to references
 MAX_REPEATS = 4096  # of minLength, minItems and the like
@@ -139,9 +139,10 @@ def _check_values(path: str, schema: dict[str, Any]) -> None:
         schema["pattern"] = both
     if {"pattern", "format"} <= schema.keys():
         raise refused(f"{path}/pattern", "is not supported together with format")
-    if "format" in schema and schema.keys() & {"minLength", "maxLength"}:
-        raise refused(f"{path}/format", "is not supported together with minLength or maxLength")
     if "format" in schema:
+        shortest, longest = LENGTHS[schema["format"]]
+        if schema.pop("minLength", 0) > shortest or schema.pop("maxLength", longest) < longest:
+            raise refused(f"{path}/format", f"is not supported with bounds within its {shortest} to {longest} characters")
         schema["pattern"] = FORMATS[schema.pop("format")]
     if "pattern" in schema and (reason := pattern_fault(schema["pattern"])) is not None:
         raise refused(f"{path}/pattern", reason)

@@ -14,12 +14,13 @@ _LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
 _SHORT_LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,22}[0-9A-Za-z])?"
 # At most 253 characters: 3 labels of 63, or 10 of 24.
 _HOST = rf"(?:{_LABEL}(?:\.{_LABEL}){{0,2}}|{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{3,9}})"
+_MAIL_HOST = rf"(?:{_LABEL}(?:\.{_LABEL})?|{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{2,6}})"
 _ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]"
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
-    "email": rf"(?:{_ATOM}{{1,64}}|{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,20}}){{1,2}})@{_HOST}",
+    "email": rf"(?:{_ATOM}{{1,64}}|{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,20}}){{1,2}})@{_MAIL_HOST}",
     "hostname": _HOST,
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
     "ipv6": "|".join(
@@ -27,4 +28,15 @@ FORMATS = {
         + [f"{':'.join([_HEX] * num)}::(?:{_HEX}(?::{_HEX}){{0,{6 - num}}})?" for num in range(7)]
     ),
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+}
+# Characters of the shortest and of the longest text that the pattern takes.
+LENGTHS = {
+    "date": (10, 10),
+    "time": (9, 24),
+    "date-time": (20, 35),
+    "email": (3, 239),
+    "hostname": (1, 249),
+    "ipv4": (7, 15),
+    "ipv6": (2, 39),
+    "uuid": (36, 36),
 }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
-from engine.grammar.json_pattern import repeated, with_plain_codes
+from engine.grammar.json_pattern import json_spelling, repeated, with_plain_codes
 from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.schema_spellings import KEYWORDS
@@ -177,3 +177,8 @@ def test_a_pattern_is_checked_in_linear_time(part: str) -> None:
         return min(once() for _ in range(3))
 
     assert cost_s(8000) < 24 * cost_s(1000), "eight times as long"
+
+
+def test_a_pattern_whose_classes_are_endless_is_refused_before_it_is_spelled_out() -> None:
+    with pytest.raises(ValueError, match="when its classes are spelled out"):
+        json_spelling(r"\D" * 8000)

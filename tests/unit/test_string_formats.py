@@ -8,9 +8,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
-from engine.grammar.string_formats import FORMATS
+from engine.grammar.string_formats import FORMATS, LENGTHS
 from tests.unit.test_schema_validity import EOS, walk
 
 VALID = {
@@ -61,7 +62,33 @@ def test_random_texts_of_a_format_are_valid(grammars: Grammars, kind: str) -> No
         value = None if text is None else json.loads(text)
         if value is None:
             continue
+        assert LENGTHS[kind][0] <= len(value) <= LENGTHS[kind][1]
         if kind in ("time", "date-time"):
             datetime.fromisoformat(value if kind == "date-time" else f"2000-01-01T{value}")
         else:
             checker.check(value, kind)
+
+
+LONGEST = {
+    "date": "2024-02-29",
+    "time": "23:59:59.123456789+05:30",
+    "date-time": "2024-02-29T23:59:59.123456789+05:30",
+    "email": f"{'a' * 64}@{'.'.join(['a' * 24] * 7)}",
+    "hostname": ".".join(["a" * 24] * 10),
+    "ipv4": "255.249.199.199",
+    "ipv6": ":".join(["2001"] * 8),
+    "uuid": "123e4567-e89b-12d3-a456-426614174000",
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bounds_that_a_format_keeps_anyway_are_taken(grammars: Grammars, kind: str) -> None:
+    shortest, longest = LENGTHS[kind]
+    assert len(LONGEST[kind]) == longest
+    schema = {"type": "string", "format": kind, "minLength": shortest, "maxLength": longest}
+    found = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    ids = [*grammars.vocabulary.tokens_of(json.dumps(LONGEST[kind]).encode()), EOS]
+    assert found.follow(()).num_valid(ids) == len(ids)
+    for bound in ({"minLength": shortest + 1}, {"maxLength": longest - 1}):
+        with pytest.raises(InvalidField, match="is not supported with bounds within"):
+            grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "format": kind} | bound)))
