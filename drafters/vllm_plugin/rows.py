@@ -75,10 +75,10 @@ class RowSessions:
         """Extends, opens and ends sessions by the rows of the batch. Returns whether nothing but decoding happened: each row
         was followed before, and each has a new token."""
         matched = dict(self._match(rows))
-        ended = {session.request_id for session in self._sessions.values()}
-        ended -= {session.request_id for session in matched.values()}
-        for request_id in ended:
-            self._drafter.release(request_id)
+        kept = {session.request_id for session in matched.values()}
+        for former in self._sessions.values():  # in the order of rows, which decides what the drafter remembers
+            if former.request_id not in kept:
+                self._drafter.release(former.request_id)
         self._sessions = {}
         for row in rows:
             session = matched.get(row.index)

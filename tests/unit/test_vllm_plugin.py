@@ -110,6 +110,7 @@ class RecordingDrafter:
     def __init__(self) -> None:
         self.texts: dict[str, list[int]] = {}
         self.num_opened = 0
+        self.released: list[str] = []
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -127,6 +128,7 @@ class RecordingDrafter:
 
     def release(self, request_id: str) -> None:
         del self.texts[request_id]
+        self.released.append(request_id)
 
     def check_integrity(self) -> None: ...
 
@@ -208,6 +210,19 @@ def test_a_preempted_request_is_followed_again_whole() -> None:
     batch.run(tells=False)
     batch.run()  # both grew without the proposer
     assert followed.drafter.num_opened == 5
+
+
+def test_requests_that_end_together_are_released_in_the_order_of_rows() -> None:
+    """The last of them are what a drafter remembers longest."""
+    followed = Followed()
+    batch = Batch(followed)
+    for i in range(MAX_ROWS):
+        batch.add(f"r{i}", [i, 2, 3, 4, 5, 6, 7, 8])
+    batch.run()
+    for i in range(MAX_ROWS):
+        batch.remove(f"r{i}")
+    batch.run()
+    assert followed.drafter.released == [str(i) for i in range(MAX_ROWS)]
 
 
 def test_a_row_computed_again_without_having_left_keeps_its_session() -> None:
