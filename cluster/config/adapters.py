@@ -20,7 +20,8 @@ class LoraModule(Section):
     @property
     def adapter(self) -> Adapter:
         key = blake2b(f"{self.name}\0{self.path}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-        return Adapter(self.name, str(self.path), key)
+        # vLLM takes a relative path that does not exist for a name of the hub, and downloads it.
+        return Adapter(self.name, str(self.path.expanduser().absolute()), key)
 
     def check(self, where: str, names: Sequence[str]) -> None:
         """Raises ValueError unless it fits the model with these ``names``."""

@@ -13,7 +13,7 @@ import pytest
 
 from actors.adapters import AdapterRegistry
 from actors.processes import Directory
-from cluster.config import Config, with_fields
+from cluster.config import Config, LoraModule, with_fields
 from cluster.errors import InvalidField, Overloaded
 from cluster.message_checks import request_fault
 from cluster.sampling_params import SamplingParams
@@ -173,6 +173,12 @@ def test_vllm_s_flags_name_adapters() -> None:
     config = with_fields(Config(), {"model": {"name": "m"}, "target": target}).target
     assert [(one.name, str(one.path)) for one in config.lora_modules] == [("a", "/a"), ("b", "/b=1"), ("c", "/c")]
     assert config.num_adapters == 3
+
+
+def test_a_folder_that_is_not_there_is_no_name_of_a_hub() -> None:
+    """vLLM downloads what is named by a relative path that does not exist."""
+    assert LoraModule(name="sql", path=Path("adapters/sql")).adapter.path == str(Path.cwd() / "adapters" / "sql")
+    assert LoraModule(name="sql", path=Path("~/sql")).adapter.path == str(Path.home() / "sql")
 
 
 @pytest.mark.parametrize(
