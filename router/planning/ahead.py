@@ -9,7 +9,7 @@ from router.cost_model import CostModel
 from router.drafting.ranking import Ranking
 from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.planning.planner import Planner
+from router.planning.planner import Planner, StepPlanner
 
 FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
 
@@ -26,10 +26,12 @@ class _Expected:
 class PlanAhead:
     """A ``Planner``. ``expect`` is called beside a pass. A plan that is corrected verifies as many draft tokens as the
     expected one, the likeliest of those at hand. It is made anew where more has changed than lengths and proposals: a
-    request arrived or waits for its proposal, blocks are short, or the drafts are half as many or twice as many."""
+    request arrived or waits for its proposal, blocks are short, or the drafts are half as many or twice as many; and where
+    another policy than the default chooses what is verified."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
+        self._corrects = isinstance(planner, StepPlanner) and planner.ranks_drafts
         self._expected: _Expected | None = None
 
     def expect(
@@ -45,7 +47,9 @@ class PlanAhead:
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
         self._expected = None
-        if not FEWEST <= len(plan.spans) == len(sequences) or any(s.slo is not None or s.num_left > 1 for s in sequences):
+        if not self._corrects or not FEWEST <= len(plan.spans) == len(sequences):
+            return
+        if any(s.slo is not None or s.num_left > 1 for s in sequences):
             return
         num_verified = {span.request_id: span.num_verify for span in plan.spans}
         expected = [_after(s, num_verified[s.request_id]) for s in sequences]
@@ -82,7 +86,8 @@ def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
     num = min(sequence.max_new_tokens - 1, 1 + round(sum(sequence.survival[:num_verified])))
     length = sequence.committed_len + num
     left = sequence.max_new_tokens - num
-    return replace(sequence, committed_len=length, computed_len=length - 1, max_new_tokens=left, awaiting_since_s=None)
+    behind = replace(sequence, committed_len=length, computed_len=length - 1, max_new_tokens=left, awaiting_since_s=None)
+    return behind if behind.running else replace(behind, running=True, cached_len=0)  # admitted: its prompt was cached
 
 
 def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:

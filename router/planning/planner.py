@@ -47,6 +47,7 @@ class StepPlanner:
 
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
+        self.ranks_drafts = self._settings.verification == "outrider"  # the likeliest of all requests are verified
         self._verification = VERIFICATION_POLICIES[self._settings.verification]()
         self._overlap = OVERLAP_POLICIES[self._settings.overlap](self._settings.max_hold_s)
 

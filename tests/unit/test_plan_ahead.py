@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from router.cost_model import CostModel, TableCost
+from router.drafting.policies import VERIFICATION_POLICIES
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, Span, StepPlan
 from router.planning import ahead as planning_ahead
 from router.planning.ahead import FEWEST, PlanAhead
@@ -24,8 +25,8 @@ CAPACITY = Capacity(16, 1000, 500, 64, 512, 4096)
 class Counting(StepPlanner):
     """``made``: what was planned, by the context of the requests."""
 
-    def __init__(self) -> None:
-        super().__init__(PlannerSettings(overlap="barrier"))
+    def __init__(self, verification: str = "outrider") -> None:
+        super().__init__(PlannerSettings(verification, overlap="barrier"))
         self.made: list[int] = []
 
     def plan(
@@ -84,6 +85,19 @@ def test_who_ended_is_left_out_and_no_draft_goes_beyond_an_end() -> None:
     assert plan.spans[3] == Span("r3", 1, 0)
 
 
+def test_a_prompt_of_which_all_but_one_token_was_cached_decodes_after_the_pass() -> None:
+    planner = Counting()
+    ahead = PlanAhead(planner)
+    cached = replace(view(NUM, 33, ()), running=False, computed_len=0, cached_len=32)
+    before = [*(view(i, 100) for i in range(NUM)), cached]
+    plan = planned(ahead, before)
+    assert plan.admitted == (cached.request_id,)
+    ahead.expect(plan, before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    planner.made.clear()
+    assert len(planned(ahead, [view(i, 102) for i in range(NUM + 1)]).spans) == NUM + 1
+    assert not planner.made
+
+
 @pytest.mark.parametrize("change", ["arrived", "awaits", "prompt", "preempted", "few drafts", "many drafts", "no blocks"])
 def test_what_changes_more_is_planned_anew(change: str) -> None:
     ahead, planner = expecting()
@@ -119,6 +133,15 @@ def test_a_wait_for_proposals_keeps_what_is_expected() -> None:
     assert not planner.made
 
 
+@pytest.mark.parametrize("verification", sorted(VERIFICATION_POLICIES.keys() - {"outrider"}))
+def test_other_policies_choose_from_the_drafts_at_hand(verification: str) -> None:
+    before, after = [view(i, 100) for i in range(NUM)], [view(i, 102, (0.9,) * 5) for i in range(NUM)]
+    ahead, alone = PlanAhead(Counting(verification)), Counting(verification)
+    ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    alone.plan(before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    assert planned(ahead, after) == alone.plan(after, DRAFTERS, CAPACITY, KNEE, 0.0)
+
+
 def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
     for before in (
         [view(i, 100) for i in range(FEWEST - 1)],
@@ -135,7 +158,7 @@ def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> Non
     is_as = planning_ahead._is_as
     monkeypatch.setattr(planning_ahead, "FEWEST", 1)
     monkeypatch.setattr(planning_ahead, "_is_as", lambda *of: corrected.append(is_as(*of)) or corrected[-1])
-    for seed in range(8):
+    for seed in range(16):
         cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=1)
         cluster.loop._deferred._is_deferred = True  # as on a GPU
         requests = random_requests(random.Random(seed))
