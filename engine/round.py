@@ -300,8 +300,20 @@ class TargetLoop:
         self._drafters.note_plan(plan, now_s)
         self._deferred.later(lambda: self._set_budgets(plan, views, drafters, now_s))
         if self._deferred.is_deferred:
-            self._deferred.later(lambda: self._planner.expect(plan, views, drafters, capacity, self._cost, now_s))
+            self._deferred.later(lambda: self._expect(plan, views, drafters, capacity, now_s))
         return plan
+
+    def _expect(
+        self,
+        plan: StepPlan,
+        views: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        now_s: float,
+    ) -> None:
+        """Plans ahead of the pass. Where that fails, the next pass is planned after it."""
+        with self.telemetry.observing:
+            self._planner.expect(plan, views, drafters, capacity, self._cost, now_s)
 
     def _set_budgets(
         self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float

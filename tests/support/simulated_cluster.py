@@ -164,7 +164,7 @@ class SimulatedCluster:
     def run_until_finished(self) -> None:
         for _ in range(MAX_TURNS):
             if not self.unfinished:
-                assert self.loop.telemetry.num_failed_observations == 0
+                assert self.loop.telemetry.num_failed_observations == 0, "num_failed_observations"
                 return
             self.turn()
         raise AssertionError(f"no end after {MAX_TURNS} turns; unfinished: {self.unfinished}")

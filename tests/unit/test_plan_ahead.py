@@ -153,6 +153,17 @@ def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
         assert len(planner.made) == 1
 
 
+def test_a_plan_ahead_that_fails_is_counted_and_ends_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, requests = SimulatedCluster(1, Faults(), crash=0.0, hang=0.0, num_drafters=1), random_requests(random.Random(1))
+    monkeypatch.setattr(PlanAhead, "expect", lambda *_: [][0])
+    cluster.loop._deferred._is_deferred = True  # as on a GPU
+    for request in requests:
+        cluster.submit(request)
+    with pytest.raises(AssertionError, match="num_failed_observations"):  # the cluster's own check, once all have ended
+        cluster.run_until_finished()
+    assert [tuple(cluster.outcomes[one.id].token_ids) for one in requests] == [plain_run(one) for one in requests]
+
+
 def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected: list[bool] = []
     is_as = planning_ahead._is_as

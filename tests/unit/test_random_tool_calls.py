@@ -111,6 +111,7 @@ def vocabulary(tiny_model_folder: Path) -> GrammarVocabulary:
     return GrammarVocabulary(tiny_model_folder, 257, (EOS,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", sorted({id(form): name for name, form in CALL_FORMS.items()}.values()))
 def test_random_answers_of_a_grammar_are_valid_calls(form: str, vocabulary: GrammarVocabulary) -> None:
     """However they are cut, and whatever markers they hold as text."""
