@@ -159,7 +159,10 @@ async def test_gateways_hear_of_a_target_before_drafters_that_do_not_answer(
         await supervisor.stop()
 
 
-async def test_a_removed_drafter_does_not_pass_on_that_it_drains(spawner: PretendedSpawner) -> None:
+async def test_a_removed_drafter_does_not_pass_on_that_it_drains(
+    spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.resizer.DRAFTER_DRAIN_S", 0.1)
     drafter = DrafterConfig(name="ngram", options=NgramOptions(), replicas=1, min_replicas=0, max_replicas=1)
     supervisor = Supervisor(Config(drafters=(drafter,), supervision=FAST), spawner)
     try:
