@@ -34,6 +34,7 @@ MIN_TURN_ANSWERS = 2  # at one stream; at more, one a stream
 NUM_PROMPTS = 520
 MAX_ERROR = 0.02  # standard error of the log of a ratio
 MIN_ROUNDS = 4
+LEAST_ROUNDS = 2  # past any limit of time: one round has no error
 LIMIT_S, LIMIT_QUICK_S = 900.0, 25.0  # for each number of streams
 FIRST_MINUTE_S = 60.0
 WARM_ROUNDS = 1  # whose ratios do not count, after the first minute is over
@@ -62,8 +63,7 @@ class Ratio:
     @classmethod
     def of(cls, logs: Sequence[float]) -> "Ratio":
         """``logs``: of the ratio in each round."""
-        error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-        return cls(math.exp(statistics.fmean(logs)), error)
+        return cls(math.exp(statistics.fmean(logs)), statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ def _play(server: Server, arms: Sequence[str], num_streams: int, limit_s: float,
     rounds, end_s = Rounds(), time.monotonic() + limit_s
     for number in itertools.count():
         server.round(arms if number % 2 == 0 else arms[::-1], num_streams, rounds)
-        if time.monotonic() >= end_s or (to_settle and rounds.is_settled()):
+        if (time.monotonic() >= end_s and rounds.num >= LEAST_ROUNDS) or (to_settle and rounds.is_settled()):
             return rounds
     raise AssertionError("unreachable")
 
@@ -201,8 +201,7 @@ def _add(figures: dict[str, float], name: str, num_streams: int, rounds: Rounds,
     for suffix, by in (("", "wall_s"), (".cpu", "cpu_s")):
         ratio = rounds.ratio(AUTO, other, by)
         figures[f"{name}.{num_streams}{suffix}"] = ratio.value
-        if math.isfinite(ratio.error):  # one round has none
-            figures[f"{name}.{num_streams}{suffix}.se"] = ratio.error
+        figures[f"{name}.{num_streams}{suffix}.se"] = ratio.error
 
 
 def _rows(rounds: Rounds, num_streams: int) -> list[tuple[Cell, ...]]:
