@@ -9,7 +9,7 @@ from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
-from drafters.dspark.host import Host
+from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits

@@ -139,7 +139,7 @@ class EmbeddedCluster:
         Raises:
             OutriderError: a model is missing, or does not fit; says which.
         """
-        from drafters.dspark.host import Host
+        from drafters.hidden_states.host import Host
         from drafters.registry import feature_layers, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model

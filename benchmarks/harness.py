@@ -16,7 +16,7 @@ from cluster.config import DrafterConfig, DraftLengthConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from deploy.api.tokenizer import Tokenizer
-from drafters.dspark.host import Host
+from drafters.hidden_states.host import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_model

@@ -14,7 +14,7 @@ from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
 from drafters.draft_timing import DrafterProbe
-from drafters.dspark.host import Host
+from drafters.hidden_states.host import Host
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model

@@ -26,7 +26,7 @@ from engine.dtypes import choose_dtype
 from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
-    from drafters.dspark.host import Host
+    from drafters.hidden_states.host import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def make(options: DrafterOptions, site: Site) -> Drafter:
 
 def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
     """The target's layers whose hidden states some drafter reads, ascending. Raises ModelUnavailable."""
-    from drafters.dspark.config import load_dspark_config
+    from drafters.hidden_states.config import load_dspark_config
     from drafters.shipped import find_drafter
 
     parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
@@ -162,7 +162,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
-    from drafters.dspark.host import make_dspark
+    from drafters.hidden_states.host import make_dspark
 
     if site.host is None:
         raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")

@@ -35,15 +35,38 @@ class HiddenStateCache:
         # [num_slots, len(layers) * hidden]
         self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
 
-    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
-        """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass. ``slots`` [rows]: of the KV cache."""
-        if self._rows is not None:
-            self._rows.index_copy_(0, slots, features)
+        self._written: torch.cuda.Event | None = None  # by the last pass
+        self._read: torch.cuda.Event | None = None  # by the last reader
 
-    def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
-        """A copy of positions ``start`` .. ``stop`` - 1 of the sequence: [stop - start, len(layers) * hidden]."""
+    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass, on a GPU after what readers on other
+        streams have begun to copy. ``slots`` [rows]: of the KV cache."""
+        if self._rows is not None:
+            _wait_for(self._read)
+            self._rows.index_copy_(0, slots, features)
+            self._written = _mark(self._rows)
+
+    def read(self, parts: Sequence[tuple[NDArray[np.int32], int, int]]) -> torch.Tensor:
+        """A copy of positions start .. stop - 1 of sequences, given as (block table, start, stop), one behind the other:
+        [rows, len(layers) * hidden]."""
         if self._rows is None:
             raise LookupError("no features are kept: name the layers in feature_layers")
-        blocks, offsets = np.divmod(np.arange(start, stop), self._block_len)
-        slots = block_table[blocks].astype(np.int64) * self._block_len + offsets
-        return self._rows[to_device(slots, self._rows.device)]
+        slots = [np.zeros(0, np.int64)]
+        for block_table, start, stop in parts:
+            blocks, offsets = np.divmod(np.arange(start, stop), self._block_len)
+            slots.append(block_table[blocks].astype(np.int64) * self._block_len + offsets)
+        _wait_for(self._written)
+        rows = self._rows[to_device(np.concatenate(slots), self._rows.device)]
+        self._read = _mark(rows)
+        return rows
+
+
+def _mark(tensor: torch.Tensor) -> "torch.cuda.Event | None":
+    """What the current stream of a GPU has been given so far."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def _wait_for(event: "torch.cuda.Event | None") -> None:
+    """Lets the current stream wait, not the host."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

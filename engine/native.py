@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
 from engine.logprobs import prompt_logprobs
 from engine.sampling import SampleSpan, SamplingState
-from engine.target import SpanInput, SpanOutcome
+from engine.target import FeatureSpan, SpanInput, SpanOutcome
 from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
@@ -174,15 +175,13 @@ class NativeTarget:
     def close(self) -> None:
         """It started nothing."""
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], torch.Tensor]:
+        ledger = self._ledger
         with self._ledger_lock:
-            computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
-            if not 0 <= start <= stop <= computed_len:
-                raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
-            rows = self._features.read(self._ledger.block_table(request_id), start, stop)
-            if rows.is_cuda:  # else a later pass on another stream could overwrite them before they are copied
-                torch.cuda.current_stream(rows.device).synchronize()
-            return rows
+            lens = [ledger.computed_len(one.request_id) if one.request_id in ledger else 0 for one in spans]
+            held = [0 <= one.start <= one.stop <= num for one, num in zip(spans, lens, strict=True)]
+            found = compress(spans, held)
+            return held, self._features.read([(ledger.block_table(s.request_id), s.start, s.stop) for s in found])
 
     def capacity(self) -> Capacity:
         limits, num_free = self._limits, self._ledger.num_free_blocks

@@ -52,6 +52,15 @@ class SpanOutcome:
     scored_from: int = 1
 
 
+@record
+class FeatureSpan:
+    """Committed positions start .. stop - 1 of a request, whose hidden states are wanted."""
+
+    request_id: str
+    start: int
+    stop: int
+
+
 class PrefixCache(Protocol):
     """What of a request is computed already. Engines without a prefix cache answer 0."""
 
@@ -117,12 +126,12 @@ class FeatureSource(Protocol):
     def embedding(self) -> "Tensor":
         """[vocabulary, hidden], on the target's device and in its dtype."""
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> "Tensor":
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
-        n committed tokens are computed, unless the request is in prefill or was preempted.
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> "tuple[list[bool], Tensor]":
+        """Hidden states after ``feature_layers``, concatenated, in one gather that waits for nothing.
 
-        Returns [stop - start, len(feature_layers) * hidden] in the target's dtype. Raises LookupError: not all of them are
-        computed, or the request is not held.
+        Returns which spans can be read, and the rows of these, one behind the other, [rows, len(feature_layers) * hidden] in
+        the target's dtype. The first n - 1 of n committed tokens are computed, unless the request is in prefill or was
+        preempted; a span beyond them, or of a request that is not held, cannot be read.
         """
 
 

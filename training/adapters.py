@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from drafters.dspark.adapter import CHANGED, DOWN, UP
-from drafters.dspark.heads import ConfidenceHead
-from drafters.dspark.network import DSparkNetwork, RmsNorm
+from drafters.hidden_states.adapter import CHANGED, DOWN, UP
+from drafters.hidden_states.block_network import DSparkNetwork, RmsNorm
+from drafters.hidden_states.heads import ConfidenceHead
 from engine.models.int8 import quantise
 from training.dspark_student import DSparkStudent
 
@@ -39,7 +39,7 @@ def add_low_rank(network: DSparkNetwork, rank: int) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_tensors(student: DSparkStudent) -> dict[str, Tensor]:
-    """What `drafters.dspark.adapter` merges into the drafter over raw features. Rounds the changes to bf16, also in
+    """What `drafters.hidden_states.adapter` merges into the drafter over raw features. Rounds the changes to bf16, also in
     ``student``."""
     tensors: dict[str, Tensor] = {}
     for path, module in student.network.named_modules():

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from drafters.dspark.checkpoint import load_network, new_network, save_network
-from drafters.dspark.config import DSparkConfig
-from drafters.dspark.network import AnchorInput, DSparkNetwork, output_rows
+from drafters.hidden_states.block_network import AnchorInput, DSparkNetwork, output_rows
+from drafters.hidden_states.checkpoint import load_network, new_network, save_network
+from drafters.hidden_states.config import DSparkConfig
 from engine.models.int8 import quantise
 from training.batches import AnswerBatch
 from training.frozen import FrozenTarget

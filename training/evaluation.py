@@ -10,12 +10,13 @@ from torch import Tensor
 
 from cluster.config import DSparkOptions, LayersOptions, TableOptions
 from cluster.sampling_params import SamplingParams
-from drafters.dspark.drafter import load_dspark
+from drafters.hidden_states.drafter import load_dspark
 from drafters.protocol import Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
 from engine.dtypes import choose_dtype
+from engine.target import FeatureSpan
 from profiler.calibration import Calibration
 from training.corpus import TargetAnswer
 from training.frozen import FrozenTarget
@@ -50,8 +51,8 @@ class ReplayedFeatures:
     def drop(self, recording: Recording) -> None:
         del self._held[recording.name]
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        return self._held[request_id][start:stop]
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
+        return [True] * len(spans), torch.cat([self._held[span.request_id][span.start : span.stop] for span in spans])
 
 
 def evaluate(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cluster.types import ModelInfo
-from drafters.dspark.checkpoint import TargetRows
+from drafters.hidden_states.checkpoint import TargetRows
 from engine.factory import DTYPES, load_model
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for

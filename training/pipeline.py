@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.dspark.config import load_dspark_config
+from drafters.hidden_states.config import load_dspark_config
 from drafters.replay import Round
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.dspark.config import DSparkConfig, MarkovKind
+from drafters.hidden_states.config import DSparkConfig, MarkovKind
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 from training.batches import BatchPlan

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from drafters.dspark.config import DSparkConfig
-from drafters.dspark.heads import GatedMarkovHead, MarkovHead, RecurrentHead
-from drafters.dspark.network import DSparkNetwork
+from drafters.hidden_states.block_network import DSparkNetwork
+from drafters.hidden_states.config import DSparkConfig
+from drafters.hidden_states.heads import GatedMarkovHead, MarkovHead, RecurrentHead
 
 _RIDGE = 0.1  # relative to the Gram matrix's diagonal, as inputs differ in size
 _LINEAR = 0.25  # input size up to which tanh is nearly linear

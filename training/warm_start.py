@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from cluster.errors import InvalidField
-from drafters.dspark.config import DSparkConfig, load_dspark_config
+from drafters.hidden_states.config import DSparkConfig, load_dspark_config
 from drafters.shipped import find_drafter, kind_of
 from engine.models.config import DecoderConfig
 from training.frozen import FrozenTarget

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import Adapter, Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
-from engine.target import SpanInput, SpanOutcome
+from engine.target import FeatureSpan, SpanInput, SpanOutcome
 from engine.vllm.adapters import AdapterSlots
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.executor import RankExecutor
@@ -267,16 +268,15 @@ class VllmTarget:
         parts = self._core.model_executor.collective_rpc("embedding_rows")
         return torch.cat([part.to(self._limits.device) for part in parts])[: self._vocab_size]
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], torch.Tensor]:
         with self._lock:
             # vLLM counts the tokens of a pass as computed when it begins.
-            computed_len = self._computed_before.get(request_id, self._computed_len(request_id))
-            if not 0 <= start <= stop <= computed_len:
-                raise LookupError(
-                    f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
-                )
-            block_table = self._scheduler.kv_cache_manager.get_block_ids(request_id)[self._features_group]
-            return self._features.read(np.array(block_table, np.int32), start, stop)
+            names = [span.request_id for span in spans]
+            lens = [self._computed_before.get(name, self._computed_len(name)) for name in names]
+            held = [0 <= one.start <= one.stop <= num for one, num in zip(spans, lens, strict=True)]
+            blocks, group = self._scheduler.kv_cache_manager.get_block_ids, self._features_group
+            tables = {span: np.array(blocks(span.request_id)[group], np.int32) for span in compress(spans, held)}
+            return held, self._features.read([(table, span.start, span.stop) for span, table in tables.items()])
 
     def close(self) -> None:
         self._core.shutdown()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from drafters.dspark.backbone import Backbone
-from drafters.dspark.checkpoint import load_network
+from drafters.hidden_states.block_backbone import Backbone
+from drafters.hidden_states.checkpoint import load_network
 from drafters.protocol import Demand
 from drafters.small_model import Question, SmallModel
 from engine import factory

@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from drafters.dspark import backbone, sequential
+from drafters.hidden_states import block_backbone as backbone
+from drafters.hidden_states import sequential
 from engine import factory
 from engine.cuda.graphs import GraphedModel
 from engine.cuda.ops import CudaOps

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from cluster.sampling_params import SamplingParams
-from drafters.dspark.checkpoint import TargetRows, new_network, save_network
-from drafters.dspark.config import parse_dspark_config
+from drafters.hidden_states.checkpoint import TargetRows, new_network, save_network
+from drafters.hidden_states.config import parse_dspark_config
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.models.config import load_config
 from engine.models.weights import open_weights
+from engine.target import FeatureSpan
 from profiler.calibration import Calibration, TemperatureScaling
 
 CPU = torch.device("cpu")
@@ -66,14 +68,17 @@ class PrefixFeatures:
         self.token_ids: dict[str, list[int]] = {}
         self.num_rows = 0
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        token_ids = self.token_ids[request_id]
-        if not 0 <= start <= stop < len(token_ids):
-            raise LookupError(f"{request_id!r} has no features {start} to {stop}")
-        self.num_rows += stop - start
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
+        held = [span.stop < len(self.token_ids[span.request_id]) for span in spans]
+        return held, torch.cat([self._rows(span) for span in compress(spans, held)] or [torch.empty(0)])
+
+    def _rows(self, span: FeatureSpan) -> Tensor:
+        token_ids = self.token_ids[span.request_id]
+        self.num_rows += span.stop - span.start
         table = np.arange(self._cache.num_blocks, dtype=np.int32)
-        spans = [PackedSpan(0, token_ids[:stop], table)]
-        return self._model.forward_with_hidden_states(spans, self._cache, self._layers)[1][start:stop].clone()
+        packed = [PackedSpan(0, token_ids[: span.stop], table)]
+        found = self._model.forward_with_hidden_states(packed, self._cache, self._layers)
+        return found.features[span.start : span.stop].clone()
 
 
 class WithFeatures:
@@ -118,10 +123,10 @@ def make_dspark(
     with_margins: Mapping[float, TemperatureScaling] | None = None,
     device: torch.device = CPU,
 ) -> WithFeatures:
-    from drafters.dspark.backbone import Backbone
-    from drafters.dspark.checkpoint import load_network
-    from drafters.dspark.drafter import DSparkDrafter
-    from drafters.dspark.sequential import SequentialStage
+    from drafters.hidden_states.block_backbone import Backbone
+    from drafters.hidden_states.checkpoint import load_network
+    from drafters.hidden_states.drafter import DSparkDrafter
+    from drafters.hidden_states.sequential import SequentialStage
     from engine.sampling import Sampler
 
     network = load_network(folder, target_rows(target_folder))

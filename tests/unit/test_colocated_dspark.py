@@ -15,7 +15,8 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from drafters.dspark.host import Host, HostFeatures, make_dspark
+from drafters.hidden_states.features import FeatureShape, HostFeatures
+from drafters.hidden_states.host import Host, make_dspark
 from drafters.registry import feature_layers, make_drafter
 from engine.target import SpanInput
 from router.assignment import member_name
@@ -23,6 +24,7 @@ from router.cost_model import TableCost
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, NODES, config, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark
+from tests.support.features import rows_of
 from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import eventually
@@ -143,11 +145,11 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
     request = Request("r", prompt, SamplingParams(max_tokens=3), 0.0)
     engine.open(request, prompt)
     engine.execute([SpanInput("r", 0, prompt)])
-    whole = engine.read_hidden_states("r", 0, 30)
-    picked = HostFeatures(engine, (0, 2)).read_hidden_states("3/r", 4, 9)
+    whole = rows_of(engine, "r", 0, 30)
+    picked = rows_of(HostFeatures(engine, FeatureShape((0, 2), 64)), "3/r", 4, 9)
     assert picked.equal(whole[4:9].view(5, 4, 64)[:, [1, 3]].flatten(1))
     with pytest.raises(InvalidField, match=r"must hold \[2\]"):
-        HostFeatures(engine_of(target, (0,))[0], (0, 2))
+        HostFeatures(engine_of(target, (0,))[0], FeatureShape((0, 2), 64))
 
 
 def test_what_does_not_fit_the_target_is_refused(target: Path, folder: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
-from drafters.dspark import sequential
-from drafters.dspark.checkpoint import load_network
+from drafters.hidden_states import sequential
+from drafters.hidden_states.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
 from engine.batch_layout import PackedSpan, lay_out, pack

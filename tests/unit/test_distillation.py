@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField
-from drafters.dspark.heads import GatedMarkovHead, RecurrentHead
+from drafters.hidden_states.heads import GatedMarkovHead, RecurrentHead
 from training.batches import AnswerBatch, BatchPlan, assemble
 from training.corpus import TargetAnswer
 from training.distil import Distillation, Schedule

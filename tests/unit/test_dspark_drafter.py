@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cluster.sampling_params import SamplingParams
-from drafters.dspark import sequential
-from drafters.dspark.backbone import Backbone
-from drafters.dspark.checkpoint import load_network
+from drafters.hidden_states import sequential
+from drafters.hidden_states.block_backbone import Backbone
+from drafters.hidden_states.checkpoint import load_network
 from drafters.protocol import Demand
 from engine.cpu.ops import CpuOps
 from engine.factory import load_model
@@ -22,6 +22,7 @@ from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 from tests.support.compiler import needs_compiler
 from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark
+from tests.support.features import rows_of
 from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 
@@ -89,7 +90,7 @@ class Reference:
         config, net = self.network.config, self.network
         anchor = len(token_ids) - 1
         self.features.token_ids["reference"] = token_ids
-        features = self.features.read_hidden_states("reference", 0, anchor)
+        features = rows_of(self.features, "reference", 0, anchor)
         features = torch.cat([features, torch.full((1, config.feature_size), 7.0)])  # the anchor's: not to be read
         hidden = net(features, torch.tensor(token_ids), (len(token_ids),), torch.tensor([anchor]))
         state = SamplingState(sampling, token_ids, prompt_len)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import ModelUnavailable
-from drafters.dspark.checkpoint import TargetRows, load_network, new_network, save_network
-from drafters.dspark.config import load_dspark_config, parse_dspark_config
-from drafters.dspark.network import DSparkNetwork
+from drafters.hidden_states.block_network import DSparkNetwork
+from drafters.hidden_states.checkpoint import TargetRows, load_network, new_network, save_network
+from drafters.hidden_states.config import load_dspark_config, parse_dspark_config
 
 HIDDEN, VOCAB, BLOCK, RANK = 32, 61, 4, 8
 RELEASED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
-from drafters.dspark.checkpoint import load_network, save_network
+from drafters.hidden_states.checkpoint import load_network, save_network
 from drafters.layers import load_layers
 from drafters.protocol import Demand
 from engine import compiling

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drafters.dspark.network import output_rows
+from drafters.hidden_states.block_network import output_rows
 from drafters.replay import Round
 from training.evaluation import acceptance
 from training.losses import TargetDistribution, distillation, position_weights

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.errors import InvalidField, ModelUnavailable
-from drafters.dspark.adapter import apply_adapter, find_adapter
-from drafters.dspark.checkpoint import load_network
+from drafters.hidden_states.adapter import apply_adapter, find_adapter
+from drafters.hidden_states.checkpoint import load_network
 from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer

@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from cluster.sampling_params import SamplingParams
-from drafters.dspark import backbone
-from drafters.dspark.checkpoint import load_network
+from drafters.hidden_states import block_backbone as backbone
+from drafters.hidden_states.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine.batch_layout import lay_out
 from engine.cuda.graphs import GraphedModel

@@ -19,6 +19,7 @@ from engine.target import LoadedTarget, SpanInput
 from engine.vllm.arguments import VllmLimits, engine_arguments
 from engine.vllm.engine_args import argument_switches
 from engine.vllm.environment import prepare_environment
+from tests.support.features import rows_of
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
 from tests.support.vllm_models import WINDOW, write_model
 
@@ -89,7 +90,7 @@ def test_hidden_states_lie_in_the_slots_of_layers_with_full_attention(windowed: 
     for name, num_cached in (("first", 0), ("again", 2 * WINDOW)):
         assert windowed.open(Request(name, prompt, sampling, arrival_s=0.0), prompt) == num_cached
         windowed.execute([SpanInput(name, num_cached, prompt[num_cached:])])
-        found.append(windowed.read_hidden_states(name, 0, len(prompt)))
+        found.append(rows_of(windowed, name, 0, len(prompt)))
         windowed.release(name)
     torch.testing.assert_close(found[0][:, :128], windowed.embedding[list(prompt)])
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)

@@ -16,11 +16,12 @@ from cluster.config import DSparkOptions
 from cluster.errors import InvalidField, LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, ModelInfo, Request
-from drafters.dspark.host import Host, make_dspark
+from drafters.hidden_states.host import Host, make_dspark
 from engine.models.tokenizer import fingerprint
 from engine.target import AdapterHost, LoadedTarget, SpanInput
 from router.cost_model import TableCost
 from tests.support.dspark import write_dspark
+from tests.support.features import rows_of
 from tests.support.target_driver import play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import EOS, MAX_MODEL_LEN, has_ended, make_vllm, rank_processes
@@ -94,7 +95,7 @@ def test_hidden_states_and_embedding_are_those_of_one_rank(one: LoadedTarget, tw
         engine.open(asked, asked.prompt_token_ids)
         engine.execute([SpanInput(asked.id, 0, asked.prompt_token_ids[:16], samples=False)])
         engine.execute([SpanInput(asked.id, 16, asked.prompt_token_ids[16:])])
-        found.append(engine.read_hidden_states(asked.id, 0, len(asked.prompt_token_ids)))
+        found.append(rows_of(engine, asked.id, 0, len(asked.prompt_token_ids)))
         engine.release(asked.id)
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
 

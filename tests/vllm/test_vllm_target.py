@@ -17,7 +17,7 @@ from cluster.config import DSparkOptions
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
-from drafters.dspark.host import Host, make_dspark
+from drafters.hidden_states.host import Host, make_dspark
 from drafters.ngram import NgramDrafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
@@ -28,6 +28,7 @@ from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark
+from tests.support.features import rows_of
 from tests.support.target_driver import Drafts, play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import BLOCK_LEN, EOS, MAX_MODEL_LEN, ConstantProposer, make_vllm
@@ -95,14 +96,14 @@ def test_hidden_states_are_those_of_the_native_target(target: LoadedTarget, nati
         span = SpanInput(asked.id, len(prompt), (*first.token_ids, 3, 4), num_drafts=2)
         (second,) = engine.execute([span])
         committed_len = len(prompt) + 1 + len(second.token_ids)
-        rows = engine.read_hidden_states(asked.id, 0, committed_len - 1)
-        with pytest.raises(LookupError, match="computed"):
-            engine.read_hidden_states(asked.id, 0, committed_len)
+        rows = rows_of(engine, asked.id, 0, committed_len - 1)
+        with pytest.raises(LookupError):
+            rows_of(engine, asked.id, 0, committed_len)
         engine.release(asked.id)
         again = Request("states-again", prompt, asked.sampling, arrival_s=0.0)
         assert engine.open(again, prompt) == 2 * BLOCK_LEN
         engine.execute([SpanInput(again.id, 2 * BLOCK_LEN, prompt[2 * BLOCK_LEN :])])
-        cached = engine.read_hidden_states(again.id, 0, len(prompt))
+        cached = rows_of(engine, again.id, 0, len(prompt))
         engine.release(again.id)
         torch.testing.assert_close(cached, rows[: len(prompt)], atol=1e-4, rtol=1e-4)
         found.append(rows)

@@ -3,9 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,23 +14,19 @@ from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
 from drafters.cache_sharing import evict, parts_that_fit
-from drafters.dspark.adapter import apply_adapter
-from drafters.dspark.backbone import Backbone
-from drafters.dspark.checkpoint import TargetRows, load_network
-from drafters.dspark.sequential import Block, SequentialStage
+from drafters.hidden_states.adapter import apply_adapter
+from drafters.hidden_states.block_backbone import Backbone
+from drafters.hidden_states.checkpoint import TargetRows, load_network
+from drafters.hidden_states.features import Features
+from drafters.hidden_states.sequential import Block, SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.batch_layout import PackedSpan
+from engine.device import to_device
 from engine.factory import DTYPES, make_gumbel_argmax
 from engine.kv_blocks import BlockLedger
 from engine.sampling import Sampler, SamplingState
+from engine.target import FeatureSpan
 from profiler.calibration import Calibration, TemperatureScaling
-
-
-class Features(Protocol):
-    """The target's hidden states after the drafter's layers."""
-
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        """[stop - start, feature_size] of committed positions. Raises LookupError if some are not computed."""
 
 
 @dataclass(slots=True)
@@ -74,6 +71,7 @@ class DSparkDrafter:
         self._features = features
         self._calibration = calibration or Calibration()
         self._cache = backbone.new_cache(num_blocks)
+        self._no_features = torch.zeros(1, backbone.config.feature_size, dtype=backbone.dtype, device=backbone.device)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sessions: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently drafted first
@@ -155,33 +153,35 @@ class DSparkDrafter:
     def _catch_up(self, part: Sequence[_BlockJob]) -> tuple[list[_BlockJob], Tensor | None]:
         """Projects the missing parts of the contexts in one pass. Returns the jobs with a complete context, and the features
         before their anchors if the backbone reads them."""
-        ready, spans, checkpoints, features, last_features = [], [], [], [], []
-        for job in part:
-            request_id = job.demand.request_id
-            start = self._ledger.computed_len(request_id)
-            # The last position is read again for the block's inputs, even if it is projected already.
-            first = min(start, max(0, job.anchor - 1)) if self._config.anchor_input else start
-            try:
-                rows = self._read(request_id, first, job.anchor)
-            except LookupError:
-                continue  # partly prefilled or preempted
+        starts = [self._ledger.computed_len(job.demand.request_id) for job in part]
+        # The last position is read again for the block's inputs, even if it is projected already.
+        again = self._config.anchor_input
+        wanted = [
+            FeatureSpan(job.demand.request_id, min(start, max(0, job.anchor - 1)) if again else start, job.anchor)
+            for start, job in zip(starts, part, strict=True)
+        ]
+        known = [span.start == span.stop for span in wanted]
+        asked = [span for span, is_known in zip(wanted, known, strict=True) if not is_known]
+        held, rows = self._features.read_hidden_states(asked) if asked else ([], self._no_features)
+        answers = iter(held)
+        is_ready = [is_known or next(answers) for is_known in known]  # else partly prefilled or preempted
+        rows = torch.cat([self._no_features, rows.to(self._backbone.dtype)])  # row 0: of a request without context
+        ready, spans, checkpoints, projected, last = [], [], [], [], []
+        end = 1
+        for job, start, span in compress(zip(part, starts, wanted, strict=True), is_ready):
             ready.append(job)
-            last_features.append(rows[-1:] if job.anchor else rows.new_zeros(1, self._config.feature_size))
+            begin, end = end, end + span.stop - span.start
+            last.append(end - 1 if job.anchor else 0)
             if start < job.anchor:
-                token_ids = self._sessions[request_id].token_ids[start : job.anchor]
-                checkpoints.append(self._ledger.speculate(request_id, token_ids))
-                spans.append(PackedSpan(start, token_ids, self._ledger.block_table(request_id)))
-                features.append(rows[start - first :])
+                token_ids = self._sessions[span.request_id].token_ids[start : job.anchor]
+                checkpoints.append(self._ledger.speculate(span.request_id, token_ids))
+                spans.append(PackedSpan(start, token_ids, self._ledger.block_table(span.request_id)))
+                projected.append(np.arange(begin + start - span.start, end))
         if spans:
-            self._backbone.project(spans, torch.cat(features), self._cache)
+            self._backbone.project(spans, rows[to_device(np.concatenate(projected), rows.device)], self._cache)
             for checkpoint in checkpoints:
                 self._ledger.commit(checkpoint, len(checkpoint.token_ids))
-        return ready, torch.cat(last_features) if ready and self._config.anchor_input else None
-
-    def _read(self, request_id: str, start: int, stop: int) -> Tensor:
-        if start == stop:
-            return torch.empty(0, self._config.feature_size, dtype=self._backbone.dtype, device=self._backbone.device)
-        return self._features.read_hidden_states(request_id, start, stop).to(self._backbone.dtype)
+        return ready, rows[to_device(np.array(last), rows.device)] if ready and self._config.anchor_input else None
 
     def _run(self, part: Sequence[_BlockJob], last_features: Tensor | None) -> Tensor:
         """h of all blocks. Their keys and values are in the cache only during the pass."""

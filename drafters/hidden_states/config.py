@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cluster.errors import ModelUnavailable
+from drafters.hidden_states.features import FeatureShape
 from engine.models.config import DecoderConfig, parse_config
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -50,8 +51,12 @@ class DSparkConfig:
     tokenizer_fingerprint: str | None = None  # None: unknown
 
     @property
+    def features(self) -> FeatureShape:
+        return FeatureShape(self.target_layer_ids, self.shape.hidden_size)
+
+    @property
     def feature_size(self) -> int:
-        return len(self.target_layer_ids) * self.shape.hidden_size
+        return self.features.width
 
     @property
     def num_outputs(self) -> int:

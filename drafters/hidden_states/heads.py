@@ -7,7 +7,7 @@ Shapes: latents and embeddings of previous tokens [..., r], hidden states of the
 import torch
 from torch import Tensor, nn
 
-from drafters.dspark.config import DSparkConfig
+from drafters.hidden_states.config import DSparkConfig
 
 
 class MarkovHead(nn.Module):

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.dspark.config import DSparkConfig
-from drafters.dspark.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from drafters.hidden_states.config import DSparkConfig
+from drafters.hidden_states.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from engine.models.config import DecoderConfig, inverse_frequencies
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.dspark.network import DSparkNetwork, markov_rows
+from drafters.hidden_states.block_network import DSparkNetwork, markov_rows
 from drafters.reduced_vocab import WholeVocabulary
 from engine.cpu.packed import product_dtype
 from engine.device import to_device

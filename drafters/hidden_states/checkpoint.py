@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import ModelUnavailable
-from drafters.dspark.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
-from drafters.dspark.network import DSparkNetwork
+from drafters.hidden_states.block_network import DSparkNetwork
+from drafters.hidden_states.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.weights import SINGLE, SafetensorsFolder, write_atomically
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from cluster.errors import ModelUnavailable
-from drafters.dspark.network import DSparkNetwork
+from drafters.hidden_states.block_network import DSparkNetwork
 from drafters.shipped import ADAPTER_SUFFIX, ADAPTERS, adapters_of
 
 # Ends of the names of the matrices that are changed: not those over the target's features, some of which are very large.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafters.dspark.network import DSparkLayer, DSparkNetwork
+from drafters.hidden_states.block_network import DSparkLayer, DSparkNetwork
 from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.factory import make_ops
 from engine.forward import DecoderLayer

@@ -1,21 +1,17 @@
 """Colocated drafters: made in the target's process, reading its hidden states."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from cluster.config import DSparkOptions
-from cluster.errors import InvalidField, ModelUnavailable
+from cluster.errors import ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.dspark.adapter import find_adapter
-from drafters.dspark.checkpoint import TargetRows
-from drafters.dspark.config import DSparkConfig, load_dspark_config
-from drafters.dspark.drafter import DSparkDrafter, load_dspark
-from drafters.session import request_id_of
+from drafters.hidden_states.adapter import find_adapter
+from drafters.hidden_states.checkpoint import TargetRows
+from drafters.hidden_states.config import DSparkConfig, load_dspark_config
+from drafters.hidden_states.drafter import DSparkDrafter, load_dspark
+from drafters.hidden_states.features import HostFeatures
 from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
@@ -38,27 +34,6 @@ class Host:
         return load_config(self.folder)
 
 
-class HostFeatures:
-    """``drafters.dspark.drafter.Features`` of a target. Raises InvalidField if it does not keep the states of ``layers``."""
-
-    def __init__(self, engine: FeatureSource, layers: Sequence[int]) -> None:
-        missing = sorted(set(layers) - set(engine.feature_layers))
-        if missing:
-            raise InvalidField(
-                "feature_layers", list(engine.feature_layers), f"must hold {missing}, which the drafter reads"
-            )
-        self._engine = engine
-        width = engine.embedding.shape[1]
-        self._columns: Tensor | None = None
-        if tuple(layers) != engine.feature_layers:
-            starts = torch.tensor([engine.feature_layers.index(layer) * width for layer in layers])
-            self._columns = (starts[:, None] + torch.arange(width)).flatten().to(engine.embedding.device)
-
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        rows = self._engine.read_hidden_states(request_id_of(request_id), start, stop)
-        return rows if self._columns is None else rows[:, self._columns]
-
-
 def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:
     """Raises as ``drafters.registry.make_drafter``; InvalidField also if the target does not keep its hidden states."""
     folder = find_drafter(options.path)
@@ -72,7 +47,7 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         dtype,
         target,
         device,
-        HostFeatures(host.engine, config.target_layer_ids),
+        HostFeatures(host.engine, config.features),
         adapter=None if options.adapter is None else find_adapter(folder, options.adapter),
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
         calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
