@@ -200,11 +200,8 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
-    biased = [token for token, _ in sampling.logit_bias]
-    bad = [token for word in sampling.bad_words for token in word]
-    kinds = {"a stop": sampling.stop_token_ids, "a biased": biased, "an allowed": sampling.allowed_token_ids, "a bad": bad}
-    wrong = next((kind for kind, token_ids in kinds.items() if not _known(token_ids, vocab_size)), None)
-    return f"{wrong} token lies outside the vocabulary of {vocab_size}" if wrong else None
+    wrong = next((name for name, token_ids in sampling.token_ids().items() if not _known(token_ids, vocab_size)), None)
+    return f"a token of {wrong} lies outside the vocabulary of {vocab_size}" if wrong else None
 
 
 def id_fault(request_id: str) -> str | None:

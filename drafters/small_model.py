@@ -97,20 +97,10 @@ class SmallModel:
     ) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
-        num_known = self._sampler.vocab_size
-        # Drafts use no log-probabilities, and the target may have ids that this model has not.
-        known = replace(
-            sampling,
-            top_logprobs=None,
-            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
-            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
-            bad_words=tuple(word for word in sampling.bad_words if max(word) < num_known),
-        )
-        is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
-            sampling.allowed_token_ids
-        )
+        known = sampling.known_to(self._sampler.vocab_size)  # the target may have ids that this model has not
+        is_readable = known is not None and len(self.readable(token_ids)) == len(token_ids)
         self._sessions[request_id] = _ModelSession(
-            list(token_ids), SamplingState(known, token_ids, prompt_len), is_readable, salt
+            list(token_ids), SamplingState(known or sampling, token_ids, prompt_len), is_readable, salt
         )
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""``bad_words``: sequences of tokens that an output must not hold (`cluster.sampling_params`)."""
+"""Sequences of tokens that an output must not hold."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -144,6 +144,13 @@ class Filters:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
 
+    @classmethod
+    def of(cls, samplings: Sequence[SamplingParams], num_rows: Sequence[int]) -> "Filters":
+        """Of rows that follow each other, ``num_rows`` with the same parameters."""
+        top_k = np.array([sampling.top_k or 2**31 for sampling in samplings], np.int64)
+        masses = np.array([(sampling.top_p, sampling.min_p) for sampling in samplings], np.float64).reshape(-1, 2)
+        return cls(*(np.repeat(column, num_rows) for column in (top_k, *masses.T)))
+
 
 def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tensor:
     """The least z = (x - max x) / T that may be chosen in each row, (R,) float32; -inf where nothing is filtered."""

@@ -82,8 +82,7 @@ class SamplingState:
 
     @property
     def is_filtered(self) -> bool:
-        s = self.sampling
-        return s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
+        return self.sampling.is_filtered
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds committed tokens."""
@@ -315,11 +314,7 @@ def temperatures_of(members: Sequence[SpanRows]) -> NDArray[np.float32]:
 
 
 def _filters(members: Sequence[SpanRows]) -> Filters:
-    return Filters(
-        _by_row(members, lambda s: s.top_k or 2**31, np.int64),
-        _by_row(members, lambda s: s.top_p, np.float64),
-        _by_row(members, lambda s: s.min_p, np.float64),
-    )
+    return Filters.of([member.span.state.sampling for member in members], [member.span.num_rows for member in members])
 
 
 def _by_row(members: Sequence[SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:

@@ -6,6 +6,8 @@
     T | None                      optional, absent for None
     tuple[T, ...]                 repeated
     another dataclass             message
+    tuple[tuple[int, float], ...] columns: NAME_token_ids, NAME_values
+    tuple[tuple[int, ...], ...]   columns: NAME_lens, NAME_token_ids (without the plural's s)
 
 ``_SPLIT`` has the fields whose wire form differs.
 """
@@ -21,7 +23,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cluster.errors import WireError
 from cluster.messages import Hello
-from cluster.sampling_params import SamplingParams
 from cluster.transport import wire_pb2 as wire
 from cluster.types import Commit, FinishReason, Request, Slo, TokenLogprobs
 
@@ -31,9 +32,9 @@ Decode = Callable[[Any], Any]  # a message to its dataclass
 
 @cache
 def encoder_of(cls: type) -> Encode:
-    hints = get_type_hints(cls)
-    split = [(field.name, _SPLIT[cls, field.name][0]) for field in fields(cls) if (cls, field.name) in _SPLIT]
-    own = [(field.name, _converter(hints[field.name])) for field in fields(cls) if (cls, field.name) not in _SPLIT]
+    hints, splits = get_type_hints(cls), _splits(cls)
+    split = [(name, split_field) for name, (split_field, _) in splits.items()]
+    own = [(field.name, _converter(hints[field.name])) for field in fields(cls) if field.name not in splits]
     plain = [name for name, convert in own if convert is None]
     converted = [(name, convert) for name, convert in own if convert is not None]
 
@@ -50,10 +51,10 @@ def encoder_of(cls: type) -> Encode:
 
 @cache
 def decoder_of(cls: type) -> Decode:
-    hints = get_type_hints(cls)
+    hints, splits = get_type_hints(cls), _splits(cls)
     names = [field.name for field in fields(cls)]
-    split = [(i, _SPLIT[cls, name][1]) for i, name in enumerate(names) if (cls, name) in _SPLIT]
-    own = [name for name in names if (cls, name) not in _SPLIT]
+    split = [(i, splits[name][1]) for i, name in enumerate(names) if name in splits]
+    own = [name for name in names if name not in splits]
     readers = [(i, read) for i, name in enumerate(own) if (read := _reader(hints[name])) is not None]
     optional = [(i, name) for i, name in enumerate(own) if NoneType in get_args(hints[name])]
     values_of = attrgetter(*own) if len(own) > 1 else lambda message: [getattr(message, name) for name in own]
@@ -99,20 +100,41 @@ def _kind_of(hint: Any) -> tuple[bool, type]:
     return get_origin(hint) is tuple, inner
 
 
-def _split_bias(bias: tuple[tuple[int, float], ...]) -> dict[str, Any]:
-    token_ids, values = zip(*bias, strict=True) if bias else ((), ())
-    return {"logit_bias_token_ids": token_ids, "logit_bias_values": values}
+def _splits(cls: type) -> dict[str, tuple[Encode, Decode]]:
+    """By field of the class that is several fields of its message."""
+    hints = get_type_hints(cls)
+    by_type = {name: _COLUMNS[hint](name) for name, hint in hints.items() if hint in _COLUMNS}
+    return by_type | {name: _SPLIT[cls, name] for name in hints if (cls, name) in _SPLIT}
 
 
-def _split_words(words: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
-    return {"bad_word_lens": [len(word) for word in words], "bad_word_token_ids": list(chain.from_iterable(words))}
+def _pairs(name: str) -> tuple[Encode, Decode]:
+    keys = f"{name}_token_ids", f"{name}_values"
+
+    def encode(pairs: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+        return dict(zip(keys, zip(*pairs, strict=True) if pairs else ((), ()), strict=True))
+
+    return encode, lambda message: tuple(zip(*(getattr(message, key) for key in keys), strict=True))
 
 
-def _read_words(sampling: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
-    if sum(sampling.bad_word_lens) != len(sampling.bad_word_token_ids):
-        raise WireError("the columns of bad words differ in length")
-    token_ids = iter(sampling.bad_word_token_ids)
-    return tuple(tuple(islice(token_ids, length)) for length in sampling.bad_word_lens)
+def _lists(name: str) -> tuple[Encode, Decode]:
+    lens, token_ids = (f"{name.removesuffix('s')}_{column}" for column in ("lens", "token_ids"))
+
+    def encode(lists: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+        return {lens: [len(one) for one in lists], token_ids: list(chain.from_iterable(lists))}
+
+    def decode(message: Any) -> tuple[tuple[int, ...], ...]:
+        if sum(getattr(message, lens)) != len(getattr(message, token_ids)):
+            raise WireError(f"the columns {lens} and {token_ids} differ in length")
+        rest = iter(getattr(message, token_ids))
+        return tuple(tuple(islice(rest, length)) for length in getattr(message, lens))
+
+    return encode, decode
+
+
+_COLUMNS: dict[Any, Callable[[str], tuple[Encode, Decode]]] = {
+    tuple[tuple[int, float], ...]: _pairs,
+    tuple[tuple[int, ...], ...]: _lists,
+}
 
 
 def _split_logprobs(logprobs: tuple[TokenLogprobs, ...], name: str) -> dict[str, Any]:
@@ -149,11 +171,6 @@ _SLO_FIELDS = ("ttft_s", "tpot_s", "slo_name")
 # By class and field: the keyword arguments that its value becomes, and the value from the message.
 _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
     (Hello, "token"): (lambda _: {}, lambda _: ""),  # never sent
-    (SamplingParams, "logit_bias"): (
-        _split_bias,
-        lambda sampling: tuple(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
-    ),
-    (SamplingParams, "bad_words"): (_split_words, _read_words),
     (Request, "slo"): (
         lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "slo_name": slo.name},
         lambda request: Slo(*[getattr(request, s) if request.HasField(s) else None for s in _SLO_FIELDS]),

@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 from pydantic_core import PydanticCustomError
 
 from deploy.api.errors import bad_request
-from deploy.api.fields import FreeObject, Hint, Strict, TranslatedRequest, text_or
+from deploy.api.fields import FreeObject, Hint, Strict, text_or
 from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, Effort, FunctionName, Parameters
+from deploy.api.schema import CommonFields, TranslatedRequest
 
 # Claude Code's note on billing, another one in each call, which would keep prompts out of the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
@@ -83,7 +84,6 @@ class RedactedThinkingBlock(Strict):
     data: Any = None
 
 
-BLOCK_TAGS = ("<tool_use>", "<tool_result>", "<thinking>", "<redacted_thinking>", "<custom>", "<built-in>")
 _Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
@@ -200,7 +200,7 @@ class CountTokensRequest(TranslatedRequest):
         yield from super().without_effect()
 
     def chat_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"model": self.model, "messages": self._chat_messages(), **self._tool_fields()}
+        fields: dict[str, Any] = {"messages": self._chat_messages(), **self._tool_fields()}
         variables = {} if self.thinking is None else dict.fromkeys(_THINKING_VARIABLES, self.thinking.type != "disabled")
         if variables or self.chat_template_kwargs:
             fields["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
@@ -260,31 +260,15 @@ class CountTokensRequest(TranslatedRequest):
         return fields
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CommonFields, CountTokensRequest):
     """POST /v1/messages"""
 
     max_tokens: int  # at most what the context leaves is generated
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-
-    # Beyond Anthropic's API, as in chat.
-    seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    cache_salt: str | None = None
-    drafting: str | None = None
-    slo: Any = None
-
     metadata: dict[str, str | None] | None = None
     service_tier: str | None = None  # ignored
 
     def chat_fields(self) -> dict[str, Any]:
-        names = ("temperature", "top_p", "top_k", "stream", "seed", "min_p", "repetition_penalty", "cache_salt", "drafting")
-        given = {name: getattr(self, name) for name in (*names, "slo")}
-        given["max_completion_tokens"] = self.max_tokens
-        given["stop"] = self.stop_sequences
-        given["metadata"] = {name: value for name, value in (self.metadata or {}).items() if value is not None}
-        return super().chat_fields() | {name: value for name, value in given.items() if value is not None}
+        metadata = {name: value for name, value in (self.metadata or {}).items() if value is not None}
+        own = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences, "metadata": metadata}
+        return super().chat_fields() | own

@@ -1,6 +1,7 @@
 """Reads and validates request bodies; errors name the field."""
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -11,7 +12,6 @@ from starlette.requests import ClientDisconnect
 
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.fields import Strict
-from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY, Tenant
 from router.planning.fair_share import SharedLimit
@@ -19,6 +19,7 @@ from router.planning.fair_share import SharedLimit
 Model = TypeVar("Model", bound=Strict)
 
 _MAX_SHOWN_NAME = 100
+_TAG = re.compile("<[a-z_ -]+>")
 # Types of content parts of OpenAI's and vLLM's clients.
 _MEDIA = {
     *("image_url", "image_pil", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds"),
@@ -116,7 +117,9 @@ def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model,
 
 
 def _path(detail: ErrorDetails) -> str:
-    return ".".join(str(part) for part in detail["loc"] if part not in FORM_TAGS)[:_MAX_SHOWN_NAME]
+    """Without the tags of unions, such as <text>, which pydantic inserts."""
+    parts = [str(part) for part in detail["loc"] if not (isinstance(part, str) and _TAG.fullmatch(part))]
+    return ".".join(parts)[:_MAX_SHOWN_NAME]
 
 
 def field_error(detail: ErrorDetails, model: type[Strict], served: object = None) -> ApiError:

@@ -1,9 +1,8 @@
 """What all request bodies share: strict models, fields that are refused, and fields that are taken without effect."""
 
 import json
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator
 from pydantic_core import PydanticCustomError
@@ -42,20 +41,6 @@ class Hint:
 
     def __init__(self, *neutral: object) -> None:
         self.neutral = neutral
-
-
-class TranslatedRequest(Strict):
-    """The body of another API's call, which is translated to a chat call.
-
-    ``own_names``: of fields of the chat call, and of what is below them; a longer path stands before a shorter one.
-    """
-
-    id_prefix: ClassVar[str]  # of answers
-    own_names: ClassVar[Mapping[str, str]]
-
-    @abstractmethod
-    def chat_fields(self) -> dict[str, Any]:
-        """The body of the chat call that this is. Raises ApiError: it cannot be one."""
 
 
 def only(*allowed: object, advice: str = "is not supported yet; leave it out") -> BeforeValidator:

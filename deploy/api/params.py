@@ -5,25 +5,21 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from http import HTTPStatus
 from typing import Any
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import CUSTOM, SloClass, SloConfig
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar
-from cluster.sampling_params import MAX_SEED, SamplingParams
+from cluster.sampling_params import MAX_SEED, SCALARS, SamplingParams
 from cluster.types import Adapter, ModelInfo, Request, Slo
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields, Objectives
 from deploy.api.settings import ApiSettings
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-# Fields whose names and defaults are those of SamplingParams.
-_UNCHANGED = {
-    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-}
+_GIVEN = {one.name for one in dataclass_fields(SamplingParams)}  # what callers may give
 
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
@@ -61,10 +57,6 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
                 raise bad_request("max_tokens", "may be 0 only with echo or prompt_logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
-    if fields.bad_words and fields.allowed_token_ids is not None:
-        raise bad_request("bad_words", "are not possible together with allowed_token_ids")
-    for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
-        check_tokens(field, token_ids or (), info)
 
 
 def check_model(name: str | None, info: ModelInfo) -> Adapter | None:
@@ -121,11 +113,13 @@ def make_requests(
     info: ModelInfo,
     settings: ApiSettings,
     tenant: str,
-    grammar: Grammar | None = None,
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    derived: Mapping[str, Any],
     trace: str = "",
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts.
+
+    Args:
+        derived: sampling parameters that are made of the caller's texts.
 
     Raises ApiError (400, 404) or InvalidField: a field has an invalid value.
     """
@@ -136,7 +130,7 @@ def make_requests(
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar, bad_words)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, derived)
             request_id = f"{call_id}-{len(requests)}"
             request = Request(
                 request_id,
@@ -175,38 +169,34 @@ def sampling_params(
     seed: int,
     info: ModelInfo,
     settings: ApiSettings,
-    grammar: Grammar | None = None,
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    derived: Mapping[str, Any],
 ) -> SamplingParams:
-    """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
+    """The caller's parameters, else the model's defaults. Raises ApiError or InvalidField: a value is out of range."""
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
         raise context_exceeded(limit_field, len(prompt.token_ids), min(max_tokens, 2**31), info)
+    values: dict[str, Any] = {name: value for name, value in settings.sampling_defaults.items() if name in SCALARS}
+    for name in _GIVEN & type(fields).model_fields.keys():
+        value = getattr(fields, name)
+        if name in SCALARS and value in SCALARS[name][1].off:
+            values[name] = None
+        elif value is not None:
+            values[name] = (value,) if name == "stop" and isinstance(value, str) else _as_tuple(value)
+    values |= {"max_tokens": max_tokens, "seed": seed, "logit_bias": _logit_bias(fields, info)}
+    values |= {"top_logprobs": _top_logprobs(fields), "prompt_logprobs": _prompt_logprobs(fields), **derived}
     try:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            logit_bias=_logit_bias(fields, info),
-            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
-            seed=seed,
-            top_logprobs=_top_logprobs(fields),
-            prompt_logprobs=_prompt_logprobs(fields),
-            allowed_token_ids=tuple(fields.allowed_token_ids or ()),
-            grammar=grammar,
-            bad_words=bad_words,
-            **_unchanged(fields, settings),
-        )
+        sampling = SamplingParams(**values)
     except InvalidField as error:
         field = limit_field if error.field == "max_tokens" else error.field
         raise InvalidField(field, error.value, error.reason) from error
+    for name, token_ids in sampling.token_ids().items():
+        check_tokens(name, token_ids, info)
+    return sampling
 
 
-def _unchanged(fields: GenerationFields, settings: ApiSettings) -> dict[str, Any]:
-    """Parameters that the caller gives, else the model's defaults."""
-    defaults = {name: value for name, value in settings.sampling_defaults.items() if name in _UNCHANGED}
-    values = defaults | fields.model_dump(include=_UNCHANGED, exclude_none=True)
-    return values | {"top_k": values.get("top_k") or None}
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:

@@ -69,22 +69,20 @@ class Prompts:
         check_tokens("prediction", token_ids, info)
         return token_ids
 
-    async def bad_words(self, request: Request, fields: GenerationFields) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is spelled at the beginning of a text and after a space. Other tokens may spell it, as in vLLM."""
+    async def sampling(self, request: Request, fields: GenerationFields) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Sampling parameters that are made of texts: each bad word as it is spelled at the beginning of a text and after a
+        space. Other tokens may spell it, as in vLLM."""
         words = [word.lstrip() for word in fields.bad_words or ()]
-        if not words:
-            return ()
-        if "" in words:
-            raise bad_request(f"bad_words.{words.index('')}", "must hold more than spaces")
         texts = [text for word in words for text in (word, f" {word}")]
 
         async def encode() -> Sequence[tuple[int, ...]]:
             return await asyncio.to_thread(self._tokenizer.encode_each, texts)
 
-        spelled = await self._in_share(request, encode)
-        if () in spelled:
-            raise bad_request(f"bad_words.{spelled.index(()) // 2}", "has no tokens")
-        return tuple(dict.fromkeys(spelled))
+        spelled = await self._in_share(request, encode) if texts else ()
+        for i, word in enumerate(words):
+            if not word or () in spelled[2 * i : 2 * i + 2]:
+                raise bad_request(f"bad_words.{i}", "has no tokens" if word else "must hold more than spaces")
+        return {"bad_words": tuple(dict.fromkeys(spelled))}
 
     async def of_completion(self, request: Request, fields: CompletionRequest, info: ModelInfo) -> Sequence[Prompt]:
         prompts = []

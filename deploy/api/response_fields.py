@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from deploy.api.fields import FreeObject, Hint, Strict, TranslatedRequest, only, text_or
+from deploy.api.fields import FreeObject, Hint, Strict, only, text_or
 from deploy.api.messages import MAX_TOOLS, Effort
 from deploy.api.response_items import Item, messages_of, unread
 from deploy.api.response_tools import (
@@ -18,8 +18,8 @@ from deploy.api.response_tools import (
     chosen,
     hosted,
 )
+from deploy.api.schema import CommonFields, TranslatedRequest
 
-CHOICE_TAGS = ("<chosen>", "<allowed>")
 _NOT_STORED = only(advice="is not supported: responses are not stored; send the whole conversation as input")
 
 
@@ -47,7 +47,7 @@ def _form_of_choice(value: object) -> str:
     return "<text>" if kind is None else "<allowed>" if kind == "allowed_tools" else "<chosen>"
 
 
-class ResponsesRequest(TranslatedRequest):
+class ResponsesRequest(CommonFields, TranslatedRequest):
     """POST /v1/responses"""
 
     id_prefix: ClassVar[str] = "resp_"
@@ -60,15 +60,12 @@ class ResponsesRequest(TranslatedRequest):
         "messages": "input",
     }
 
-    model: str | None = None
     input: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag("<parts>")],
         text_or("<parts>", "must be a string or a list of items"),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
@@ -78,20 +75,10 @@ class ResponsesRequest(TranslatedRequest):
         Discriminator(_form_of_choice),
     ] | None = None  # fmt: skip
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-
-    # Beyond OpenAI's API, as in chat.
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    drafting: str | None = None
-    slo: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # beyond OpenAI's API, as in chat
 
     # Nothing is stored, whatever is asked for: answers say "store": false.
     store: bool | None = None
@@ -124,19 +111,15 @@ class ResponsesRequest(TranslatedRequest):
         return dict(callables(self.tools or ()))
 
     def chat_fields(self) -> dict[str, Any]:
-        names = ("model", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "stream")
-        others = ("chat_template_kwargs", "cache_salt", "drafting", "slo", "parallel_tool_calls", "metadata")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in (*names, *others)}
-        fields["max_completion_tokens"] = self.max_output_tokens
+        fields: dict[str, Any] = {"max_completion_tokens": self.max_output_tokens, **self._tool_fields()}
         fields["messages"] = messages_of(self.instructions, self.input)
         fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
-        fields |= self._tool_fields()
         form = self.text.format if self.text is not None else None
         if form is not None and form.type != "text":
             fields["response_format"] = {"type": form.type}
             if form.type == "json_schema":
                 fields["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
     def _tool_fields(self) -> dict[str, Any]:
         named = list(callables(self.tools or ()))

@@ -7,14 +7,7 @@ from pathlib import Path
 
 from cluster.config.file import ModelConfig
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.sampling_params import SamplingParams
-
-# By the file's names, the fields of SamplingParams.
-_FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
-    **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")},
-    "max_new_tokens": "max_tokens",
-}
+from cluster.sampling_params import SCALARS, SamplingParams
 
 
 def sampling_defaults(model: ModelConfig, folder: Path) -> Mapping[str, float | int]:
@@ -29,9 +22,9 @@ def sampling_defaults(model: ModelConfig, folder: Path) -> Mapping[str, float | 
         raw = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
-    found = {field: raw[name] for name, field in _FIELDS.items() if raw.get(name) is not None}
-    if found.get("top_k") == 0:  # off, as in Hugging Face's transformers
-        del found["top_k"]
+    names = {name: name for name in SCALARS} | {"max_new_tokens": "max_tokens"}
+    found = {field: raw[name] for name, field in names.items() if raw.get(name) is not None}
+    found = {name: value for name, value in found.items() if name not in SCALARS or value not in SCALARS[name][1].off}
     try:
         SamplingParams(**{"max_tokens": 1, **found})
     except (InvalidField, TypeError) as error:

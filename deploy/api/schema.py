@@ -5,13 +5,16 @@
 warning if so configured.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
 from cluster.config import Milliseconds, TtftMs
+from cluster.errors import InvalidField
 from cluster.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -19,28 +22,17 @@ from cluster.sampling_params import (
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
+    SCALARS,
 )
-from deploy.api.anthropic_fields import BLOCK_TAGS
+from deploy.api.body import field_error
 from deploy.api.chat_template import TemplateOptions
+from deploy.api.errors import ApiError, as_api_error, bad_request
 from deploy.api.fields import Hint, Strict, only, text_or
 from deploy.api.messages import Content, Effort, Messages, ToolChoice, Tools
-from deploy.api.response_fields import CHOICE_TAGS
-from deploy.api.response_items import ITEM_TAGS
-from deploy.api.response_tools import TOOL_TAGS
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 MAX_PROMPTS = 1024
-
-# Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset(("<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "<objectives>")) | frozenset(
-    (*ITEM_TAGS, *TOOL_TAGS, *CHOICE_TAGS, *BLOCK_TAGS)
-)
-
-
-def _off_is_0(value: object) -> object:
-    """vLLM's -1 disables top-k, as 0 does."""
-    return 0 if type(value) is int and value == -1 else value
 
 
 def _not_0(value: object) -> object:
@@ -129,29 +121,38 @@ SloField = Annotated[
 ]
 
 
-class GenerationFields(Strict):
-    """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
+# Each under its own name; ``SamplingParams`` checks the ranges.
+if TYPE_CHECKING:
+    _Scalars = Strict
+else:
+    _Scalars = create_model(
+        "_Scalars", __base__=Strict, **{name: (kind | None, None) for name, (kind, _) in SCALARS.items()}
+    )
+
+
+class CommonFields(_Scalars):
+    """Of every API that generates text, beyond what the API itself has."""
 
     model: str | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's
+    # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
+    drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    slo: SloField | None = None  # a class of the configuration, or objectives
+
+
+class GenerationFields(CommonFields):
+    """Common fields of chat and completions."""
+
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: _Stop | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Sampling parameters beyond OpenAI's API, with vLLM's names.
-    top_k: Annotated[int | None, BeforeValidator(_off_is_0)] = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    # vLLM's.
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     bad_words: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
@@ -181,12 +182,7 @@ class GenerationFields(Strict):
     length_penalty: Annotated[float | None, Hint(1.0)] = None  # of beam search
     spaces_between_special_tokens: Annotated[bool | None, Hint(True)] = None
 
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # vLLM's
-
-    # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
-    drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     drafting_details: bool | None = None  # answers report the text of each drafter
-    slo: SloField | None = None  # a class of the configuration, or objectives
 
     # Accepted and ignored: they affect storage, billing or caching of an answer.
     user: str | None = None
@@ -254,6 +250,51 @@ class ChatRequest(GenerationFields, _ChatFields):
     prediction: PredictedContent | None = None
     verbosity: Annotated[str | None, Hint("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, Hint()] = None
+
+
+class TranslatedRequest(Strict):
+    """The body of another API's call, which is translated to a chat call.
+
+    ``own_names``: of fields of the chat call, and of what is below them; a longer path stands before a shorter one.
+    """
+
+    id_prefix: ClassVar[str]  # of answers
+    own_names: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def chat_fields(self) -> dict[str, Any]:
+        """What only this API writes in its own way. Raises ApiError: it cannot be a chat call."""
+
+    def as_chat(self) -> ChatRequest:
+        """Raises ApiError (400), naming the field of the chat: of what only the chat checks, such as tools of one name."""
+        fields = self.model_dump(include=_UNCHANGED, exclude_none=True) | self.chat_fields()
+        try:
+            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise field_error(error.errors(include_url=False)[0], ChatRequest) from error
+
+    @contextmanager
+    def named_as_here(self) -> Iterator[None]:
+        """Errors of the chat call name the fields of this one."""
+        try:
+            yield
+        except (ApiError, InvalidField) as error:
+            known = as_api_error(error, retry_after_s=0.0)
+            assert known is not None, "both are expected failures"
+            raise _renamed(known, self.own_names) from error
+
+
+_UNCHANGED = {*CommonFields.model_fields, "chat_template_kwargs", "metadata", "parallel_tool_calls"}
+
+
+def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Several items of the body may be one message of the chat, so what is below ``messages`` is left out."""
+    param = error.param or ""
+    for name, own in names.items():
+        if param == name or param.startswith(f"{name}."):
+            own = own if name == "messages" else own + param.removeprefix(name)
+            return bad_request(own, str(error).removeprefix(f"{param}: "), error.code)
+    return error
 
 
 _Prompt = Annotated[

@@ -66,7 +66,6 @@ from deploy.api.thread_shares import ThreadShares
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
-from deploy.api.translation import as_chat, own_names
 from router.planning.fair_share import SharedLimit
 
 T = TypeVar("T")
@@ -169,8 +168,8 @@ class Service:
     async def count_tokens(self, request: Request) -> Response:
         """The number of tokens of a conversation in Anthropic's format."""
         fields = await self._bodies.read(request, CountTokensRequest)
-        with own_names(fields):
-            chat = as_chat(fields)
+        with fields.named_as_here():
+            chat = fields.as_chat()
             info = await self.info()
             check_model(chat.model, info)
             num_tokens = await self._prompts.num_tokens(request, chat, info)
@@ -182,8 +181,8 @@ class Service:
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="model", code="unsupported_endpoint")
 
     async def _translated(self, request: Request, fields: Translated) -> Response:
-        with own_names(fields):
-            return await self._chat(request, as_chat(fields), fields)
+        with fields.named_as_here():
+            return await self._chat(request, fields.as_chat(), fields)
 
     async def _chat(self, request: Request, fields: ChatRequest, translated: Translated | None = None) -> Response:
         info = await self.info()
@@ -300,8 +299,7 @@ class Service:
             settings=self._settings,
             tenant=tenant.salt,
             trace=getattr(request.state, "trace", ""),
-            grammar=grammar,
-            bad_words=await self._prompts.bad_words(request, fields),
+            derived={"grammar": grammar, **await self._prompts.sampling(request, fields)},
         )
         adapter = requests[0].adapter
         model = info.name if adapter is None else adapter.name

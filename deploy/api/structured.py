@@ -39,57 +39,52 @@ def grammar_named(field: str, kind: GrammarKind, source: str) -> Grammar:
 
 
 def _asked(fields: GenerationFields) -> Iterator[tuple[str, GrammarKind, str]]:
-    if fields.response_format is not None:
-        yield from _of_response_format(fields.response_format)
-    if fields.structured_outputs is not None:
-        found = list(_of_structured_outputs(fields.structured_outputs))
+    """The path, kind and source of each grammar that is given."""
+    structured = fields.structured_outputs
+    if (form := fields.response_format) is not None:
+        yield from _of_response_format(form)
+    if structured is not None:
+        found = list(_of_fields("structured_outputs.", structured))
         if not found:
-            raise bad_request(
-                "structured_outputs", "must have one of json, json_object, regex, choice, grammar, structural_tag"
-            )
+            raise bad_request("structured_outputs", f"must have one of {', '.join(_KINDS)}")
         yield from found
-    if fields.guided_json is not None:
-        yield "guided_json", GrammarKind.JSON_SCHEMA, _schema(fields.guided_json)
-    if fields.guided_regex is not None:
-        yield "guided_regex", GrammarKind.REGEX, fields.guided_regex
-    if fields.guided_choice is not None:
-        yield "guided_choice", GrammarKind.EBNF, _choice(fields.guided_choice)
-    if fields.guided_grammar is not None:
-        yield "guided_grammar", GrammarKind.EBNF, fields.guided_grammar
+    yield from _of_fields("guided_", fields)
 
 
-def _of_response_format(asked: ResponseFormat) -> Iterator[tuple[str, GrammarKind, str]]:
-    if asked.type == "json_object":
+def _of_response_format(form: ResponseFormat) -> Iterator[tuple[str, GrammarKind, str]]:
+    if form.type == "json_object":
         yield "response_format", GrammarKind.JSON_OBJECT, ""
-    if asked.type == "json_schema":
-        if asked.json_schema is None or asked.json_schema.schema_ is None:
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
             raise bad_request("response_format.json_schema.schema", "is missing")
-        yield "response_format.json_schema.schema", GrammarKind.JSON_SCHEMA, _schema(asked.json_schema.schema_)
-    if asked.type == "structural_tag":
-        if asked.format is None:
+        yield "response_format.json_schema.schema", GrammarKind.JSON_SCHEMA, _source(form.json_schema.schema_)
+    if form.type == "structural_tag":
+        if form.format is None:
             raise bad_request("response_format.format", "is missing")
-        tag = json.dumps({"type": "structural_tag", "format": asked.format}, ensure_ascii=False)
-        yield "response_format.format", GrammarKind.STRUCTURAL_TAG, tag
+        tag = {"type": "structural_tag", "format": form.format}
+        yield "response_format.format", GrammarKind.STRUCTURAL_TAG, _source(tag)
 
 
-def _of_structured_outputs(asked: StructuredOutputs) -> Iterator[tuple[str, GrammarKind, str]]:
-    if asked.json_ is not None:
-        yield "structured_outputs.json", GrammarKind.JSON_SCHEMA, _schema(asked.json_)
-    if asked.json_object:
-        yield "structured_outputs.json_object", GrammarKind.JSON_OBJECT, ""
-    if asked.regex is not None:
-        yield "structured_outputs.regex", GrammarKind.REGEX, asked.regex
-    if asked.choice is not None:
-        yield "structured_outputs.choice", GrammarKind.EBNF, _choice(asked.choice)
-    if asked.grammar is not None:
-        yield "structured_outputs.grammar", GrammarKind.EBNF, asked.grammar
-    if asked.structural_tag is not None:
-        yield "structured_outputs.structural_tag", GrammarKind.STRUCTURAL_TAG, asked.structural_tag
+def _of_fields(prefix: str, fields: GenerationFields | StructuredOutputs) -> Iterator[tuple[str, GrammarKind, str]]:
+    for name, kind in _KINDS.items():
+        attribute = f"guided_{name}" if isinstance(fields, GenerationFields) else "json_" if name == "json" else name
+        value = getattr(fields, attribute, None)
+        if value is not None and value is not False:
+            yield f"{prefix}{name}", kind, "" if value is True else _source(value)
 
 
-def _schema(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+def _source(value: Any) -> str:
+    """Of a schema, or of a list of choices."""
+    if isinstance(value, list):
+        return "root ::= " + " | ".join(f'"{choice.translate(_ESCAPES)}"' for choice in value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _choice(choices: list[str]) -> str:
-    return "root ::= " + " | ".join(f'"{choice.translate(_ESCAPES)}"' for choice in choices)
+_KINDS = {
+    "json": GrammarKind.JSON_SCHEMA,
+    "json_object": GrammarKind.JSON_OBJECT,
+    "regex": GrammarKind.REGEX,
+    "choice": GrammarKind.EBNF,
+    "grammar": GrammarKind.EBNF,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
