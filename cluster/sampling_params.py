@@ -107,8 +107,6 @@ class SamplingParams:
             raise InvalidField("min_tokens", self.min_tokens, f"must lie between 0 and max_tokens ({self.max_tokens})")
         if not all(0 < len(word) <= MAX_BAD_WORD_LEN for word in self.bad_words):
             raise InvalidField("bad_words", len(self.bad_words), f"must have 1 to {MAX_BAD_WORD_LEN} tokens each")
-        if self.bad_words and self.allowed_token_ids:
-            raise InvalidField("bad_words", len(self.bad_words), "are not possible together with allowed_token_ids")
 
     @property
     def dictates(self) -> bool:

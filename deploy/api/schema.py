@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 from pydantic_core import PydanticCustomError
 
 from cluster.config import Milliseconds, TtftMs
@@ -57,6 +66,17 @@ _Stop = Annotated[
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]  # the context of the model bounds its length
+
+
+def _no_allowed(words: list[str], info: ValidationInfo) -> list[str]:
+    if words and info.data.get("allowed_token_ids") is not None:
+        raise PydanticCustomError("form", "are not possible together with allowed_token_ids")
+    return words
+
+
+_BadWords = Annotated[
+    list[Annotated[str, Field(max_length=100)]], Field(max_length=MAX_BAD_WORDS // 2), AfterValidator(_no_allowed)
+]
 
 
 class StreamOptions(Strict):
@@ -153,8 +173,8 @@ class GenerationFields(CommonFields):
 
     # vLLM's.
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: _BadWords | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_0), Field(ge=-1, lt=2**31)] | None = None
