@@ -35,13 +35,10 @@ BENCHES = {
     "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on disjoint cores"),
     "policies": Bench("benchmarks.policies", "policies of draft length, verification and overlap, simulated"),
     "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
-    "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),
-    "routing": Bench("benchmarks.routing", "assignment policies on recorded agreement against hindsight, simulated"),
     "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process, and memory"),
     "soak": Bench("benchmarks.soak", "memory and errors at saturation for an hour, then 1,000 streams at once"),
     "structured": Bench("benchmarks.structured", "answers for JSON schemas: valid, ending, the same under drafting"),
     "trace": Bench("benchmarks.trace", "a trace of arrivals against any OpenAI-compatible server: latency, goodput"),
-    "transport": Bench("benchmarks.transport", "round trips of the data plane between two processes"),
     "faults": Bench("benchmarks.faults", "streams while processes are killed, hang or send invalid messages"),
 }
 

@@ -34,7 +34,7 @@ def bench(
     json: Annotated[str, typer.Option(metavar="PATH|-", help="output file of the JSON object; -: standard output")] = "-",
     model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
     recording: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="recorded agreement: written by record, read by routing")
+        Path | None, typer.Option(metavar="NPZ", help="policies: recorded agreement, written where it is missing")
     ] = None,
     data: Annotated[
         Path | None,

@@ -44,10 +44,15 @@ from benchmarks.policy_scenarios import (
 )
 from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
-from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from benchmarks.routing import measured_cost
-from cluster.config import parts_of
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
+from cluster.config import Config, DrafterConfig, ModelConfig, Resources, TargetConfig, parts_of
+from cluster.resolve import resolve
+from deploy.profile_command import here
+from deploy.profiling import ProfileEffort, measure_profile
+from engine.loading import stored_profile
 from profiler.hardware import num_cores
+from profiler.profile import ProfiledCost
+from router.cost_model import CostModel
 from router.drafting.overlap_gains import remote_bound
 from simulator.plots import Panel, plot
 from simulator.speculation import Arm, ArmResult, run_arm
@@ -124,6 +129,18 @@ def _here(options: BenchOptions) -> Machine:
     _, *parts = parts_of(config.options)
     members = [member for member in everything if member.options in parts]
     return this_machine(measured_cost(options.model, [config, *members]), config, members, path)
+
+
+def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:
+    """From the machine's stored profile (`outrider profile`), otherwise measured now."""
+    target = TargetConfig(resources=Resources(threads=describe_environment().num_threads))
+    config = resolve(Config(model=ModelConfig(name=model), target=target, drafters=tuple(configs)), here())
+    stored = stored_profile(config)
+    if stored is not None:
+        cost = ProfiledCost(stored, config)
+        if all(cost.draft_s(one.name, 1, one.max_draft_len) is not None for one in configs):
+            return cost
+    return ProfiledCost(measure_profile(config, ProfileEffort.of(quick=True)), config)
 
 
 def simulated(job: Job) -> ArmResult:

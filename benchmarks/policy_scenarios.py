@@ -1,7 +1,7 @@
 """What ``outrider bench policies`` simulates: machines, loads and arms."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,9 +21,8 @@ from cluster.config import (
 )
 from router.cost_model import CostModel
 from router.planning.planner import PlannerSettings, StepPlanner
-from simulator.agreement import AgreementAnswer, SimulatedRequest
+from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.cascade import MemberSpec
-from simulator.policy_comparison import endless
 from simulator.recording import AgreementRecording, read_recording
 from simulator.scenario import Lens, ServingScenario, read_scenario
 from simulator.serving import read_trace
@@ -215,6 +214,22 @@ def _request(
     of = recording.answer(int(random.integers(len(recording))), names)
     answer = AgreementAnswer(of.output_len, of.by_drafter)
     return endless(SimulatedRequest(f"r{number}", arrival_s, prompt_len, output_len, answer), output_len)
+
+
+def endless(request: SimulatedRequest, num_tokens: int) -> SimulatedRequest:
+    """The same text over and over, its first token left out: a request whose drafters stay as good as they are."""
+    answer = request.answer
+
+    def again(agreement: Agreement) -> Agreement:
+        num_times = -(-num_tokens // max(1, len(agreement.right) - 1))
+        confidences = agreement.confidences
+        if confidences is not None and len(confidences) > 1:
+            confidences = np.tile(confidences[1:], (num_times, 1))
+        part = slice(1, None) if len(agreement.right) > 1 else slice(None)
+        return Agreement(agreement.drafted[part] * num_times, agreement.right[part] * num_times, confidences, agreement.flat)
+
+    by_drafter = {name: again(agreement) for name, agreement in answer.by_drafter.items()}
+    return replace(request, max_tokens=num_tokens, answer=AgreementAnswer(num_tokens, by_drafter))
 
 
 @cache

@@ -1,7 +1,4 @@
-"""``outrider bench record``: records every drafter's proposals at every position of the target's answers.
-
-The simulator and ``outrider bench routing`` read the file (`simulator.recording`).
-"""
+"""Records every drafter's proposals at every position of the target's answers, for ``outrider bench policies``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +8,10 @@ from rich.console import Console
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
-from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from benchmarks.report import BenchOptions
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording
 from engine.acceptance import common_prefix_len
-from router.drafter.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 
 DRAFT_LEN = 8
@@ -54,13 +50,6 @@ def agreement(drafter: Drafter, recordings: Sequence[Recording], draft_len: int)
     return found
 
 
-def run(options: BenchOptions) -> BenchResult:
-    path = options.recording or DEFAULT_PATH
-    recording = record(options)
-    recording.save(path)
-    return result(recording, path)
-
-
 def record(options: BenchOptions) -> AgreementRecording:
     """Answers at temperature 0, to MAX_PER_DOMAIN prompts of each domain, or NUM_QUICK in all with ``--quick``."""
     console = Console(stderr=True)
@@ -82,7 +71,6 @@ def record(options: BenchOptions) -> AgreementRecording:
                     prompt_id,
                     domains[prompt_id],
                     len(one.prompt_token_ids),
-                    prompt_features(one.prompt_token_ids),
                     [found[config.name][number] for config in configs],
                 )
         num_done += len(part)
@@ -95,40 +83,3 @@ def _prompts(options: BenchOptions) -> list[BenchPrompt]:
     if options.quick or not paths:
         return choose_prompts(paths, NUM_QUICK if options.quick else 120)
     return load_prompts(paths, MAX_PER_DOMAIN)
-
-
-def result(recording: AgreementRecording, path: Path) -> BenchResult:
-    header = recording.header
-    figures: dict[str, float] = {
-        "num_requests": float(len(recording)),
-        "num_domains": float(len(set(recording.domains))),
-        "num_positions": float(recording.output_lens.sum()),
-        "file_mb": path.stat().st_size / 2**20,
-    }
-    rows: list[tuple[Cell, ...]] = []
-    for j, name in enumerate(header.drafters):
-        accepted_len = recording.accepted_len(name)
-        drafted = recording.drafted[j]
-        figures[f"accepted_len.{name}"] = accepted_len
-        rows.append(
-            (
-                name,
-                header.kinds[j],
-                accepted_len,
-                float((recording.right[j] > 0).mean()),
-                float((drafted > 0).mean()),
-                float(drafted.mean()),
-            )
-        )
-    return BenchResult(
-        "record",
-        figures,
-        tables=(
-            Table(
-                f"agreement at every position, drafts of up to {header.draft_len}",
-                ("drafter", "kind", "accepted length", "first right", "not empty", "mean draft"),
-                tuple(rows),
-            ),
-        ),
-        notes=(f"written to {path}; accepted lengths count the bonus token, and are of drafts that are verified whole.",),
-    )

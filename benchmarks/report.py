@@ -53,7 +53,7 @@ class BenchOptions:
     - ``quick``: finish within 4 minutes on 2 cores.
     - ``prompts``: JSONL files or folders of them; none: synthetic prompts.
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
-    - ``recording``: agreement, written by ``record`` and read by ``routing``.
+    - ``recording``: agreement, read by ``policies``, which writes it where it is missing.
     - ``data``: a folder whose prompts/ provides prompts.
     - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.

@@ -15,5 +15,5 @@ def freeze_startup_objects() -> None:
 
 def switch_threads_quickly() -> None:
     """A thread that computes in Python lets others run after SWITCH_S. The threads of gRPC that carry commits and proposals
-    wait for it (`outrider bench transport`)."""
+    wait for it (docs/measurements/README.md)."""
     sys.setswitchinterval(SWITCH_S)

@@ -16,19 +16,16 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.errors import LinkClosed
-from cluster.interpreter import SWITCH_S
 from cluster.messages import DraftRound, Extend, Hello, Message, ProposalRound, Role
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.codec import encode
 from cluster.transport.factory import connect, listen
 from cluster.types import Proposal
 
-TRIPS_PER_TURN, BUSY_TRIPS_PER_TURN = 200, 20
+TRIPS_PER_TURN = 200
 WARM_UP_TRIPS = 100
 DRAFT_LEN = 7
 DEADLINE_S = 30.0
-BUSY_S = 0.02  # that a sender computes in Python
-PYTHON_SWITCH_S = 0.005  # after which threads switch by default
 
 _TARGET = Hello(Role.TARGET, "target", 49152, "bench")
 
@@ -55,9 +52,8 @@ def one_kb() -> DraftRound:
     return DraftRound(1, releases=("x" * (1024 - overhead),))
 
 
-def round_trips(num_turns: int, beside_python: bool = False) -> Mapping[str, list[float]]:
-    """Seconds of every round trip, by transport and payload. ``beside_python``: also of rounds whose sender then computes in
-    Python, by how soon threads switch: as in a process that serves, and by Python's default."""
+def round_trips(num_turns: int) -> Mapping[str, list[float]]:
+    """Seconds of every round trip, by transport and payload."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
         mailbox = Mailbox()
@@ -76,21 +72,16 @@ def round_trips(num_turns: int, beside_python: bool = False) -> Mapping[str, lis
 
         payload = encode(one_kb())
         trips: dict[str, Callable[[], float]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
-        busy_trips: dict[str, Callable[[], float]] = {}
         for name, link in _links(mailbox, len(addresses)).items():
             for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
                 trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
-            for kind, switch_s in (("busy", SWITCH_S), ("busy_default", PYTHON_SWITCH_S)) if beside_python else ():
-                busy_trips[f"{name}_{kind}"] = partial(_busy_trip, link, mailbox, down_round(32), switch_s)
         for trip in trips.values():
             for _ in range(WARM_UP_TRIPS):
                 trip()
-        times: dict[str, list[float]] = {name: [] for name in (*trips, *busy_trips)}
+        times: dict[str, list[float]] = {name: [] for name in trips}
         for _ in range(num_turns):
             for name, trip in trips.items():
                 times[name] += [trip() for _ in range(TRIPS_PER_TURN)]
-            for name, trip in busy_trips.items():
-                times[name] += [trip() for _ in range(BUSY_TRIPS_PER_TURN)]
         return times
 
 
@@ -108,32 +99,18 @@ def _links(mailbox: Mailbox, num_links: int) -> dict[str, Link]:
 def _trip(link: Link, mailbox: Mailbox, message: Message) -> float:
     start_s = time.perf_counter()
     link.send(message)
-    _answer(link, mailbox)
+    _await_answer(link, mailbox)
     return time.perf_counter() - start_s
 
 
-def _busy_trip(link: Link, mailbox: Mailbox, message: Message, switch_s: float) -> float:
-    """Until the answer is in the mailbox, while this thread computes for BUSY_S."""
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(switch_s)
-    try:
-        start_s = time.monotonic()
-        link.send(message)
-        while time.monotonic() - start_s < BUSY_S:
-            sum(range(1000))
-        return _answer(link, mailbox).arrived_s - start_s
-    finally:
-        sys.setswitchinterval(before_s)
-
-
-def _answer(link: Link, mailbox: Mailbox) -> Received:
+def _await_answer(link: Link, mailbox: Mailbox) -> None:
     if not mailbox.wait(DEADLINE_S):
         raise LinkClosed(f"{link.peer.name} did not answer within {DEADLINE_S:g} s")
     for event in mailbox.drain():
         if isinstance(event, LinkDown):
             raise LinkClosed(event.reason)
         if isinstance(event, Received):
-            return event
+            return
     raise AssertionError("a mailbox with events held none")
 
 

@@ -5,15 +5,14 @@ That is all that a simulation needs to know of tokens.
 Position p of an answer is that of its token p; a draft at p extends the prompt and p tokens of output.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.types import Slo
-from router.assignment import Positions, drafter_of
+from router.assignment import drafter_of
 
 MAX_DRAFT_LEN = 64
 CONFIDENCE_STEPS = 65_535  # confidences are kept as multiples of its inverse
@@ -51,31 +50,6 @@ class Agreement:
             return num, right, self.flat[:num]
         return num, right, tuple((self.confidences[at, :num] / CONFIDENCE_STEPS).tolist())
 
-    def num_drafted(self, position: int, num_tokens: int) -> int:
-        """Tokens of `draft`."""
-        return min(self.drafted[min(position, len(self.drafted) - 1)], num_tokens)
-
-    def rounds(self, first: int, last: int, draft_len: int) -> tuple[list[int], int]:
-        """The rounds of this drafter driving from ``first`` on: the bases up to ``last``, and the first one behind it."""
-        bases = []
-        while first <= last:
-            bases.append(first)
-            first += min(self.right[first], draft_len) + 1
-        return bases, first
-
-    def positions(self, bases: Sequence[int], draft_len: int) -> Positions:
-        """Counts over the drafts at ``bases``, as `router.assignment.Positions` defines them."""
-        # In plain Python: they are too few for numpy to pay.
-        num_ended, num_wrong = [0] * (draft_len + 1), [0] * (draft_len + 1)
-        for base in bases:
-            right = min(self.right[base], draft_len)
-            num_ended[right] += 1
-            if base + right < len(self.right):  # at the end of the answer none is wrong
-                num_wrong[right] += 1
-        num_right = [len(bases) - total for total in accumulate(num_ended[:draft_len])]
-        num_reached = [right + wrong for right, wrong in zip(num_right, num_wrong, strict=False)]
-        return Positions(tuple(num_reached), tuple(num_right))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgreementAnswer:
@@ -103,7 +77,6 @@ class SimulatedRequest:
     max_tokens: int
     answer: AgreementAnswer
     domain: str = ""
-    features: tuple[float, ...] = ()
     chain: tuple[str, ...] | None = None
     slo: Slo = field(default_factory=Slo)
 

@@ -3,7 +3,7 @@
 An npz of plain arrays (nothing is unpickled), R requests, D drafters, P positions in all, drafts of up to K tokens:
 
     header        JSON: format, model, draft_len (K), temperature, drafters (their names), kinds (of their options)
-    ids, domains  (R,) strings          prompt_lens, output_lens  (R,) int32          features  (R, NUM_FEATURES) float32
+    ids, domains  (R,) strings          prompt_lens, output_lens  (R,) int32
     drafted       (D, P) uint8: tokens of the draft that follows p tokens of output; request r has the positions
                   sum(output_lens[:r]) + p for p from 0 to output_lens[r] - 1
     right         (D, P) uint8: how many of them, from the first on, are the answer's
@@ -22,10 +22,9 @@ from pydantic import ValidationError
 
 from cluster.config import Count, Section
 from cluster.errors import InvalidField
-from router.drafter.prompt_features import NUM_FEATURES
 from simulator.agreement import CONFIDENCE_STEPS, MAX_DRAFT_LEN, Agreement, AgreementAnswer
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Header(Section):
@@ -46,7 +45,6 @@ class AgreementRecording:
     domains: tuple[str, ...]
     prompt_lens: NDArray[np.int32]
     output_lens: NDArray[np.int32]
-    features: NDArray[np.float32]
     drafted: NDArray[np.uint8]
     right: NDArray[np.uint8]
     confidences: NDArray[np.uint16]
@@ -70,15 +68,10 @@ class AgreementRecording:
             },
         )
 
-    def runs(self, drafter: str, of_drafts: bool = False) -> list[NDArray[np.int64]]:
-        """Right tokens of each request's drafts by position, or all tokens of them."""
-        table = (self.drafted if of_drafts else self.right)[self.header.drafters.index(drafter)]
-        return [part.astype(np.int64) for part in np.split(table, self.starts[1:-1])]
-
     def accepted_len(self, drafter: str) -> float:
         """Tokens of a round with the bonus token, mean over rounds when every draft is verified whole."""
         num_rounds = num_tokens = 0
-        for right in self.runs(drafter):
+        for right in np.split(self.right[self.header.drafters.index(drafter)], self.starts[1:-1]):
             position = 1  # the first comes with the prompt
             num_tokens += len(right) - 1
             while position < len(right):
@@ -94,7 +87,6 @@ class AgreementRecording:
             "domains": np.array(self.domains),
             "prompt_lens": self.prompt_lens,
             "output_lens": self.output_lens,
-            "features": self.features,
             "drafted": self.drafted,
             "right": self.right,
             "confidences": self.confidences,
@@ -110,7 +102,7 @@ def read_recording(path: Path) -> AgreementRecording:
     """Raises InvalidField: the file is missing, damaged, of another format, or disagrees with itself; says how."""
 
     def refuse(why: str) -> InvalidField:
-        return InvalidField("recording", str(path), f"{why}; `outrider bench record` makes one")
+        return InvalidField("recording", str(path), f"{why}; `outrider bench policies` makes one where there is none")
 
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -120,7 +112,7 @@ def read_recording(path: Path) -> AgreementRecording:
             header,
             tuple(map(str, arrays["ids"].tolist())),
             tuple(map(str, arrays["domains"].tolist())),
-            *(arrays[name] for name in ("prompt_lens", "output_lens", "features", "drafted", "right", "confidences")),
+            *(arrays[name] for name in ("prompt_lens", "output_lens", "drafted", "right", "confidences")),
         )
     except FileNotFoundError as error:
         raise refuse("is not there") from error
@@ -152,7 +144,6 @@ def _problem(found: AgreementRecording) -> str | None:
         "domains": (len(found.domains), num_requests),
         "prompt_lens": (found.prompt_lens.shape, (num_requests,)),
         "output_lens": (found.output_lens.shape, (num_requests,)),
-        "features": (found.features.shape, (num_requests, NUM_FEATURES)),
         "drafted": (found.drafted.shape, (num_drafters, num_positions)),
         "right": (found.right.shape, (num_drafters, num_positions)),
         "confidences": (found.confidences.shape, (num_drafters, num_positions, header.draft_len)),
@@ -184,7 +175,7 @@ class Recorder:
             drafters=tuple(name for name, _ in drafters),
             kinds=tuple(kind for _, kind in drafters),
         )
-        self._rows: list[tuple[str, str, int, int, tuple[float, ...]]] = []
+        self._rows: list[tuple[str, str, int, int]] = []
         self._parts: list[tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint16]]] = []
 
     def add(
@@ -192,7 +183,6 @@ class Recorder:
         name: str,
         domain: str,
         prompt_len: int,
-        features: tuple[float, ...],
         drafts: Sequence[Sequence[tuple[int, Sequence[float]]]],
     ) -> None:
         """An answer. ``drafts[j][p]``: of drafter j at position p, how many tokens were right, and all confidences."""
@@ -204,7 +194,7 @@ class Recorder:
             for p, (num_right, told) in enumerate(of_drafter):
                 right[j, p], drafted[j, p] = num_right, len(told)
                 confidences[j, p, : len(told)] = np.rint(np.array(told, np.float64) * CONFIDENCE_STEPS)
-        self._rows.append((name, domain, prompt_len, output_len, features))
+        self._rows.append((name, domain, prompt_len, output_len))
         self._parts.append((drafted, right, confidences))
 
     def recording(self) -> AgreementRecording:
@@ -215,7 +205,6 @@ class Recorder:
             tuple(row[1] for row in self._rows),
             np.array([row[2] for row in self._rows], np.int32),
             np.array([row[3] for row in self._rows], np.int32),
-            np.array([row[4] for row in self._rows], np.float32),
             np.concatenate(drafted, axis=1),
             np.concatenate(right, axis=1),
             np.concatenate(confidences, axis=1),

@@ -44,8 +44,7 @@ class SimulatedRouter:
 
     def _report(self, target: SimulatedTarget, with_passes: bool) -> SlotReport:
         loop = target.loop
-        # The features are of the recorded prompt: that of a simulated request says nothing.
-        requests = tuple([replace(one, features=self._requests[one.request_id].request.features) for one in loop.requests()])
+        requests = tuple([replace(one, features=()) for one in loop.requests()])  # those of a simulated prompt say nothing
         num_context = sum(request.committed_len for request in requests)
         return SlotReport(
             requests,

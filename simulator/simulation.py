@@ -49,7 +49,6 @@ class DrafterSpec:
     companion: bool = False  # each target has its own, in its process, which is stepped between passes
     verifies: bool = False
     max_outcomes: int = 0
-    lookups: tuple[str, ...] = ()  # drafters of the pool that it queries in every round
     members: tuple[MemberSpec, ...] = ()  # it is a cascade of these; without any its own agreement and times count
 
     def limits(self, spare_share: float = 0.0) -> SessionLimits:
@@ -107,7 +106,6 @@ class ClusterSpec:
                     costs=costs if relative is not None else None,
                     verifies=spec.verifies,
                     leads=not spec.companion,
-                    lookups=spec.lookups,
                 )
                 for replica in range(spec.replicas)
             ]

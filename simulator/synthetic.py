@@ -1,4 +1,4 @@
-"""Synthetic agreement: families of drafters whose acceptance differs by request, and the family that fits a recording.
+"""Synthetic agreement: families of drafters whose acceptance differs by request.
 
 Of request i, drafter j says token t as the answer has it with probability a_ij, independently of what was before, where
 
@@ -13,7 +13,6 @@ in a token is its a_ijt.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Annotated, Self
 
 import numpy as np
@@ -122,46 +121,6 @@ def runs(hits: Bools, longest: int) -> NDArray[np.int64]:
     misses = np.append(np.flatnonzero(~hits), len(hits))
     at = np.arange(len(hits))
     return np.minimum(misses[np.searchsorted(misses, at)] - at, longest)
-
-
-def fitted(
-    runs_right: Mapping[str, Sequence[NDArray[np.int64]]], drafted: Mapping[str, Sequence[NDArray[np.int64]]], draft_len: int
-) -> Family:
-    """The family nearest to a recording, by moments: of the logits of each request's own rates, shrunk by half a draft.
-
-    Args:
-        runs_right: of each drafter and request, how many tokens were right from each position on.
-        drafted: and how many it drafted.
-    """
-    names = list(runs_right)
-    logits = np.zeros((len(names), len(next(iter(runs_right.values())))))
-    found: dict[str, DrafterFamily] = {}
-    shapes = []
-    for j, name in enumerate(names):
-        first = np.array([(np.count_nonzero(right > 0) + 0.5) / (len(right) + 1.0) for right in runs_right[name]])
-        logits[j] = np.log(first / (1.0 - first))
-        right, num = np.concatenate(runs_right[name]), np.concatenate(drafted[name])
-        reached = [int(np.count_nonzero(right >= k)) for k in range(draft_len + 1)]
-        conditional = [reached[k + 1] / reached[k] for k in range(draft_len) if reached[k] >= 30]
-        steps = [b / a for a, b in pairwise(conditional) if a > 0.0]
-        change = float(np.exp(np.mean(np.log(np.maximum(steps, 1e-3))))) if steps else 1.0
-        rise = (conditional[1] - conditional[0]) / (1.0 - conditional[0]) if len(conditional) > 1 else 0.0
-        wrong = right == 0
-        silence = int(np.count_nonzero(wrong & (num == 0))) / max(1, int(np.count_nonzero(wrong)))
-        shapes.append((min(0.99, max(0.0, rise)), min(1.0, max(0.05, change)), silence))
-    covariance = np.cov(logits) if len(names) > 1 else np.array([[np.var(logits)]])
-    shared = covariance[~np.eye(len(names), dtype=bool)]
-    common = max(0.0, float(shared.mean())) if len(shared) else 0.0
-    for j, name in enumerate(names):
-        own = max(0.0, float(covariance[j, j]) - common)
-        found[name] = DrafterFamily(
-            acceptance=_clipped(_sigmoid(float(np.median(logits[j])))),
-            spread=min(5.0, own**0.5),
-            clumps=shapes[j][0],
-            decay=shapes[j][1],
-            silence=shapes[j][2],
-        )
-    return Family(drafters=found, common=min(5.0, common**0.5))
 
 
 def _clumped(drawn: Bools, random: np.random.Generator, clumps: float) -> Bools:
