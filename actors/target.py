@@ -191,7 +191,7 @@ class TargetActor(LoopActor):
                 num_blocks=capacity.num_blocks,
                 num_free_blocks=capacity.num_free_blocks,
                 tokens_per_s=telemetry.tokens_per_s,
-                step_ms=1e3 * (telemetry.step_s or 0.0),
+                step_ms=1e3 * telemetry.step_s.value,
                 num_preempted=telemetry.num_preempted,
                 num_failed_observations=telemetry.num_failed_observations,
                 slo=telemetry.attainment.counts(),
@@ -209,7 +209,7 @@ class TargetActor(LoopActor):
                     num_requests=followed.get(name, 0),
                     num_proposed=one.num_proposed,
                     num_accepted=one.num_accepted,
-                    reply_s=one.reply_s,
+                    reply_s=one.reply_s.or_none,
                     num_unsound=one.num_unsound,
                     drafts=one.counts(),
                 )

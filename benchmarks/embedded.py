@@ -330,7 +330,7 @@ class EmbeddedCluster:
             capacity.num_blocks,
             capacity.num_free_blocks,
             telemetry.tokens_per_s,
-            1e3 * (telemetry.step_s or 0.0),
+            1e3 * telemetry.step_s.value,
             telemetry.num_preempted,
         )
         drafters = []
@@ -344,7 +344,7 @@ class EmbeddedCluster:
                     followed.get(name, 0),
                     stats.num_proposed,
                     stats.num_accepted,
-                    None if stats.reply_s is None else 1e3 * stats.reply_s,
+                    1e3 * stats.reply_s.value if stats.reply_s.num else None,
                 )
             )
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))

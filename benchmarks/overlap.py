@@ -303,7 +303,7 @@ def compare(
             accepted,
             sum(a == b for a, b in pairs) / len(pairs),
             view.draft_s,
-            barrier.cluster.loop.telemetry.step_s or 0.0,
+            barrier.cluster.loop.telemetry.step_s.value,
             0.0 if outcomes is None else outcomes.counts.hit_rate,
         )
 

@@ -15,12 +15,10 @@ from drafters.consensus import Consensus
 from drafters.ensemble import MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from router.estimates.decayed import ema
+from router.estimates.decayed import LASTING, RECENT, DecayedMean
 from router.estimates.draft_times import DraftCosts
 from router.estimates.marginal_gain import MarginalGain, RequestGain
 from router.estimates.survival import OnlineSurvival
-
-_RATE_WEIGHT = 0.01  # weight of the newest round in the tokens per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class CascadeDrafter:
         self._clock = clock
         self._few_trials = few_trials and clock is not None
         self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
-        self._tokens_per_round, self._cost_per_round = 1.5, 1.0
+        self._tokens_per_round, self._cost_per_round = DecayedMean(LASTING, 1.5, RECENT), DecayedMean(LASTING, 1.0, RECENT)
         self._sessions: dict[str, _CascadeSession] = {}
 
     def open(
@@ -152,7 +150,8 @@ class CascadeDrafter:
         """Demands that a member is queried for. ``expected_lens``: of the best draft so far."""
         if not expected_lens:
             return range(len(demands))
-        rate = len(demands) * self._tokens_per_round / self._cost_per_round  # of the batch, in tokens per plain round
+        # Of the batch, in tokens per plain round.
+        rate = len(demands) * self._tokens_per_round.value / self._cost_per_round.value
         own = [self._sessions[demand.request_id].gains[member] for demand in demands]
         known = list(zip(expected_lens, own, strict=True))
         return self._gains[member].choose(
@@ -179,8 +178,8 @@ class CascadeDrafter:
                 price, member = round_.row_price, query.draft.member
                 gain = query.best.net_gain(token_ids, price) - query.before.net_gain(token_ids, price)
                 self._gains[member].learn(gain, query.before.expected_len, session.gains[member])
-        self._tokens_per_round = ema(self._tokens_per_round, len(token_ids), _RATE_WEIGHT)
-        self._cost_per_round = ema(self._cost_per_round, 1.0 + round_.cost, _RATE_WEIGHT)
+        self._tokens_per_round.add(len(token_ids))
+        self._cost_per_round.add(1.0 + round_.cost)
 
 
 def _ensemble(members: Sequence[CascadeMember], num_free: int) -> PlainEnsemble | NativeEnsemble:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from engine.acceptance import common_prefix_len
 from router.estimates.confidence_scaling import OnlineScaling, num_due
+from router.estimates.decayed import LASTING
 
 _MAX_REFERENCES = 4  # drafts that others are compared with; each triples the number of cases
-_MEMORY = 500.0  # tokens of a case that count
 _STEPS = 250
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _FIRST_AT_ONCE = 64  # tokens
@@ -37,7 +37,7 @@ class Consensus:
         self.num_references = min(num_references, _MAX_REFERENCES)
         self._num_cases = 3**self.num_references  # of one drafter at one place
         num_all = num_drafters * 2 * self._num_cases
-        self._scaling = OnlineScaling(num_all, _MEMORY)
+        self._scaling = OnlineScaling(num_all, LASTING)
         self.table = np.tile(_GRID, (num_all, 1))  # corrected confidences, (cases, steps + 1); changed in place
         self._maps: dict[int, list[float]] = {}  # some of its rows, for looking up in Python
         self._pending: list[tuple[int, float, bool]] = []

@@ -7,12 +7,10 @@ from operator import mul
 from drafters.protocol import Demand
 from engine.acceptance import common_prefix_len
 from router.drafting.stopping import DraftProgress, continuing
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import LASTING, DecayedMean
 from router.estimates.draft_times import DraftTimes
 from router.estimates.drafter_stats import MIN_RECORDS
 from router.estimates.survival import OnlineSurvival
-
-_MEMORY = 500.0  # draft tokens
 
 
 class DraftStops:
@@ -21,7 +19,7 @@ class DraftStops:
 
     def __init__(self) -> None:
         self._calibration = OnlineSurvival()
-        self._right = DecayedMean()  # of draft tokens, given that those before were
+        self._right = DecayedMean(LASTING)  # of draft tokens, given that those before were
         self._times = DraftTimes()
         self._drafts: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}  # the last one on committed tokens
 
@@ -42,7 +40,7 @@ class DraftStops:
         num_right = common_prefix_len(drafted, token_ids)
         num_judged = min(num_right + 1, len(drafted), len(token_ids))
         for i in range(num_judged):
-            self._right.add(float(i < num_right), _MEMORY)
+            self._right.add(float(i < num_right))
         self._calibration.record(confidences[:num_judged], num_right)
 
     def forget(self, request_id: str) -> None:

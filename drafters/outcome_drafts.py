@@ -13,7 +13,6 @@ from router.estimates.decayed import DecayedMean
 from router.estimates.survival import OnlineSurvival
 from router.estimates.trial import Trial
 
-_MEMORY = 100.0  # commits
 SPELL_LEN = 16  # commits: the spells of the trial
 MIN_PAUSE, MAX_PAUSE = 32, 1024  # spells without preparing, where it was measured to lose
 _LONGEST_ROUNDS = 8.0  # of the mean time of a round: a spell with a longer gap is not measured
@@ -157,7 +156,7 @@ class OutcomeDrafts:
         self._spell_s, self._num_commits, self._num_tokens = now_s, 0, 0
 
     def _learn(self, session: Session, token_ids: Sequence[int], now_s: float) -> None:
-        self._verify.add(self._verify.clipped(now_s - session.answered_s), _MEMORY)
+        self._verify.add(self._verify.clipped(now_s - session.answered_s))
         num_right = common_prefix_len(session.ahead, token_ids)
         num_judged = min(len(token_ids), len(session.confidences))
         self._survival.record(session.confidences[:num_judged], min(num_right, num_judged))

@@ -11,9 +11,7 @@ from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.drafting.prices import DecodeRate, row_price
-from router.estimates.decayed import DecayedMean
-
-PRICE_PASSES = 8.0  # that the price of a row is a mean of
+from router.estimates.decayed import RECENT, DecayedMean
 
 
 @record
@@ -76,7 +74,7 @@ class PassCosts:
         self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._decode_rate = DecodeRate()
         self.planned = PlannedBatch(0, 0.0, None)
-        self._row_price = DecayedMean()
+        self._row_price = DecayedMean(RECENT)
         self.drafting = DraftingMonitor(cost)
 
     def plan(self, num_decoding: int, num_context: int) -> None:
@@ -121,7 +119,7 @@ class PassCosts:
             self.drafting.note(began_s, pass_s, commits, num_rows, num_context)
         if planned.tokens_per_s is not None:
             price = row_price(planned.tokens_per_s, num_rows, num_context, self._cost, best_left_out)
-            self._row_price.add(price, PRICE_PASSES)
+            self._row_price.add(price)
 
     @property
     def row_price(self) -> float:

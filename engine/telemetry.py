@@ -13,7 +13,7 @@ from cluster.slo import Attainment
 from cluster.types import Commit
 from engine.observing import Observing
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
-from router.estimates.decayed import ema
+from router.estimates.decayed import RECENT, DecayedMean
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.scaling.report import NOTHING_SERVED, ServedCounts
 
@@ -68,7 +68,7 @@ class Telemetry:
     num_preempted: int = 0
     served: ServedCounts = NOTHING_SERVED  # replaced as a whole
     attainment: Attainment = field(default_factory=Attainment)
-    step_s: float | None = None
+    step_s: DecayedMean = field(default_factory=lambda: DecayedMean(RECENT))
     tokens_per_s: float = 0.0
     rounds_s: Histogram = field(default_factory=lambda: Histogram(ROUND_S))
     rows: Histogram = field(default_factory=lambda: Histogram(OCTAVES))  # of a pass
@@ -96,7 +96,7 @@ class Telemetry:
         self.num_rows += num_rows
         self.rows.note(num_rows)
         self.batch.note(len(commits))
-        self.step_s = ema(self.step_s, step_s)
+        self.step_s.add(step_s)
         self.rounds_s.note(step_s)
         num_tokens = sum([len(commit.token_ids) for commit in commits])
         self.num_committed += num_tokens
@@ -167,7 +167,7 @@ class Telemetry:
         """The request commits now. Returns the seconds since it last did."""
         before_s = self._committed_s.get(request_id)
         self._committed_s[request_id] = now_s
-        return (self.step_s or 0.0) if before_s is None else now_s - before_s
+        return self.step_s.value if before_s is None else now_s - before_s
 
     def observe(self, commits: Iterable[ObservedCommit]) -> None:
         """Counts a round for each of these commits."""

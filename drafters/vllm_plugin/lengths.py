@@ -13,13 +13,12 @@ from profiler.online_cost import HALF_OCTAVES
 from router.cost_model import TableCost, monotone
 from router.drafting.verification import VerifyContext
 from router.drafting.verification_rule import OutriderVerification
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import RECENT, DecayedMean
 from router.plan import Capacity, SequenceView
 
 # Rows of a pass that take twice as long as one, where passes were not measured.
 _DOUBLING_ROWS = {"cpu": 32}
 _DOUBLING_ROWS_OF_OTHERS = 256
-_MEMORY = 16.0  # passes of about one number of rows
 _STALE = 512  # passes of other numbers of rows, after which a mean is forgotten
 _FIRST_PLAIN = 4  # passes without drafts at about one number of requests, before any are verified
 _TRIAL_EVERY = 64  # passes
@@ -29,8 +28,8 @@ _TRIAL_EVERY = 64  # passes
 class _Range:
     """Passes of about one number of rows."""
 
-    num_rows: DecayedMean = field(default_factory=DecayedMean)
-    seconds: DecayedMean = field(default_factory=DecayedMean)
+    num_rows: DecayedMean = field(default_factory=lambda: DecayedMean(RECENT))
+    seconds: DecayedMean = field(default_factory=lambda: DecayedMean(RECENT))
     last: int = 0  # number of its last pass
 
 
@@ -46,8 +45,8 @@ class PassTimes:
         if seconds > 0.0:
             self._num_passes += 1
             at = self._ranges[bisect_right(HALF_OCTAVES, num_rows)]
-            at.num_rows.add(num_rows, _MEMORY)
-            at.seconds.add(at.seconds.clipped(seconds), _MEMORY)
+            at.num_rows.add(num_rows)
+            at.seconds.add(at.seconds.clipped(seconds))
             at.last = self._num_passes
             for key in [key for key, one in self._ranges.items() if self._num_passes - one.last > _STALE]:
                 del self._ranges[key]

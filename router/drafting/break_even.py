@@ -19,8 +19,7 @@ from router.cost_model import CostModel
 from router.estimates.decayed import UNUSUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 
-_MEMORY = 64.0  # rounds
-_CATCH_UP_MEMORY = 4096  # tokens
+_CATCH_UP_MEMORY = 4096.0  # tokens
 _PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
 _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
@@ -73,14 +72,14 @@ class _Situation:
 
     def note_taken(self, seconds: float, caught_up_s: float) -> None:
         """The target waited for drafts so long, of which the drafter caught up for ``caught_up_s``."""
-        self._catch_up_s.add(caught_up_s, _MEMORY)
+        self._catch_up_s.add(caught_up_s)
         if self.on_trial:
             seconds += self._handling_s
             self._credit_s -= seconds
             self._trial.note_taken(seconds, caught_up_s)
 
     def note_saved(self, saved_s: float, of_trial: bool) -> None:
-        self._saved_s.add(saved_s, _MEMORY)
+        self._saved_s.add(saved_s)
         if of_trial:
             self._credit_s += saved_s
             self._trial.note_saved(saved_s)
@@ -127,7 +126,7 @@ class BreakEvenGate:
         self._plain_s = 0.0  # of it
         self._asked, self._of_trial = self._situation, False  # for the last drafts before those of this round
         self._draft_s = DraftTimes()  # of any batch
-        self._catch_up_token_s = DecayedMean(catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
+        self._catch_up_token_s = DecayedMean(_CATCH_UP_MEMORY, catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
         self._num_missed = 0  # tokens, at the last decision
 
     def decide(
@@ -172,7 +171,7 @@ class BreakEvenGate:
         caught_up_s = 0.0
         if has_missed and usual_s:
             caught_up_s = max(0.0, seconds - usual_s)
-            token_s.add_all(caught_up_s, num_missed, _CATCH_UP_MEMORY)
+            token_s.add_all(caught_up_s, num_missed)
         elif has_missed:  # nothing is known of its drafts
             caught_up_s = min(seconds, token_s.value * num_missed) if token_s.num else seconds
         if usual_s and (self._was_queried or num_missed <= _FEW_MISSED * batch):

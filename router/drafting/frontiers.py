@@ -12,7 +12,6 @@ MARGIN = 0.05  # share of the time that a frontier must be expected to save befo
 HYSTERESIS = 0.05  # by which its chunks must be slower than others before they change: drafts under way are lost then
 _PERIOD = 8  # passes from one choice to the next
 _NUM_AWAITED = 16.0  # passes without a frontier after which the length of awaited proposals is known
-_MEMORY = 32.0  # of these
 _FADES = 1 / 64  # of them at each choice while there is a frontier: the length policy may want other lengths by now
 _SETTLES = 16  # passes after a frontier in which lengths are still those of chunks
 _NUM_WORSE = 2  # lengths in a row, each slower than the last, after which no longer one is tried
@@ -47,7 +46,7 @@ class Frontiers:
                 self._settling[name] -= 1
             elif name not in self.present and drafter.draft_len:
                 awaited_len = self._awaited_lens.setdefault((name, num_requests), DecayedMean())
-                awaited_len.add(drafter.draft_len, _MEMORY)
+                awaited_len.add(drafter.draft_len)
         octaves = {name: num_requests.bit_length() for name, (_, num_requests) in pipeline.drafters.items()}
         if not self._num_left or any(self._octaves.get(name) != octave for name, octave in octaves.items()):
             self._num_left, self._octaves = _PERIOD, {**self._octaves, **octaves}

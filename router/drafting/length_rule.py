@@ -34,7 +34,6 @@ from router.planning.slo import NO_LIMITS
 _SHARE = 0.1  # quoted prices of time stay while the true ones are so near
 _LEAST_PER_S = 0.5  # tokens per second
 _LEAST_JOIN = 1 / 64  # tokens
-_MEMORY = 64.0  # draft tokens of a request that count
 _PRIOR_TOKENS = 8.0  # draft tokens that the acceptance of its drafter counts for
 _FIRST_DRAFTS = 4  # judged drafts of a request at any price that could pay
 _TRIAL_DRAFTS = 4
@@ -280,7 +279,7 @@ class Outrider(DraftLengths):
                 known = requests[request_id] = _Request(drafter)
                 self._paused.discard(request_id)
             acceptance = known.acceptance
-            acceptance.add_all(num_right, num_right + (num_right < num_judged), _MEMORY)
+            acceptance.add_all(num_right, num_right + (num_right < num_judged))
             num_left = known.num_drafts_left
             if num_left:
                 known.num_drafts_left = num_left - 1

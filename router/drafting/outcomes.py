@@ -12,14 +12,12 @@ A drafter with the target's noise knows these choices: they are its next best pe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import LASTING, DecayedMean
 
 NUM_RUNNERS_UP = 2  # considered at each position
 _LEAST = 0.01  # probability of an outcome that is considered
 _PRIOR_RATES = (0.4, 0.15)  # h_1, h_2
 _NUM_PRIOR = 8.0  # rejections that they count as
-_MEMORY = 500.0  # rejections
-_STEP_MEMORY = 50.0  # measured steps of an octave
 _FADING = 0.999  # of what other octaves weigh, with each step
 _NUM_PRIOR_STEPS = 1.0  # measured steps that the octave below counts as
 
@@ -35,12 +33,12 @@ class RunnerUpRates:
     """h_r, learned from the commits that follow drafts."""
 
     def __init__(self) -> None:
-        self._means = [DecayedMean() for _ in range(NUM_RUNNERS_UP)]
+        self._means = [DecayedMean(LASTING) for _ in range(NUM_RUNNERS_UP)]
 
     def note(self, runners_up: Sequence[int], token_id: int) -> None:
         """The target chose ``token_id`` instead of a draft token that had these runners-up."""
         for mean, other in zip(self._means, runners_up, strict=False):
-            mean.add(float(other == token_id), _MEMORY)
+            mean.add(float(other == token_id))
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -59,7 +57,7 @@ class StepTimes:
         for octave in self._octaves.values():
             if octave is not own:
                 octave.fade(_FADING * octave.num)
-        own.add(own.clipped(seconds), _STEP_MEMORY)
+        own.add(own.clipped(seconds))
 
     def at(self, num_rows: int) -> float:
         """0 before the first measurement."""

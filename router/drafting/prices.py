@@ -4,7 +4,6 @@ from router.cost_model import CostModel
 from router.estimates.decayed import DecayedMean
 
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
-_MEMORY = 64.0  # rounds that the decode rate averages
 
 
 class QuotedPrice:
@@ -54,8 +53,8 @@ class DecodeRate:
             last_began_s, num_each, last_prompts_s, last_plain_s = self._last
             seconds = began_s - last_began_s - last_prompts_s
             if seconds > 0.0:  # else the prompts' time was overestimated
-                self._tokens.add(num_each, _MEMORY)
-                self._plain_passes.add(self._plain_passes.clipped(seconds / last_plain_s), _MEMORY)
+                self._tokens.add(num_each)
+                self._plain_passes.add(self._plain_passes.clipped(seconds / last_plain_s))
         decodes = num_tokens and num_requests
         self._last = (began_s, num_tokens / num_requests, prompts_s, plain_s) if decodes else None
 

@@ -17,7 +17,8 @@ from router.drafter.matching import Floats
 Key = TypeVar("Key", bound=Hashable)
 
 _FEW = 5  # samples before a mean is known
-SMOOTHING = 0.1  # weight of the newest sample where no memory is configured: about the last twenty count
+# Samples that a mean remembers: of what changes within a second, of most estimates, and of what hardly changes.
+RECENT, USUAL, LASTING = 10.0, 64.0, 500.0
 UNUSUAL = 3.0  # times the mean: beyond it a sample is an outlier
 
 
@@ -61,8 +62,10 @@ def retained(num_samples: Floats, memory: float) -> Floats:
 
 @dataclass(slots=True)
 class DecayedMean:
-    """Mean of about the last ``memory`` samples; of all samples until there are so many."""
+    """Mean of about the last ``memory`` samples; of all samples until there are so many. ``num`` at first: samples that the
+    prior ``value`` counts for."""
 
+    memory: float = USUAL
     value: float = 0.0
     num: float = 0.0
 
@@ -70,15 +73,20 @@ class DecayedMean:
     def is_known(self) -> bool:
         return self.num >= _FEW
 
-    def add(self, sample: float, memory: float) -> None:
-        self.num = min(self.num + 1.0, memory)
+    @property
+    def or_none(self) -> float | None:
+        """None before the first sample."""
+        return self.value if self.num else None
+
+    def add(self, sample: float) -> None:
+        self.num = min(self.num + 1.0, self.memory)
         self.value += (sample - self.value) / self.num
 
-    def add_all(self, total: float, num: int, memory: float) -> None:
+    def add_all(self, total: float, num: int) -> None:
         """As ``add`` of ``num`` samples with this sum, at least one."""
         self.num += num
-        if self.num > memory:
-            self.num = max(memory, num)
+        if self.num > self.memory:
+            self.num = max(self.memory, num)
         self.value += (total - num * self.value) / self.num
 
     def shrunk(self, prior: float, num_prior: float) -> float:
@@ -92,8 +100,3 @@ class DecayedMean:
     def clipped(self, sample: float) -> float:
         """Clips outliers (a prompt in the same pass, another program) at UNUSUAL times the mean."""
         return min(sample, UNUSUAL * self.value) if self.is_known else sample
-
-
-def ema(mean: float | None, sample: float, weight: float = SMOOTHING) -> float:
-    """Exponential moving average with ``weight`` of the newest sample; None: it is the first."""
-    return sample if mean is None else mean + weight * (sample - mean)

@@ -7,10 +7,8 @@ import numpy as np
 from cluster.messages import LevelReport
 from router.assignment import MemberCosts, PoolMember
 from router.cost_model import TableCost, monotone
-from router.estimates.decayed import UNUSUAL, DecayedMean, ema
+from router.estimates.decayed import LASTING, UNUSUAL, USUAL, DecayedMean
 
-MEMORY = 100.0  # measured times that count
-_SLOPE_MEMORY = 1000.0  # for what one request more takes: once batches are alike, that is seen no more
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
@@ -35,8 +33,7 @@ class _Line:
     """Moments of measured times by batch."""
 
     def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self._means = [DecayedMean() for _ in range(4)]
+        self._means = [DecayedMean(memory) for _ in range(4)]
 
     @property
     def num(self) -> float:
@@ -52,7 +49,7 @@ class _Line:
 
     def add(self, batch: int, seconds: float) -> None:
         for mean, sample in zip(self._means, (seconds, batch, batch * batch, batch * seconds), strict=True):
-            mean.add(sample, self._memory)
+            mean.add(sample)
 
     def slope(self, prior_share: float) -> float:
         """Seconds of one request more: from 0 to those of its share, of which ``prior_share`` while batches are alike."""
@@ -71,7 +68,7 @@ class DraftTimes:
 
     def __init__(self, prior_share: float = 1.0) -> None:
         self._prior_share = prior_share
-        self._level, self._slope = _Line(MEMORY), _Line(_SLOPE_MEMORY)
+        self._level, self._slope = _Line(USUAL), _Line(2 * LASTING)
         self._request_s: float | None = None  # of one request more; None: to be computed
 
     @property
@@ -130,7 +127,7 @@ class DraftCosts:
 
     def note_round(self, seconds: float) -> None:
         """Adds the seconds of a round with drafts."""
-        self._round.add(self._round.clipped(seconds), MEMORY)
+        self._round.add(self._round.clipped(seconds))
 
 
 class PassTimeFactors:
@@ -138,8 +135,8 @@ class PassTimeFactors:
     one row of each request, and rows of a verification share their context."""
 
     def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._factors: dict[str, dict[int, float]] = {}  # by drafter and octave
+        self._memory = 1.0 / weight
+        self._factors: dict[str, dict[int, DecayedMean]] = {}  # by drafter and octave
 
     def observe(self, report: LevelReport, expected_s: float) -> None:
         """``expected_s``: profiled seconds of one pass with the mean number of rows."""
@@ -147,12 +144,12 @@ class PassTimeFactors:
             measured = report.busy_s / report.num_passes / expected_s
             factors = self._factors.setdefault(report.drafter, {})
             octave = _octave(report.num_rows / report.num_passes)
-            factors[octave] = ema(factors.get(octave), measured, self._weight)
+            factors.setdefault(octave, DecayedMean(self._memory)).add(measured)
 
     def factor(self, drafter: str, num_rows: float) -> float:
         """That of the nearest octave that was measured."""
         factors, octave = self._factors.get(drafter), _octave(num_rows)
-        return factors[min(factors, key=lambda other: abs(other - octave))] if factors else 1.0
+        return factors[min(factors, key=lambda other: abs(other - octave))].value if factors else 1.0
 
     def corrected(self, drafter: str, profiled: TableCost) -> TableCost:
         points = zip(profiled.rows, profiled.step_s_at, strict=True)

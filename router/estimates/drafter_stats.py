@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cluster.drafting_counts import DraftingCounts, DraftingTally
 from cluster.fast_dataclass import record
-from router.estimates.decayed import SMOOTHING, DecayedMean, ema
-from router.estimates.draft_times import MEMORY, DraftTimes
+from router.estimates.decayed import RECENT, USUAL, DecayedMean
+from router.estimates.draft_times import DraftTimes
 from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
-_TOKEN_WEIGHT = SMOOTHING / 4  # of a draft token in the acceptance
-_TRANSIT_WEIGHT = SMOOTHING / 100  # of a reply that took longer than the quickest
+_TRANSIT_WEIGHT = 0.001  # of a reply that took longer than the quickest
 MIN_RECORDS = 64  # verified drafts before calibrated confidences are used
 
 
@@ -52,11 +52,16 @@ class DictatedDrafts:
 
     def proposed(self, num_right: float) -> None:
         """So many tokens of a proposal should be right, or were, of one that came too late."""
-        self._lens.add(num_right, MEMORY)
+        self._lens.add(num_right)
 
     def judged(self, judgement: Judgement) -> None:
         """Learns from a verdict, whether the proposal was verified or passed over."""
         self.calibration.record(judgement.confidences, judgement.num_right)
+
+
+def _mean(memory: float, assumed: float | None = None) -> DecayedMean:
+    """What is assumed of a drafter counts for a whole memory."""
+    return DecayedMean(memory) if assumed is None else DecayedMean(memory, assumed, memory)
 
 
 @dataclass(slots=True)
@@ -69,11 +74,11 @@ class DrafterStats:
     num_late: int = 0  # holds that expired
     num_resyncs: int = 0
     num_unsound: int = 0  # messages with unusable parts
-    reply_s: float | None = None  # None: not known yet
-    accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
-    acceptance: float = UNKNOWN_DRAFTER.acceptance
-    exposure: float = UNKNOWN_DRAFTER.exposure
-    draft_len: float = 0.0  # of a proposal that is not empty
+    reply_s: DecayedMean = field(default_factory=partial(_mean, RECENT))
+    accepted_per_round: DecayedMean = field(default_factory=partial(_mean, RECENT, UNKNOWN_DRAFTER.accepted_per_round))
+    acceptance: DecayedMean = field(default_factory=partial(_mean, USUAL, UNKNOWN_DRAFTER.acceptance))  # of a draft token
+    exposure: DecayedMean = field(default_factory=partial(_mean, RECENT, UNKNOWN_DRAFTER.exposure))
+    draft_len: DecayedMean = field(default_factory=partial(_mean, RECENT))  # of a proposal that is not empty
     timed_len: DecayedMean = field(default_factory=DecayedMean)  # the same, remembered for as many drafts as ``times``
     transit_s: float | None = None  # of a reply beside its draft: nearly the least, for others wait for drafts before theirs
     latest_draft_s: float | None = None
@@ -85,20 +90,20 @@ class DrafterStats:
 
     def counts(self) -> DraftingCounts:
         """For metrics; from any thread."""
-        acceptance = self.acceptance if self.num_judged else None
+        acceptance = self.acceptance.value if self.num_judged else None
         return self.tally.counts(self.num_stale, self.num_late, self.num_resyncs, acceptance)
 
     @property
     def view(self) -> DrafterView:
-        reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
         times = self.times
+        known = self.reply_s.value, self.accepted_per_round.value, self.acceptance.value, self.exposure.value
         if not times.num:
-            return DrafterView(reply_s, self.accepted_per_round, self.acceptance, self.exposure)
+            return DrafterView(*known)
         batch = times.batch
         request_s = times.at(batch + 1) - (draft_s := times.at(batch))
-        known = reply_s, self.accepted_per_round, self.acceptance, self.exposure
         token_s = draft_s / self.timed_len.value if self.timed_len.num else 0.0
-        return DrafterView(*known, draft_s, batch, request_s, self.draft_len, token_s=token_s, transit_s=self.transit_s)
+        draft_len, transit_s = self.draft_len.value, self.transit_s
+        return DrafterView(*known, draft_s, batch, request_s, draft_len, token_s=token_s, transit_s=transit_s)
 
     def drafted(self, num_requests: int, draft_s: float, lens: Sequence[int]) -> None:
         """A batch of drafts for so many requests took ``draft_s``. ``lens``: of the proposals to this target."""
@@ -107,8 +112,8 @@ class DrafterStats:
         self.tally.batch_s.note(draft_s)
         if lens:
             mean_len = sum(lens) / len(lens)
-            self.draft_len = ema(self.draft_len or None, mean_len)
-            self.timed_len.add(mean_len, MEMORY)
+            self.draft_len.add(mean_len)
+            self.timed_len.add(mean_len)
 
     def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
@@ -134,46 +139,45 @@ class DrafterStats:
         """Right tokens of the next proposal under such a grammar, or under none; 0 until a few are known."""
         if grammar_kind is not None:
             return self.under(grammar_kind).expected_len
-        return self.accepted_per_round if self.num_judged >= MIN_RECORDS else 0.0
+        return self.accepted_per_round.value if self.num_judged >= MIN_RECORDS else 0.0
 
     def replied(self, reply_s: float) -> None:
         """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""
-        self.reply_s = ema(self.reply_s, reply_s)
+        self.reply_s.add(reply_s)
         if self.latest_draft_s is not None:
             transit_s = max(0.0, reply_s - self.latest_draft_s)
             known = transit_s if self.transit_s is None else self.transit_s
-            self.transit_s = min(transit_s, ema(known, transit_s, _TRANSIT_WEIGHT))
+            self.transit_s = min(transit_s, known + _TRANSIT_WEIGHT * (transit_s - known))
         self.tally.reply_s.note(reply_s)
 
     def awaited(self, was_awaited: bool) -> None:
         """Whether the target had nothing to compute when a proposal came."""
-        self.exposure = ema(self.exposure, float(was_awaited))
+        self.exposure.add(float(was_awaited))
 
     def restarted(self) -> None:
         """A new process has the name: its reply time is unknown."""
-        self.reply_s = self.transit_s = self.latest_draft_s = None
+        self.reply_s = _mean(RECENT)
+        self.transit_s = self.latest_draft_s = None
 
     def late(self, waited_s: float) -> None:
         """No reply came within ``waited_s``, a lower bound of the reply time."""
         self.num_late += 1
-        known = self.reply_s if self.reply_s is not None else 0.0
-        if known < 2 * waited_s:
-            self.reply_s = ema(known, 2 * waited_s, 0.5)
+        if self.reply_s.value < 2 * waited_s:
+            self.reply_s.fade(1.0)
+            self.reply_s.add(2 * waited_s)
 
     def accepted(self, num_accepted: int) -> None:
         """So many tokens of a proposal would be accepted, had it been waited for: that it came late must not make it look
         worth no wait."""
-        self.accepted_per_round = ema(self.accepted_per_round, float(num_accepted))
+        self.accepted_per_round.add(num_accepted)
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
         recover."""
-        # Given that those before it were right: num_right successes, and one failure unless all were right.
         num_right, num_judged = judgement.num_right, judgement.num_judged
         self.num_judged += 1
-        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** num_right
-        if num_right < num_judged:
-            self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
+        if num_judged:  # one failure unless all were right
+            self.acceptance.add_all(num_right, num_right + (num_right < num_judged))
         if num_verified or not num_judged:  # else it is unknown how many would be accepted
             self.accepted(judgement.num_overtaken + min(num_right, num_verified))
         self.calibration.record(judgement.confidences, num_right)

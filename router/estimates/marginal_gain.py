@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import LASTING, RECENT, DecayedMean
 from router.estimates.trial import Pause
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
@@ -12,8 +12,6 @@ _PRIOR_TRIALS = 3.0  # trials that this counts for
 # Few trials: until there are so many it is queried for a share of a batch, in some rounds. All requests wait for its drafts,
 # and a gate that sees what all drafters cost together (`break_even.py`) would count trials as their usual cost.
 _TRIED_SHARE, _TRIED_EVERY = 1 / 8, 4
-_MEMORY = 200.0  # trials of all requests that count
-_OWN_MEMORY = 12.0  # of one request
 _OWN_PRIOR_TRIALS = 8.0  # trials of a request's own before they count for half
 _STALE_TRIALS = 12.0  # trials that what was found before a pause counts for after it
 
@@ -22,21 +20,21 @@ class RequestGain:
     """How much better a drafter does for one request than for others."""
 
     def __init__(self) -> None:
-        self._mean = DecayedMean()
+        self._mean = DecayedMean(RECENT)
 
     @property
     def value(self) -> float:
         return self._mean.value * self._mean.num / (self._mean.num + _OWN_PRIOR_TRIALS)
 
     def add(self, surplus: float) -> None:
-        self._mean.add(surplus, _OWN_MEMORY)
+        self._mean.add(surplus)
 
 
 class MarginalGain:
     """Of one drafter: accepted tokens that querying it added to the best draft without it."""
 
     def __init__(self) -> None:
-        self._gains = [DecayedMean() for _ in range(len(_EDGES) + 1)]
+        self._gains = [DecayedMean(LASTING) for _ in range(len(_EDGES) + 1)]
         self._pauses = [Pause() for _ in self._gains]
         self._num_unknown_rounds = 0  # that would query it where little is known
 
@@ -95,7 +93,7 @@ class MarginalGain:
         if gain > self._expected(at):
             self._pauses[at].reset()
         own.add(gain - mean.value)
-        mean.add(gain, _MEMORY)
+        mean.add(gain)
 
     def _expected(self, at: int) -> float:
         """Expected gain; optimistic while little is known."""

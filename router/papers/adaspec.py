@@ -14,10 +14,9 @@ from router.drafting.length import BatchState, DraftLengths, PassFeedback, decod
 from router.drafting.prices import QuotedPrice
 from router.drafting.ranking import throughputs
 from router.drafting.verification import PassRows, VerifyContext
-from router.estimates.decayed import DecayedMean
+from router.estimates.decayed import LASTING, DecayedMean
 from router.plan import DraftBudget, SequenceView
 
-_MEMORY = 500.0  # draft tokens whose confidences are averaged
 _FIRST_CONFIDENCE = 0.8  # before any is known
 _SHARE = 0.1  # quoted figures stay while the true ones are so near
 
@@ -31,7 +30,7 @@ class AdaSpec(DraftLengths):
 
     def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
         super().__init__(max_lens)
-        self._confidence = DecayedMean()
+        self._confidence = DecayedMean(LASTING)
         self._quoted_row = QuotedPrice(_SHARE, 1 / 64)
         self._quoted_second = QuotedPrice(_SHARE, 0.0)
         self._quoted_confidence = QuotedPrice(0.0, 0.02)
@@ -57,7 +56,7 @@ class AdaSpec(DraftLengths):
     def learn(self, feedback: PassFeedback) -> None:
         for judgement in feedback.judgements.values():
             for confidence in judgement.confidences:
-                self._confidence.add(confidence, _MEMORY)
+                self._confidence.add(confidence)
 
 
 class AdaSpecVerification:

@@ -11,8 +11,6 @@ from router.plan import Capacity, SequenceView
 from router.planning.planner import MAX_CHUNK_S
 from router.planning.slo import by_deadline, round_limits
 
-_MEMORY = 32.0  # ends of requests that the departure rate averages
-
 
 @record
 class Load:
@@ -105,7 +103,7 @@ class Departures:
     def note(self, now_s: float, num_ended: int) -> None:
         if self._last_s is not None:
             for _ in range(num_ended):
-                self._interval.add((now_s - self._last_s) / num_ended, _MEMORY)
+                self._interval.add((now_s - self._last_s) / num_ended)
         self._last_s = now_s
 
     def idle(self) -> None:

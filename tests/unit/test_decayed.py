@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from router.estimates.decayed import DecayedMean, DecayedSums, ema
+from router.estimates.decayed import DecayedMean, DecayedSums
 from router.estimates.trial import Pause
 
 
@@ -22,28 +22,27 @@ def test_sums_fade_with_the_samples_of_their_own_key() -> None:
 
 
 def test_a_mean_is_of_all_samples_first_and_of_the_newest_then() -> None:
-    mean = DecayedMean()
+    mean = DecayedMean(8.0)
     for sample in (1.0, 2.0, 3.0):
-        mean.add(sample, memory=8.0)
+        mean.add(sample)
     assert mean.value == pytest.approx(2.0)
     assert mean.clipped(100.0) == 100.0, "what is usual is not known yet"
     for _ in range(200):
-        mean.add(5.0, memory=8.0)
+        mean.add(5.0)
     assert mean.value == pytest.approx(5.0)
     assert mean.clipped(100.0) == pytest.approx(15.0)
-    assert ema(ema(None, 2.0), 4.0, 0.5) == 3.0
 
 
 def test_samples_that_are_added_together_count_as_many() -> None:
-    one_by_one, together = DecayedMean(), DecayedMean()
+    one_by_one, together = DecayedMean(8.0), DecayedMean(8.0)
     for sample in (1.0, 1.0, 0.0, 1.0, 0.0):
-        one_by_one.add(sample, memory=8.0)
-    together.add_all(2.0, 3, memory=8.0)
-    together.add_all(1.0, 2, memory=8.0)
+        one_by_one.add(sample)
+    together.add_all(2.0, 3)
+    together.add_all(1.0, 2)
     assert together == one_by_one
     assert together.shrunk(0.0, 1.0) == pytest.approx(3.0 / 6.0)
     for _ in range(50):
-        together.add_all(4.0, 4, memory=8.0)
+        together.add_all(4.0, 4)
     assert (together.num, together.value) == (8.0, pytest.approx(1.0))
 
 

@@ -18,6 +18,7 @@ from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
 from router.drafter.policies import build_policy
+from router.estimates.decayed import DecayedMean
 from router.estimates.draft_shares import OnTimeRates
 from router.plan import DraftBudget, Span
 from tests.support.observations import right_at
@@ -43,7 +44,7 @@ class Target:
     """Rounds of one request after another, each token of which is RIGHT."""
 
     def __init__(self, colocated_names: tuple[str, ...] = ()) -> None:
-        self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
+        self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=DecayedMean(value=0.1)), Link()
         self.colocated = ColocatedDrafters(colocated_names, COST)
         self.drafters = DrafterSessions(self.sequences, self.telemetry, TABLE, self.colocated)
         self.drafters.link_up(self.link)

@@ -54,9 +54,9 @@ def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:
     assert sequence is not None
     sequence.draft.expect(10.0, is_queried=True)
     drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (), (), "d"),)), 10.001)
-    assert telemetry.drafter("d").reply_s is None
+    assert telemetry.drafter("d").reply_s.num == 0
     drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),)), 10.02)
-    assert telemetry.drafter("d").reply_s == pytest.approx(0.02)
+    assert telemetry.drafter("d").reply_s.value == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(("num_right", "expected"), [(4, 4.0), (0, 0.0)])
@@ -81,7 +81,7 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
         sequence.draft.judge((5, 6))
         drafters.publish([(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))], 3.0)
         drafters.learning.learn()
-    assert telemetry.drafter("d").accepted_per_round == pytest.approx(expected, abs=0.05)
+    assert telemetry.drafter("d").accepted_per_round.value == pytest.approx(expected, abs=0.05)
 
 
 def test_a_chain_runs_at_its_last_drafter_and_a_proposal_outlives_a_change_below() -> None:
