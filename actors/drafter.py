@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from actors.mailbox import DialingMailbox
 from actors.worker import LoopActor, LoopThread, set_threads
 from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
 from cluster.cpu_scheduling import run_in_foreground
@@ -15,6 +14,7 @@ from drafters.draft_spans import DraftSpans
 from drafters.loop import DrafterLoop
 from drafters.sessions import SessionLimits
 from engine.cpu_setup import configure_cpu
+from engine.mailbox import DialingMailbox
 
 NOT_OBSERVED = ObservabilityConfig()
 

@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-from actors.dialer import MAX_PAUSE_S
-from actors.mailbox import DialingMailbox
 from actors.request_stream import RETRY_AFTER_S, STOPS, Loss, RequestStream, deliver, is_refusal, refusal_error
 from actors.resumption import Resumption, aged
 from cluster.client import ClusterStatus
@@ -19,7 +17,9 @@ from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.message_checks import Inspection
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Received
+from cluster.transport.dialer import MAX_PAUSE_S
 from cluster.types import Commit, FinishReason, ModelInfo, Request
+from engine.mailbox import DialingMailbox
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors.mailbox import MonitoredMailbox
 from actors.rank import host_of_ranks, rendezvous
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
@@ -17,6 +16,7 @@ from cluster.drafting_counts import NO_DRAFTS, DraftingCounts
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
+from engine.mailbox import MonitoredMailbox
 from router.drafter.chains import pass_times
 from router.drafter.router import SlotReport
 from router.scaling.configured import CostTables

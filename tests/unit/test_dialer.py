@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from actors.dialer import FIRST_PAUSE_S, MAX_PAUSE_S, Dialer
 from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
 from cluster.transport import factory
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox
+from cluster.transport.dialer import FIRST_PAUSE_S, MAX_PAUSE_S, Dialer
 from cluster.transport.factory import listen
 
 ADDRESS = "memory://dialled"
@@ -141,7 +141,7 @@ def test_whatever_fails_while_dialling_is_a_failed_dial(
             raise failing.pop()
         return factory.connect(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("actors.dialer.connect", connect)
+    monkeypatch.setattr("cluster.transport.dialer.connect", connect)
     listener = listen(ADDRESS, Mailbox(), TARGET)
     caller.until_linked(1)
     assert failing == []
@@ -208,7 +208,7 @@ def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller,
         assert release.wait(20.0)
         return factory.connect(address, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("actors.dialer.connect", connect)
+    monkeypatch.setattr("cluster.transport.dialer.connect", connect)
     addresses = [f"memory://dialled-{i}" for i in range(5)]
     listeners = [listen(address, Mailbox(), TARGET) for address in addresses]
     caller.dialer.set_addresses(addresses)

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
 from actors import health, ray_pool
-from actors.mailbox import MonitoredMailbox
 from actors.processes import Directory, ProcessEnded, ProcessUnavailable
 from actors.ray_pool import BLOCKING, RayProcess
 from actors.router import RouterActor
@@ -22,6 +21,7 @@ from cluster.types import Request
 from engine import liveness
 from engine.factory import load_target
 from engine.liveness import PassProgress
+from engine.mailbox import MonitoredMailbox
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.drafter.policies import build_policy
@@ -39,8 +39,8 @@ class Clock:
 def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     passes = PassProgress(clock)
-    monkeypatch.setattr("actors.mailbox.PASSES", passes)
-    monkeypatch.setattr("actors.mailbox.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("engine.mailbox.PASSES", passes)
+    monkeypatch.setattr("engine.mailbox.time", SimpleNamespace(monotonic=clock))
     mailbox = MonitoredMailbox()
     clock.now_s = 40.0
     assert mailbox.stalled_s() == 40.0

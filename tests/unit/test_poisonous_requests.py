@@ -105,7 +105,7 @@ async def _no_counts() -> ClusterStatus:
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     monkeypatch.setattr(gateway, "RELINK_S", 0.5)
-    monkeypatch.setattr("actors.dialer.MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr("cluster.transport.dialer.MAX_PAUSE_S", 0.05)
     cluster = Cluster()
     await cluster.link(0)
     yield cluster

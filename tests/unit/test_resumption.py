@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from actors import resumption
-from actors.dialer import MAX_PAUSE_S
 from actors.gateway import LinkClient
 from actors.resumption import Resumption
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
@@ -21,6 +20,7 @@ from cluster.errors import LinkClosed, LinkFull
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Message, SubmitRound
 from cluster.sampling_params import SamplingParams
+from cluster.transport.dialer import MAX_PAUSE_S
 from cluster.transport.memory import MemoryLink
 from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo, TokenLogprobs
 from drafters.registry import make_drafter

@@ -9,13 +9,13 @@ from itertools import count
 
 import pytest
 
-from actors.dialer import Dialer
 from actors.gateway import LinkClient
 from benchmarks.unsound import Unsound
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
+from cluster.transport.dialer import Dialer
 from cluster.transport.factory import listen
 from cluster.types import Commit, FinishReason, Request
 from tests.support.toys import MODEL, VOCAB_SIZE
@@ -102,8 +102,10 @@ async def test_a_commit_that_cannot_be_true_ends_its_stream(target: BadTarget, c
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))])
 async def test_no_message_of_a_target_ends_a_gateway(target: BadTarget, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.dialer.MAX_PAUSE_S", 0.001)  # else it waits longer and longer before it dials again
-    monkeypatch.setattr("actors.dialer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(
+        "cluster.transport.dialer.MAX_PAUSE_S", 0.001
+    )  # else it waits longer and longer before it dials again
+    monkeypatch.setattr("cluster.transport.dialer.FIRST_PAUSE_S", 0.001)
     client = client_of(target)
     ids: list[str] = []
     draws = Unsound(seed, ids, "d", VOCAB_SIZE)

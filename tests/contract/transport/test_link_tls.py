@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from actors.dialer import Dialer
 from cluster.config import TlsConfig
 from cluster.errors import InvalidField, LinkClosed
 from cluster.transport.base import LinkUp, Mailbox, Received
+from cluster.transport.dialer import Dialer
 from cluster.transport.factory import connect
 from cluster.transport.tls import NODE_NAME, CertificateWatch, check
 from tests.support.certificates import Authority

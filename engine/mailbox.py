@@ -3,10 +3,10 @@
 import time
 from collections.abc import Sequence
 
-from actors.dialer import Dialer
 from cluster.config import TlsConfig
 from cluster.messages import Hello
 from cluster.transport.base import Event, Link, LinkDown, Mailbox
+from cluster.transport.dialer import Dialer
 from engine.liveness import PASSES
 
 
