@@ -9,6 +9,7 @@ from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
 from cluster.cpu_scheduling import run_in_foreground
 from cluster.messages import Hello, Role
 from cluster.spans import open_spans
+from cluster.transport.factory import listen
 from cluster.types import ModelInfo
 from drafters.draft_spans import DraftSpans
 from drafters.loop import DrafterLoop
@@ -25,7 +26,9 @@ class DrafterActor(LoopActor):
     ``start`` fails when the drafter cannot be made or has another tokenizer than the target.
 
     Args:
+        addresses: of targets that it dials.
         proposers: drafters of the pool that may draft for this one in a chain; made in this process, too.
+        listens: where further targets connect to it; None: nowhere.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class DrafterActor(LoopActor):
         proposers: Sequence[DrafterConfig] = (),
         tls: TlsConfig | None = None,
         observability: ObservabilityConfig = NOT_OBSERVED,
+        listens: str | None = None,
     ) -> None:
         super().__init__(observability)
         run_in_foreground()
@@ -46,8 +50,10 @@ class DrafterActor(LoopActor):
         self._proposers = tuple(proposers)
         self._name = name
         self._target = target
-        hello = Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token)
-        self._mailbox = DialingMailbox(hello, addresses, tls)
+        self._hello = Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token)
+        self._mailbox = DialingMailbox(self._hello, addresses, tls)
+        self._listens, self._tls = listens, tls
+        self.address: str | None = None  # where it listens, after ``start``
 
     def _start_loop(self) -> LoopThread:
         config = self._config
@@ -67,8 +73,13 @@ class DrafterActor(LoopActor):
         if spans is not None:
             loop.sessions.spans = DraftSpans(spans, self._name)
 
+        listener = None if self._listens is None else listen(self._listens, self._mailbox, self._hello, tls=self._tls)
+        self.address = None if listener is None else listener.address
+
         def on_end() -> None:
             self._mailbox.close()
+            if listener is not None:
+                listener.close()
             if spans is not None:
                 spans.close()
 

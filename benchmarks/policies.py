@@ -47,10 +47,9 @@ from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from cluster.config import Config, DrafterConfig, ModelConfig, Resources, TargetConfig, parts_of
 from cluster.resolve import resolve
-from deploy.profile_command import here
 from deploy.profiling import ProfileEffort, measure_profile
 from engine.loading import stored_profile
-from profiler.hardware import num_cores
+from profiler.hardware import here, num_cores
 from profiler.profile import ProfiledCost
 from router.cost_model import CostModel
 from router.drafting.overlap_gains import remote_bound

@@ -13,8 +13,9 @@ from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, BenchResult, Table, describe_environment
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, Resources, TargetConfig
 from cluster.resolve import resolve
-from deploy.profile_command import here, row, surfaces
+from deploy.profile_command import row, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
+from profiler.hardware import here
 from profiler.latency import FORMS
 from profiler.profile import Profile
 

@@ -222,6 +222,20 @@ def scale(
 
 
 @app.command()
+def drafter(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file (YAML), for its model and drafters.")],
+    listen: Annotated[str, typer.Option(metavar="URL", help="grpc://HOST:PORT or unix:///PATH.")],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The drafter.", show_default="the only one of the file")
+    ] = None,
+) -> None:
+    """Run one drafter, for vLLM servers with OUTRIDER_DRAFTER_URL."""
+    from deploy.drafter import serve_drafter
+
+    serve_drafter(_configuration(file), name, listen)
+
+
+@app.command()
 def profile(
     file: ConfigFile = None,
     model: ModelName = None,

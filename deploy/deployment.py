@@ -23,6 +23,7 @@ from cluster.placement import PlacementPlan, place, target_name
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.transport import tls
+from cluster.transport.handshake import read_secret
 from cluster.types import ModelInfo
 from deploy import local_ray
 from deploy.api.sampling_defaults import sampling_defaults
@@ -61,7 +62,8 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
 
         Raises LaunchError, PlacementError or InvalidField: it does not fit the cluster.
         """
-        token = read_token(self._config)
+        file = self._config.cluster.token_file
+        token = secrets.token_hex(32) if file is None else read_secret(file)
         inventory = with_cores(read_inventory(ray.nodes()))
         sampling_defaults(self._config.model, model_folder)  # refused here rather than in the API's process
         facts = read_facts(self._config, model_folder)
@@ -198,17 +200,3 @@ def _warn_of_ranks(plan: PlacementPlan) -> None:
     for group in plan.groups:
         if group.name.startswith(target_name(0).removesuffix("0")) and len({bundle.node for bundle in group.bundles}) > 1:
             logger.warning("the ranks of %s are on several machines, and what they exchange is not encrypted", group.name)
-
-
-def read_token(config: Config) -> str:
-    """The shared secret of all links: random, or from a file. Raises LaunchError if that is unreadable or empty."""
-    file = config.cluster.token_file
-    if file is None:
-        return secrets.token_hex(32)
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cluster.token_file: {file} cannot be read ({error})") from error
-    if not token:
-        raise LaunchError(f"cluster.token_file: {file} is empty")
-    return token

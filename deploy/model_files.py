@@ -32,7 +32,7 @@ def with_files(config: Config) -> Config:
     drafters are named. Raises ModelUnavailable."""
     config = chosen_engine(config)
     model = config.model.model_copy(update={"name": _pinned(config.model.name)})
-    drafters = [d.model_copy(update={"options": _with_files(d.options)}) for d in config.drafters]
+    drafters = [d.model_copy(update={"options": drafter_files(d.options)}) for d in config.drafters]
     with shown_progress(model.name) as progress:
         folder = ensure_model(model.name, progress, config.target.engine)
     if "drafters" not in config.model_fields_set:
@@ -50,10 +50,11 @@ def tokenizer_folder(config: Config, folder: str) -> str:
     return str(fetch(name, no_progress, with_weights=False))
 
 
-def _with_files(options: DrafterOptions) -> DrafterOptions:
+def drafter_files(options: DrafterOptions) -> DrafterOptions:
+    """As ``with_files``, of one drafter."""
     match options:
         case CascadeOptions():
-            return options.model_copy(update={"members": tuple(_with_files(member) for member in options.members)})
+            return options.model_copy(update={"members": tuple(drafter_files(member) for member in options.members)})
         case ModelOptions():
             return options.model_copy(update={"model": _pinned(options.model)})
         case LayersOptions():

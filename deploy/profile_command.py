@@ -8,7 +8,6 @@ from rich.table import Table
 
 from actors.worker import set_threads
 from cluster.config import Config
-from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from deploy.console import table_console
@@ -19,7 +18,7 @@ from engine.cpu_setup import configure_cpu
 from engine.dtypes import resolve_dtypes
 from engine.model_facts import read_facts
 from engine.models.prepare import resolve_model
-from profiler.hardware import num_cores
+from profiler.hardware import here, num_cores
 from profiler.latency import FORMS
 from profiler.profile import Profile, Surface
 from profiler.profile_plot import plot_profile
@@ -56,15 +55,6 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     plot_profile(profile, plot)
     console.print(f"version {version}, plotted in {plot}", highlight=False)
     print(profile.identity.key)
-
-
-def here() -> Inventory:
-    """The inventory of this machine. Imports torch."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
-    return Inventory((Node("here", float(num_cores()), float(num_gpus), gpu_bytes=min(gpu_bytes, default=None)),))
 
 
 def show(profile: Profile, console: Console) -> None:

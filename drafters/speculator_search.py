@@ -25,12 +25,17 @@ class Speculator:
 
 def speculators_for(model: str, folder: Path) -> list[Speculator]:
     """Of the model that clients call ``model``, in ``folder``."""
-    target = _config(folder)
-    shape = target.get("text_config") or target
+    shape = shape_of(folder)
     found = []
     if any(shape.get(name) for name in _MTP_FIELDS):
         found.append(Speculator("the model has multi-token prediction heads"))
     return found + list(_in_cache(model, shape))
+
+
+def shape_of(folder: Path) -> Mapping[str, Any]:
+    """The configuration of the model in ``folder``, or of its part that reads text. Empty without a readable one."""
+    config = _config(folder)
+    return config.get("text_config") or config
 
 
 def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:

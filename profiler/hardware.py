@@ -1,4 +1,4 @@
-"""This machine's CPU name, and the cores and memory that this process may use."""
+"""This machine: its CPU name, and the cores, memory and GPUs that this process may use."""
 
 import os
 import platform
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from cluster.inventory import Inventory, Node
 from profiler.cgroups import cpu_quota, free_memory_bytes, read
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -44,3 +45,12 @@ def _physical_cores(cpus: Path) -> int:
 def _siblings(topology: Path) -> str | None:
     """The logical CPUs of a core, as the system lists them."""
     return next((found for name in _SIBLINGS if (found := read(topology / name)) is not None), None)
+
+
+def here() -> Inventory:
+    """The inventory of this machine. Imports torch."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
+    return Inventory((Node("here", float(num_cores()), float(num_gpus), gpu_bytes=min(gpu_bytes, default=None)),))

@@ -9,7 +9,9 @@ import hmac
 import secrets
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 
+from cluster.errors import InvalidField
 from cluster.messages import Hello, Role
 from cluster.transport.frames import Greeting, Refusal
 
@@ -22,6 +24,17 @@ class Side(StrEnum):
 
     CONNECTING = "connecting"
     ACCEPTING = "accepting"
+
+
+def read_secret(file: Path) -> str:
+    """The secret in a file of one line. Raises InvalidField: unreadable or empty."""
+    try:
+        secret = file.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidField("token_file", str(file), f"cannot be read ({error})") from error
+    if not secret:
+        raise InvalidField("token_file", str(file), "is empty")
+    return secret
 
 
 def greeting(own: Hello) -> Greeting:

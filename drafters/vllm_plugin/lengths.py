@@ -111,6 +111,7 @@ class MeasuredLengths:
     _rule: OutriderVerification = field(default_factory=OutriderVerification)
     _trials: defaultdict[int, _Trials] = field(default_factory=lambda: defaultdict(_Trials))  # by octave of requests
     _pass: _Pass | None = None  # that verifies the last drafts
+    verified: dict[str, int] = field(default_factory=dict)  # draft tokens of each request in that pass
 
     def __post_init__(self) -> None:
         doubling = _DOUBLING_ROWS.get(self.device, _DOUBLING_ROWS_OF_OTHERS)
@@ -129,6 +130,7 @@ class MeasuredLengths:
             lens = [min(1, len(draft.token_ids)) for draft in drafts]
         trials.note(not any(lens))
         self._pass = _Pass(self.clock(), num + sum(lens))
+        self.verified = {draft.request_id: length for draft, length in zip(drafts, lens, strict=True)}
         return lens
 
     def _best(self, drafts: Sequence[Draft], committed_lens: Sequence[int]) -> list[int]:

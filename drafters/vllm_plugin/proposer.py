@@ -14,6 +14,7 @@ from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from drafters.protocol import Demand, Drafter
 from drafters.registry import make_drafter
+from drafters.vllm_plugin.elsewhere import URL_SETTING, DraftersElsewhere, dialled
 from drafters.vllm_plugin.lengths import MeasuredLengths
 from drafters.vllm_plugin.rows import Row, RowSessions
 
@@ -30,18 +31,23 @@ class PoolProposer:
         clock: in seconds.
 
     Raises:
-        InvalidField: SETTING is no drafter, or one with a model.
+        InvalidField: SETTING is no drafter, or one with a model; URL_SETTING is no address, or its files cannot be used.
         IncompatibleTokenizer: the table was counted for another tokenizer.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        model = vllm_config.model_config
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._draft_len = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_model_len = int(model.max_model_len)
-        self._drafter = _drafter_of(os.environ.get(SETTING), model)
-        self._sessions = RowSessions(self._drafter)
+        self._is_read = int(parallel.rank) % int(parallel.tensor_parallel_size) == 0  # of the ranks vLLM reads one
         max_pass_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._lengths = MeasuredLengths(str(vllm_config.device_config.device_type), max_pass_tokens, clock)
+        self._drafter = _lookups(os.environ.get(SETTING), model)
+        if self._is_read and (url := os.environ.get(URL_SETTING)):
+            target = _target(model, with_tokenizer=True)
+            mailbox = dialled(url, target)
+            self._drafter = DraftersElsewhere(self._drafter, mailbox, target, self._lengths, self._draft_len, clock)
+        self._sessions = RowSessions(self._drafter)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Called by vLLM; lookups have no weights."""
@@ -60,6 +66,8 @@ class PoolProposer:
             num_tokens_no_spec: tokens of each row, the sampled ones included.
             token_ids_cpu: (rows, longest); both arrays have more rows than the batch.
         """
+        if not self._is_read:
+            return [[] for _ in sampled_token_ids]
         lens = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
         rows = [
             Row(index, token_ids_cpu[index, :length], len(new))
@@ -83,20 +91,25 @@ class PoolProposer:
         self._sessions.check_integrity()
 
 
-def _drafter_of(setting: str | None, model: Any) -> Drafter:
+def _lookups(setting: str | None, model: Any) -> Drafter:
     """``model``: vLLM's ``ModelConfig``."""
     options = DEFAULT_DRAFTERS[0].options if setting is None else _options_of(setting)
     if options.traits.has_model:
-        raise InvalidField(SETTING, setting, "must be a lookup or a cascade of lookups: a model would delay each pass")
-    tables = any(isinstance(part, TableOptions) and part.path is not None for part in parts_of(options))
-    target = ModelInfo(
+        raise InvalidField(
+            SETTING, setting, f"must be a lookup or a cascade of lookups; {URL_SETTING} names one with a model"
+        )
+    counted = any(isinstance(part, TableOptions) and part.path is not None for part in parts_of(options))
+    return make_drafter(DrafterConfig(name="plugin", options=options), _target(model, with_tokenizer=counted))
+
+
+def _target(model: Any, *, with_tokenizer: bool) -> ModelInfo:
+    return ModelInfo(
         name=str(model.model),
         vocab_size=int(model.get_vocab_size()),
         max_model_len=int(model.max_model_len),
         eos_token_ids=(),
-        tokenizer_fingerprint=_fingerprint_of(str(model.tokenizer)) if tables else "",
+        tokenizer_fingerprint=_fingerprint_of(str(model.tokenizer)) if with_tokenizer else "",
     )
-    return make_drafter(DrafterConfig(name="plugin", options=options), target)
 
 
 def _options_of(setting: str) -> DrafterOptions:

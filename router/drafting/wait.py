@@ -28,6 +28,31 @@ def held_until(
     return held
 
 
+def batch_held_until(
+    decoding: Iterable[SequenceView],
+    drafters: Mapping[str, DrafterView],
+    expected: Mapping[str, float],
+    max_hold_s: float,
+    tokens_per_s: float,
+) -> dict[str, float]:
+    """As ``held_until``, where a pass takes all requests or none: those that await proposals gain the tokens that these
+    bring beyond ``expected`` ones of other drafts, and all lose what is decoded meanwhile."""
+    awaited, gain = [], 0.0
+    for one in decoding:
+        if one.drafter and one.awaiting_since_s is not None and not one.num_drafted and one.max_new_tokens > 1:
+            awaited.append(one)
+            accepted = drafters.get(one.drafter, UNKNOWN_DRAFTER).accepted_per_round
+            gain += max(0.0, accepted - expected.get(one.request_id, 0.0))
+    hold_s = min(max_hold_s, gain / tokens_per_s)
+    held = {
+        one.request_id: (one.awaiting_since_s or 0.0) + hold_s
+        for one in awaited
+        if drafters.get(one.drafter or "", UNKNOWN_DRAFTER).reply_s <= hold_s
+    }
+    _, latest_s = replies_s(held, awaited, drafters)
+    return dict.fromkeys(held, latest_s)
+
+
 def replies_s(
     held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]
 ) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from benchmarks.embedded import EmbeddedCluster
-from deploy.profile_command import here
+from profiler.hardware import here
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import ensure_model

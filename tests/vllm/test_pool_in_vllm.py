@@ -1,7 +1,12 @@
 """The proposer inside an unchanged vLLM engine."""
 
+import os
 import random
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +78,41 @@ def test_greedy_outputs_are_plain_vllms_with_preemption_and_few_rows(folder: Pat
     assert len(drafter._sessions._sessions) <= MAX_ROWS
     assert outputs(llm, prompts) == plain  # drafts come from answers to the same prompts
     assert counted(llm, "spec_decode_num_accepted_tokens") > 2 * accepted
+
+
+@contextmanager
+def drafter_process(folder: Path, file: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A drafter for the model in ``folder``, in a process of its own, and its address."""
+    file.write_text(f"model: {{name: {folder}}}\ndrafters: [{{name: suffix, options: {{kind: suffix}}}}]\n")
+    program = "from deploy.cli import app; app()"
+    command = [sys.executable, "-c", program, "drafter", str(file), "--listen", "grpc://127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1], process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_drafter_elsewhere_drafts_over_grpc(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is the same server without its address. Outputs stay when it hangs and when it is gone."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 250) for _ in range(20)] for _ in range(4)]
+    monkeypatch.setenv("OUTRIDER_DRAFTER", '{"kind": "ngram", "min_match_len": 20, "max_match_len": 20}')
+    llm = engine(folder, SPECULATION)
+    plain = outputs(llm, prompts)
+    by_lookups = counted(llm, "spec_decode_num_accepted_tokens")
+    del llm
+    with drafter_process(folder, tmp_path / "drafter.yaml") as (address, process):
+        monkeypatch.setenv("OUTRIDER_DRAFTER_URL", address)
+        llm = engine(folder, SPECULATION)
+        (drafter,) = llm.collective_rpc(lambda worker: worker.model_runner.drafter)
+        for fault in (None, None, signal.SIGSTOP, signal.SIGKILL):
+            if fault is not None:
+                os.kill(process.pid, fault)
+            assert outputs(llm, prompts) == plain
+            drafter.check_integrity()
+        num = counted(llm, "spec_decode_num_accepted_tokens")
+        drafter._drafter.close()
+    assert num > 2 * by_lookups + 50
