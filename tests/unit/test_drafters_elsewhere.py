@@ -165,7 +165,7 @@ def test_its_drafts_are_verified_and_waited_for(plain: int, monkeypatch: pytest.
     assert 10 * 0.2 * PASS_S < waited_s < 101 * 0.2 * PASS_S
     stats = server.drafts.telemetry.drafter("oracle")
     assert stats.num_late == 0
-    assert stats.acceptance > 0.95
+    assert stats.view.acceptance > 0.95
 
 
 def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
