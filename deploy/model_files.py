@@ -14,6 +14,7 @@ from cluster.config import (
     LayersOptions,
     ModelOptions,
     TableOptions,
+    VllmOptions,
 )
 from cluster.model_name import HubName, public_name
 from drafters.speculator_search import speculators_for
@@ -61,6 +62,8 @@ def drafter_files(options: DrafterOptions) -> DrafterOptions:
             return options.model_copy(update={"path": _pinned(options.path), "target": _pinned(options.target)})
         case DSparkOptions() | TableOptions():
             return options.model_copy(update={"path": options.path and _pinned(options.path)})
+        case VllmOptions(speculative={"model": str(model)}):
+            return options.model_copy(update={"speculative": {**options.speculative, "model": _pinned(model)}})
         case _:
             return options
 

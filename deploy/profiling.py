@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions
+from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, VllmOptions
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
@@ -60,7 +60,8 @@ def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = la
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
     engine, model = load_engine(config, feature_layers(colocated))
     bench = _ProfileBench(config, engine, model)
-    parts = {part.key: part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)}
+    every = [part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)]
+    parts = {part.key: part for part in every if not isinstance(part.options, VllmOptions)}  # drafts after real passes alone
     for part in parts.values():
         bench.add_drafter(part, effort.max_batch)
     bench.add_target(effort.max_rows)

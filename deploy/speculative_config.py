@@ -15,6 +15,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "draft_model": ("model", {"model": "model"}),
     "dspark": ("dspark", {"model": "path"}),
 }
+PROPOSERS = ("eagle", "eagle3", "mtp", "dflash")  # that stay vLLM's own; and those of one model's MTP heads, as mimo_mtp
 # Of vLLM's proposers and rejection sampler, without a counterpart: a draft token is accepted if the target samples it.
 _WITHOUT = {
     *("rejection_sample_method", "draft_sample_method", "enforce_eager", "disable_padded_drafter_batch", "moe_backend"),
@@ -30,8 +31,14 @@ def drafter_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     method = config.get("method") or ("draft_model" if "model" in config else None)
     if method is None:
         raise InvalidField(FLAG, dict(config), 'needs "method", or "model" for a draft model')
+    length = config.get("num_speculative_tokens")
+    common = {} if length is None else {"max_draft_len": length}
+    if method in PROPOSERS or method.endswith("_mtp"):
+        own = {key: value for key, value in config.items() if key != "num_speculative_tokens"}
+        return {**common, "options": {"kind": "vllm", "speculative": own}}, []
     if method not in METHODS:
-        raise InvalidField(FLAG, method, f"this method is not supported yet; supported are {', '.join(METHODS)}")
+        supported = ", ".join([*METHODS, *PROPOSERS])
+        raise InvalidField(FLAG, method, f"this method is not supported yet; supported are {supported}")
     kind, renamed = METHODS[method]
     options: dict[str, Any] = {"kind": kind}
     notes = []
@@ -53,5 +60,4 @@ def drafter_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             raise InvalidField(FLAG, dict(config), f'method {method} needs "model"')
         if config.get("revision") is not None:
             options[renamed["model"]] += f"@{config['revision']}"
-    length = config.get("num_speculative_tokens")
-    return {**({} if length is None else {"max_draft_len": length}), "options": options}, notes
+    return {**common, "options": options}, notes

@@ -24,6 +24,7 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
+    VllmOptions,
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
@@ -176,6 +177,8 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             return Footprint(stored, stored // 8 * COUNTED_BYTES, cache_bytes, num_tokens * TOKEN_BYTES)
         case CascadeOptions():
             return sum((_of(member, on_gpu, num_tokens, target) for member in options.members), Footprint())
+        case VllmOptions():  # its weights and cache are vLLM's, as the target's are
+            return Footprint(request_bytes=num_tokens * TOKEN_BYTES)
         case ModelOptions() | LayersOptions() | DSparkOptions():
             cache_bytes = int(options.kv_cache_gb * 2**30)
             return Footprint(*_weights(options, on_gpu, target), cache_bytes, request_bytes=num_tokens * TOKEN_BYTES)

@@ -17,6 +17,7 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
+    VllmOptions,
     parts_of,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
@@ -169,6 +170,15 @@ def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
     return make_dspark(options, site.target, site.host)
 
 
+def _make_vllm(options: VllmOptions, site: Site) -> Drafter:
+    from drafters.engine_proposals import EngineProposals, Proposing
+
+    engine = None if site.host is None else site.host.engine
+    if not isinstance(engine, Proposing):
+        raise InvalidField("kind", options.kind, "is a proposer of vLLM, so it needs target.engine vllm")
+    return EngineProposals(engine)
+
+
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, CascadeMember
 
@@ -188,5 +198,6 @@ FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "model": _make_model,
     "layers": _make_model,
     "dspark": _make_dspark,
+    "vllm": _make_vllm,
     "cascade": _make_cascade,
 }

@@ -14,13 +14,15 @@ _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 
 @dataclass(frozen=True, slots=True)
 class Speculator:
-    """``flag``: what adds it to the pool; None: it cannot be loaded yet."""
+    """``config``: the value of ``--speculative-config`` that adds it to the pool."""
 
     what: str
-    flag: str | None = None
+    config: Mapping[str, str]
+    engine: str = ""  # that it needs
 
     def __str__(self) -> str:
-        return f"{self.what}: {f'add it by {self.flag}' if self.flag is not None else 'not supported yet'}"
+        needs = f" --set target.engine={self.engine}" if self.engine else ""
+        return f"{self.what}: add it by --speculative-config '{json.dumps(self.config)}'{needs}"
 
 
 def speculators_for(model: str, folder: Path) -> list[Speculator]:
@@ -28,7 +30,7 @@ def speculators_for(model: str, folder: Path) -> list[Speculator]:
     shape = shape_of(folder)
     found = []
     if any(shape.get(name) for name in _MTP_FIELDS):
-        found.append(Speculator("the model has multi-token prediction heads"))
+        found.append(Speculator("the model has multi-token prediction heads", {"method": "mtp"}, "vllm"))
     return found + list(_in_cache(model, shape))
 
 
@@ -45,15 +47,13 @@ def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:
             config = _config(snapshot)
             described = config.get("speculators_config")
             if isinstance(described, dict) and (described.get("verifier") or {}).get("name_or_path") == model:
-                yield Speculator(
-                    f"{name} in the hub's cache is a speculator ({config.get('speculators_model_type')}) for {model}"
-                )
+                method = str(config.get("speculators_model_type"))
+                what = f"{name} in the hub's cache is a speculator ({method}) for {model}"
+                yield Speculator(what, {"method": method, "model": name}, "vllm")
                 break
             if kind_of(snapshot) == "dspark" and _fits(config, target):
-                flag = json.dumps({"method": "dspark", "model": name})
-                yield Speculator(
-                    f"{name} in the hub's cache is a DSpark drafter of {model}'s shape", f"--speculative-config '{flag}'"
-                )
+                what = f"{name} in the hub's cache is a DSpark drafter of {model}'s shape"
+                yield Speculator(what, {"method": "dspark", "model": name})
                 break
 
 

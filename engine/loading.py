@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cluster.config import Config
+from cluster.config import Config, VllmOptions, parts_of
 from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.cost_memory import CostMemory
@@ -17,7 +17,7 @@ from engine.dtypes import resolve_dtypes
 from engine.early_exit import EarlyExit
 from engine.factory import load_target as load_native
 from engine.model_facts import max_model_len, read_facts
-from engine.models.prepare import ensure_model
+from engine.models.prepare import ensure_model, resolve_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from engine.pass_timing import is_too_steep, measure_cost, warm_up
@@ -129,7 +129,7 @@ def load_engine(
     if target.engine == "vllm":
         from engine.vllm.loading import load_vllm
 
-        return load_vllm(folder, target, info, feature_layers), info
+        return load_vllm(folder, target, info, feature_layers, _proposer(config)), info
     options = _native_options(config, info.max_model_len)
     if target.tensor_parallel == 1:
         return load_native(folder, **options, feature_layers=feature_layers), info
@@ -142,6 +142,17 @@ def load_engine(
     num_threads = 1 if target.resources.threads == "auto" else target.resources.threads
     start_s = config.supervision.start_timeout_s
     return load_over_local_ranks(target.tensor_parallel, folder, options, feature_layers, num_threads, start_s), info
+
+
+def _proposer(config: Config) -> dict[str, Any]:
+    """vLLM's speculative configuration of its own proposer; {}: the pool has none."""
+    for drafter in config.drafters:
+        for part in parts_of(drafter.options):
+            if isinstance(part, VllmOptions):
+                model = part.speculative.get("model")
+                found = {} if model is None else {"model": str(resolve_model(str(model), "vllm"))}
+                return {**part.speculative, **found}
+    return {}
 
 
 def load_follower(config: Config, ranks: RankGroup) -> Follower:

@@ -28,6 +28,7 @@ from cluster.config.drafters import (
     SuffixOptions,
     TableOptions,
     Traits,
+    VllmOptions,
     default_pool,
     lookups_in_pool,
     parts_of,

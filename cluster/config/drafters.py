@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Replicated, Resources, Section
 
 DEFAULT_CAPACITY = 64
+LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix", "medusa", "custom_class", "extract_hidden_states")  # no `VllmOptions`
 DEFAULT_DRAFT_LEN = 8
 
 
@@ -81,6 +82,24 @@ class DSparkOptions(Section):
     min_survival: Fraction = 0.015
 
 
+class VllmOptions(Section):
+    """A proposer of vLLM itself, in the process of a target of ``engine: vllm``: EAGLE-3 or MTP heads, DFlash, a draft
+    model, as vLLM loads it. A pool has one at most."""
+
+    kind: Literal["vllm"] = "vllm"
+    traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
+    speculative: dict[str, JsonValue]  # as vLLM's --speculative-config; max_draft_len stands for num_speculative_tokens
+
+    @model_validator(mode="after")
+    def _is_a_proposer(self) -> Self:
+        method = self.speculative.get("method")
+        if method is None or method in LOOKUP_METHODS:
+            raise ValueError(f"speculative: must name a method of vLLM with a model, got {method!r}")
+        if "num_speculative_tokens" in self.speculative:
+            raise ValueError("speculative: num_speculative_tokens is the drafter's max_draft_len")
+        return self
+
+
 class TableOptions(Section):
     """The target's continuations of the last few tokens: counted in advance, and updated while it serves."""
 
@@ -118,7 +137,14 @@ class CascadeOptions(Section):
 
 
 DrafterOptions = Annotated[
-    NgramOptions | SuffixOptions | TableOptions | ModelOptions | LayersOptions | DSparkOptions | CascadeOptions,
+    NgramOptions
+    | SuffixOptions
+    | TableOptions
+    | ModelOptions
+    | LayersOptions
+    | DSparkOptions
+    | VllmOptions
+    | CascadeOptions,
     Field(discriminator="kind"),
 ]
 CascadeOptions.model_rebuild()

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cluster import strict_yaml
 from cluster.config.adapters import LoraModule
 from cluster.config.draft_length import DraftLengthConfig, OutriderLength
-from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
+from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig, VllmOptions, parts_of
 from cluster.config.parsers import ReasoningParser, ToolCallParser
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import (
@@ -361,6 +361,11 @@ class Config(Section):
             raise ValueError(f"drafters: names must differ, {', '.join(twice)} is used more than once")
         if taken := sorted(FREE_DRAFTERS.intersection(names)):
             raise ValueError(f"drafters: {taken[0]!r} is the name of a drafter that each target has")
+        hosted = [part for drafter in self.drafters for part in parts_of(drafter.options) if isinstance(part, VllmOptions)]
+        if hosted and self.target.engine == "native":
+            raise ValueError("drafters: kind vllm is a proposer of vLLM: it needs target.engine vllm, got native")
+        if len(hosted) > 1:
+            raise ValueError(f"drafters: vLLM has one proposer, got {len(hosted)} of kind vllm")
         for i, module in enumerate(self.target.lora_modules):
             module.check(f"target.lora_modules[{i}]", self.model.public_names)
         if self.api.lora_folder is not None and not self.target.num_adapters:

@@ -35,6 +35,7 @@ class VllmLimits:
     prefix_cache: bool = True
     num_adapters: int = 0  # LoRA adapters at once; 0: the layers take none
     gpu_share: float = 0.9  # of the GPU, for everything of a rank
+    proposer: Mapping[str, Any] = field(default_factory=dict)  # vLLM's speculative configuration; {}: none
     more: Mapping[str, Any] = field(default_factory=dict)  # ``target.vllm``
 
 
@@ -46,10 +47,10 @@ def engine_arguments(
     *,
     runner_v2: bool = False,
 ) -> dict[str, Any]:
-    """Keywords of ``EngineArgs``, but for the executor of several ranks. The speculative method is one that the model runner
-    knows; its proposer is not asked."""
+    """Keywords of ``EngineArgs``, but for the executor of several ranks. Without a proposer, the speculative method is one
+    that the model runner knows, and never asks."""
     on_cpu = limits.device == "cpu"
-    proposer = {"method": "custom_class", "model": "engine.vllm.runner_v1.NoProposer"}
+    none = {"method": "ngram"} if runner_v2 else {"method": "custom_class", "model": "engine.vllm.runner_v1.NoProposer"}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": limits.dtype,
@@ -68,10 +69,7 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "worker_cls": f"engine.vllm.worker.{'Worker' if on_cpu else 'GpuWorker'}",
         "scheduler_cls": "engine.vllm.scheduler.PlannedScheduler",
-        "speculative_config": {
-            "num_speculative_tokens": MAX_DRAFT_LEN,
-            **({"method": "ngram"} if runner_v2 else proposer),
-        },
+        "speculative_config": {**(limits.proposer or none), "num_speculative_tokens": MAX_DRAFT_LEN},
         "additional_config": {FEATURE_LAYERS: list(feature_layers), EOS_TOKEN_IDS: list(eos_token_ids)},
     }
     if not on_cpu:

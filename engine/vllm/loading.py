@@ -1,7 +1,8 @@
 """Makes a `VllmTarget` of a configuration. vLLM is imported here, when the first one is made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.config import TargetConfig
 from cluster.errors import InvalidField
@@ -11,7 +12,13 @@ from engine.target import LoadedTarget
 from engine.vllm.arguments import VllmLimits
 
 
-def load_vllm(folder: Path, target: TargetConfig, info: ModelInfo, feature_layers: Sequence[int] = ()) -> LoadedTarget:
+def load_vllm(
+    folder: Path,
+    target: TargetConfig,
+    info: ModelInfo,
+    feature_layers: Sequence[int] = (),
+    proposer: Mapping[str, Any] | None = None,
+) -> LoadedTarget:
     """The target of a resolved configuration, as `engine.loading.load_engine`, which has set the environment.
 
     Raises:
@@ -35,6 +42,7 @@ def load_vllm(folder: Path, target: TargetConfig, info: ModelInfo, feature_layer
         binds=target.most == 1,  # several on one machine would be bound to the same cores
         num_adapters=target.num_adapters,
         more=target.vllm,
+        proposer=proposer or {},
     )
     engine = VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
     for i, adapter in enumerate(info.adapters):

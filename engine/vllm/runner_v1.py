@@ -1,5 +1,6 @@
 """vLLM's model runner V1 with our sampling. It asks a proposer for drafts, and gives it those of the scheduler to verify."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,18 +27,54 @@ class NoProposer:
 class ExactRunner(ExactSampling, GPUModelRunner):
     """Of any device, despite the name of its base."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._to_propose: tuple[Any, tuple[Any, ...]] | None = None  # arguments of vLLM's proposer after the last pass
+
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
         """Not yet: the base sets the layers up."""
+
+    def _proposer_layers(self) -> Sequence[int]:
+        if isinstance(self.drafter, NoProposer) or not self.use_aux_hidden_state_outputs:
+            return ()
+        asked = self._get_eagle3_aux_layers_from_config()
+        return tuple(asked or self.model.get_eagle3_default_aux_hidden_state_layers())
 
     def _slots(self, state: Any, group: int) -> torch.Tensor:
         num_rows = state.scheduler_output.total_num_scheduled_tokens
         slots: torch.Tensor = self.input_batch.block_table[group].slot_mapping.gpu[:num_rows]
         return slots
 
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose_draft_token_ids(self, scheduler_output: Any, *args: Any) -> list[list[int]]:
+        """Nothing yet: drafts are asked for after the pass, if at all (`draft`)."""
         self._draft_probs = None
         self._draft_prob_req_ids = None
+        self._to_propose = None if isinstance(self.drafter, NoProposer) else (scheduler_output, args)
         return [[] for _ in self.input_batch.req_ids]
+
+    def draft(self, num_tokens: int) -> dict[str, list[int]]:
+        """Greedy drafts of vLLM's own proposer after the last pass, by request; none when it was asked before. With
+        ``num_tokens`` 0 it computes its keys and values alone."""
+        asked, self._to_propose = self._to_propose, None
+        if asked is None:
+            return {}
+        scheduled, (token_ids, metadata, states, sampled_states, layers, *more) = asked
+        if layers is not None:
+            own = set(self._proposer_layers())
+            layers = [one for layer, one in zip(self._read_layers, layers, strict=True) if layer in own]
+        scheduled.num_spec_tokens_to_schedule = num_tokens
+        with torch.inference_mode():
+            drafts = super().propose_draft_token_ids(scheduled, token_ids, metadata, states, sampled_states, layers, *more)
+        self._draft_probs = None
+        self._draft_prob_req_ids = None
+        chosen = drafts.tolist() if torch.is_tensor(drafts) else drafts
+        return dict(zip(self.input_batch.req_ids, chosen, strict=True)) if num_tokens else {}
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._to_propose is not None and _has_prompts(self._to_propose[0]):
+            self.draft(0)  # else the proposer would never know these prompts
+        self._to_propose = None
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         names = self.input_batch.req_ids[: self.input_batch.num_reqs]
@@ -52,6 +89,11 @@ class ExactRunner(ExactSampling, GPUModelRunner):
             token_ids = self.input_batch.token_ids_cpu[index, :num_tokens].tolist()
             state = self._states[name] = self._new_state(self.requests[name].sampling_params, token_ids)
         return state
+
+
+def _has_prompts(scheduled: Any) -> bool:
+    drafts = scheduled.scheduled_spec_decode_tokens
+    return any(num > 1 + len(drafts.get(name, ())) for name, num in scheduled.num_scheduled_tokens.items())
 
 
 class CpuRunner(ExactRunner, CPUModelRunner):

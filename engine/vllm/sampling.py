@@ -74,6 +74,7 @@ class ExactSampling:
         num_layers = self.model_config.get_total_num_hidden_layers()
         # vLLM's i means before layer i. The last layer's states are taken after the final norm, as vLLM returns them anyway.
         self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < num_layers)
+        self._read_layers = self._aux_layers  # and those that vLLM's proposer reads
         self._states: dict[str, SamplingState] = {}
         self._drafts: dict[str, list[int]] = {}  # that the pass verifies, by request
         self._outcomes: dict[str, SpanOutcome] = {}
@@ -90,12 +91,17 @@ class ExactSampling:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        if self._aux_layers:
+        self._read_layers = tuple(sorted({*self._aux_layers, *self._proposer_layers()}))
+        if self._read_layers:
             if not supports_eagle3(self.model) or self.model_config.using_transformers_backend():
                 reason = f"must be none: vLLM's {type(self.model).__name__} gives no hidden states of its layers"
                 raise InvalidField("drafters that read hidden states", list(self._feature_layers), reason)
-            self.model.set_aux_hidden_state_layers(self._aux_layers)
+            self.model.set_aux_hidden_state_layers(self._read_layers)
             self.use_aux_hidden_state_outputs = True
+
+    def _proposer_layers(self) -> Sequence[int]:
+        """Layers, as vLLM counts them, before which vLLM's own proposer reads hidden states."""
+        return ()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -121,7 +127,7 @@ class ExactSampling:
         assert group is not None
         slots = self._slots(state, group)
         num_rows = len(slots)
-        found = dict(zip(self._aux_layers, state.aux_hidden_states or (), strict=True))
+        found = dict(zip(self._read_layers, state.aux_hidden_states or (), strict=True))
         rows = [found.get(layer + 1, state.hidden_states)[:num_rows] for layer in self._feature_layers]
         features = torch.cat(rows, -1)
         return (slots, features) if self.parallel_config.world_size == 1 else (slots.cpu().clone(), features.cpu())

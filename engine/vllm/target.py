@@ -1,9 +1,10 @@
 """`TargetEngine` over vLLM's engine core in this process, whose ranks, if there are several, are its children."""
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,7 @@ from engine.hidden_states import HiddenStateCache
 from engine.target import FeatureSpan, SpanInput, SpanOutcome
 from engine.vllm.adapters import AdapterSlots
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
+from engine.vllm.environment import RUNNER_V2
 from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
 from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
@@ -72,6 +74,8 @@ class VllmTarget:
         self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int], feature_layers: Sequence[int] = ()
     ) -> None:
         envs.disable_envs_cache()  # of an earlier engine in this process
+        if limits.proposer:
+            os.environ[RUNNER_V2] = "0"  # whose proposers can be asked after a pass
         runner_v2 = HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
         arguments = engine_arguments(folder, limits, feature_layers, eos_token_ids, runner_v2=runner_v2)
         executor_class = RankExecutor if limits.tensor_parallel > 1 else None
@@ -192,6 +196,12 @@ class VllmTarget:
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(scored, prompt_lens[span.request_id]))
             outcomes.append(outcome)
         return outcomes
+
+    def draft(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
+        """`drafters.engine_proposals.Proposing`: of vLLM's own proposer. The ranks compute: the target's thread calls it."""
+        with nullcontext() if self._ranks is None else self._ranks.guarded():
+            drafts: Mapping[str, Sequence[int]] = self._core.model_executor.collective_rpc("draft", args=(num_tokens,))[0]
+        return drafts
 
     def release(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

@@ -39,6 +39,11 @@ class RankWorker:
         rows: torch.Tensor = self.model_runner.embedding
         return rows.cpu() if self._is_child else rows
 
+    def draft(self, num_tokens: int) -> dict[str, list[int]]:
+        """Of vLLM's own proposer, after the last pass; every rank takes part."""
+        drafts: dict[str, list[int]] = self.model_runner.draft(num_tokens)
+        return drafts
+
     def load_adapter(self, request: LoRARequest) -> str | None:
         """Why it cannot be used; None: it is loaded. An error would leave the answers of other ranks unread."""
         try:

@@ -3,7 +3,7 @@
 from cluster.config import DEFAULT_DRAFT_LEN, CascadeOptions, DrafterOptions
 
 # Of one draft of DEFAULT_DRAFT_LEN tokens, in one-row steps of the target.
-DRAFT_STEPS = {"ngram": 0.008, "suffix": 0.016, "table": 0.008, "dspark": 0.15, "layers": 0.35, "model": 1.0}
+DRAFT_STEPS = {"ngram": 0.008, "suffix": 0.016, "table": 0.008, "dspark": 0.15, "vllm": 0.35, "layers": 0.35, "model": 1.0}
 
 
 def prior_draft_cost(options: DrafterOptions) -> float:

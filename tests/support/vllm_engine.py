@@ -1,7 +1,7 @@
 """vLLM's engine over tiny models, in its own environment."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ def make_vllm(
     kv_cache_bytes: int | None = None,
     dtype: str = "float32",
     num_adapters: int = 0,
+    proposer: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> LoadedTarget:
     """A `VllmTarget` on a GPU where there is one, of at most 8 sequences and 256 tokens in a pass, on the model runner that
@@ -37,6 +38,7 @@ def make_vllm(
 
     Args:
         num_blocks: of the KV cache, where the model is one that the native engine reads, too; else ``kv_cache_bytes``.
+        proposer: vLLM's speculative configuration of its own drafter.
         more: arguments of vLLM's engine.
     """
     if find_spec("vllm") is None:
@@ -60,6 +62,7 @@ def make_vllm(
         num_ranks,
         device,
         num_adapters=num_adapters,
+        proposer=proposer or {},
         more=more,
     )
     return VllmTarget(folder, limits, (EOS,), feature_layers)

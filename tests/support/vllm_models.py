@@ -135,3 +135,39 @@ def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4, inputs: i
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(kinds)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_eagle3(folder: Path, target: Path, seed: int = 0) -> Path:
+    """A random EAGLE-3 head, in the layout that vLLM loads, for a Llama of `write_model`."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    wide, narrow = heads * head_dim, config["num_key_value_heads"] * head_dim
+    inner = config["intermediate_size"]
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": (wide, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (narrow, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (narrow, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, wide),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "lm_head.weight": (vocab_size, hidden),
+    }
+    draws = torch.Generator().manual_seed(seed)
+    tensors = {name: 0.1 * torch.randn(shape, generator=draws) for name, shape in shapes.items()}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": vocab_size,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    kept = {key: value for key, value in config.items() if key != "layer_types"}
+    (folder / "config.json").write_text(json.dumps({**kept, **own, "model_type": "llama"}))
+    return folder

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.config import Config, DrafterConfig, ModelOptions, NgramOptions, SuffixOptions, load, with_fields
+from cluster.config import Config, DrafterConfig, ModelOptions, NgramOptions, SuffixOptions, VllmOptions, load, with_fields
 from cluster.errors import InvalidField, OutriderError
 from deploy import cli, vllm_flags
 from deploy.command_line import as_file, parse
@@ -85,12 +85,19 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_speculative_configurations_make_a_pool() -> None:
     words = ["--speculative-config", NGRAM, "-sc", '{"method": "suffix"}']
     small = ["--speculative-config", '{"model": "Qwen/Qwen3-0.6B", "revision": "v1", "num_speculative_tokens": 5}']
+    eagle = [
+        "--set",
+        "target.engine=vllm",
+        "--speculative-config",
+        '{"method": "eagle3", "model": "x/y", "num_speculative_tokens": 3}',
+    ]
     again = ["--spec-method", "ngram", "--spec-tokens", "3"]
     dotted = ["--speculative-config.method", "ngram", "--speculative-config.prompt_lookup_max", "2"]
-    assert configured(*words, *small, *again).drafters == (
+    assert configured(*words, *small, *eagle, *again).drafters == (
         DrafterConfig(name="ngram", max_draft_len=8, options=NgramOptions(max_match_len=4)),
         DrafterConfig(name="suffix", options=SuffixOptions()),
         DrafterConfig(name="model", max_draft_len=5, options=ModelOptions(model="Qwen/Qwen3-0.6B@v1")),
+        DrafterConfig(name="vllm", max_draft_len=3, options=VllmOptions(speculative={"method": "eagle3", "model": "x/y"})),
         DrafterConfig(name="ngram-2", max_draft_len=3, options=NgramOptions()),
     )
     assert configured(*dotted).drafters == (DrafterConfig(name="ngram", options=NgramOptions(max_match_len=2)),)
@@ -115,7 +122,11 @@ def test_speculative_configurations_make_a_pool() -> None:
         (["--response-role", "x"], "no counterpart"),
         (["a/b", "--quantization", "awq"], "make setup-vllm"),
         (["--speculative-config", "ngram"], "must be a JSON object"),
-        (["--speculative-config", '{"method": "eagle3", "model": "x/y"}'], "not supported yet; supported are ngram"),
+        (["--speculative-config", '{"method": "eagel3", "model": "x/y"}'], "not supported yet; supported are ngram"),
+        (
+            ["--set", "target.engine=native", "--speculative-config", '{"method": "mtp"}'],
+            "it needs target.engine vllm, got native",
+        ),
         (["--speculative-config", '{"method": "ngram", "prompt_lookup_mx": 4}'], "did you mean 'prompt_lookup_max'?"),
         (["--speculative-config", '{"method": "draft_model"}'], 'needs "model"'),
         (["--speculative-config", '{"num_speculative_tokens": 4}'], 'needs "method"'),

@@ -42,13 +42,13 @@ def test_speculators_in_the_cache_are_found_by_their_verifier_or_shape(cache: Pa
     (cache / "models--org--dspark" / "snapshots" / ("b" * 40)).mkdir()
     dspark, eagle = map(str, speculators_for(MODEL, folder))
     assert dspark.endswith("""add it by --speculative-config '{"method": "dspark", "model": "org/dspark"}'""")
-    assert eagle == "org/eagle3 in the hub's cache is a speculator (eagle3) for test/Tiny: not supported yet"
+    assert eagle.endswith("""'{"method": "eagle3", "model": "org/eagle3"}' --set target.engine=vllm""")
 
 
 @pytest.mark.parametrize("config", [{"num_nextn_predict_layers": 1}, {"text_config": {"mtp_num_hidden_layers": 1}}])
 def test_prediction_heads_of_the_model_are_found(config: object, tmp_path: Path) -> None:
     (found,) = speculators_for(MODEL, write(tmp_path / "model", config))
-    assert str(found) == "the model has multi-token prediction heads: not supported yet"
+    assert str(found).endswith("""add it by --speculative-config '{"method": "mtp"}' --set target.engine=vllm""")
 
 
 def test_the_log_names_them_unless_drafters_are_named(
