@@ -95,6 +95,15 @@ def decoding(sequences: Iterable[SequenceView]) -> list[SequenceView]:
     return [s for s in sequences if s.running and s.committed_len - s.computed_len == 1]
 
 
+def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
+    """Seconds in which a drafter drafts ``length`` tokens for each of its requests: as profiled, else in proportion to the
+    length of its replies."""
+    profiled_s = cost.draft_s(drafter_of(drafter), num_requests, length)
+    if profiled_s is not None:
+        return profiled_s
+    return view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
+
+
 class Fixed(DraftLengths):
     """``num_tokens`` for every request, or what its drafter can; a row costs nothing."""
 

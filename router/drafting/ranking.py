@@ -64,13 +64,15 @@ class Ranking:
         return _lens(self._flat, self._lens, least, num_first)
 
 
-def throughputs(ready: Sequence[SequenceView], context: VerifyContext, limit_s: float | None) -> tuple[Ranking, Floats]:
-    """Algorithm 3: estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where the pass exceeds
-    ``limit_s``, the TPOT constraint."""
+def throughputs(
+    ready: Sequence[SequenceView], context: VerifyContext, limit_s: float | None, drafting_s: float = 0.0
+) -> tuple[Ranking, Floats]:
+    """Estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where pass and ``drafting_s``, the time
+    that the drafts took, exceed ``limit_s`` together (AdaSpec, algorithm 3)."""
     room = max(0, context.capacity.max_pass_tokens - len(ready))
     ranking = Ranking(ready, context, room, weighted=False)
     table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
-    seconds = table.at_each(np.arange(len(ready), len(ready) + ranking.num_tokens + 1))
+    seconds = drafting_s + table.at_each(np.arange(len(ready), len(ready) + ranking.num_tokens + 1))
     rates: Floats = np.asarray(ranking.expected) / seconds
     return ranking, rates if limit_s is None else np.where(seconds <= limit_s, rates, -1.0)
 

@@ -1,8 +1,14 @@
 """AdaSpec: how far to draft (section 5.1, algorithm 1) and how much to verify (algorithms 2 and 3).
 
-The drafter predicts, executes and corrects. The target tells it what a row and a second cost, in tokens of plain decoding,
-and the mean confidence of former drafts. It drafts a step for the whole batch while the predicted throughput
-rises, and corrects the prediction by the confidences of each step (`router/drafting/stopping.py`).
+As in the paper: T_sd = T_d + T_v (equation 1) on both sides; NAT, where a token is accepted with the product of the
+confidences up to it (6, 7), here calibrated ones; the elimination of algorithm 2; -1 for a round beyond TPOT (algorithm 3).
+
+Differently:
+- Times are the cost model's, measured, not a linear fit (2 to 4). It counts the context of a request once a pass, as
+  attention reads it, so that the square of the length in T_sd (5) has no term of its own.
+- The adaptive drafter (algorithm 1) predicts, executes and corrects by itself (`router/drafting/stopping.py`): the target
+  tells it what a row and a second cost, in tokens of plain decoding, and the mean confidence of former drafts. TPOT reaches
+  it as the longest draft whose round meets it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from cluster.types import StopRule
-from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
+from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding, drafting_s
 from router.drafting.prices import QuotedPrice
 from router.drafting.ranking import throughputs
 from router.drafting.verification import PassRows, VerifyContext
 from router.estimates.decayed import LASTING, DecayedMean
-from router.plan import DraftBudget, SequenceView
+from router.plan import UNKNOWN_DRAFTER, DraftBudget, SequenceView
 
 _FIRST_CONFIDENCE = 0.8  # before any is known
 _SHARE = 0.1  # quoted figures stay while the true ones are so near
@@ -24,8 +30,8 @@ _SHARE = 0.1  # quoted figures stay while the true ones are so near
 class AdaSpec(DraftLengths):
     """``max_lens`` as of the base.
 
-    Other than the paper's fit (equation 2), times come from the cost model: the marginal row is the mean of a row more for
-    each request, and the drafter measures its own steps. As in the paper, every second of drafting counts.
+    The price of a row is the mean of a row more for each request, and the drafter measures its own steps. As in the paper,
+    every second of drafting counts.
     """
 
     def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
@@ -34,10 +40,11 @@ class AdaSpec(DraftLengths):
         self._quoted_row = QuotedPrice(_SHARE, 1 / 64)
         self._quoted_second = QuotedPrice(_SHARE, 0.0)
         self._quoted_confidence = QuotedPrice(0.0, 0.02)
+        self._ready: list[SequenceView] = []
 
     def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
         sequences = list(sequences)
-        ready = decoding(sequences)
+        ready = self._ready = decoding(sequences)
         if ready:
             num, context = len(ready), sum(s.committed_len for s in ready)
             plain_s = batch.cost.step_s(num, context)
@@ -51,7 +58,21 @@ class AdaSpec(DraftLengths):
 
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         stop = StopRule(self._quoted_second.value, expected_confidence=self._quoted_confidence.value)
-        return DraftBudget(self.max_len(drafter), self._quoted_row.value, stop)
+        return DraftBudget(self._longest(drafter, batch), self._quoted_row.value, stop)
+
+    def _longest(self, drafter: str, batch: BatchState) -> int:
+        """The longest draft of all requests whose round meets the TPOT objective; without one, the drafter's longest."""
+        longest, tpot_s = self.max_len(drafter), batch.limits.tpot_s
+        if tpot_s is None or not self._ready:
+            return longest
+        num, context = len(self._ready), sum([s.committed_len for s in self._ready])
+        num_own = max(1, sum([s.drafter == drafter for s in self._ready]))
+        view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
+        for length in range(longest, 0, -1):
+            verify_s = batch.cost.step_s(num * (1 + length), context)
+            if drafting_s(drafter, view, num_own, length, batch.cost) + verify_s <= tpot_s:
+                return length
+        return 0
 
     def learn(self, feedback: PassFeedback) -> None:
         for judgement in feedback.judgements.values():
@@ -62,14 +83,27 @@ class AdaSpec(DraftLengths):
 class AdaSpecVerification:
     """Removes draft tokens in ascending order of acceptance, as long as each removal raises the estimated throughput.
 
-    The throughput of n tokens is NAT / t, and -1 if t exceeds the TPOT constraint (algorithm 3, line 3). In the paper two
-    sets that both exceed it compare equal, which ends the elimination with a set that exceeds it; here it goes on.
+    The throughput of n tokens is NAT / T_sd, and -1 if T_sd exceeds the TPOT constraint (algorithm 3, line 3). In the paper
+    two sets that both exceed it compare equal, which ends the elimination with a set that exceeds it; here it goes on.
     """
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
-        ranking, throughput = throughputs(ready, context, context.tpot_s)
+        ranking, throughput = throughputs(ready, context, context.tpot_s, _drafting_s(ready, context))
         removing_pays = (throughput[:-1] > throughput[1:]) | (throughput[1:] < 0)
         kept = np.flatnonzero(~removing_pays)  # n: of n + 1 tokens, the last is not removed
         return PassRows(ranking.lens(int(kept[-1]) + 1 if len(kept) else 0), context.num_prompt_tokens)
+
+
+def _drafting_s(ready: Sequence[SequenceView], context: VerifyContext) -> float:
+    """T_d of the proposals at hand: drafters work beside each other, each for all its requests as far as its longest."""
+    proposals: dict[str, list[int]] = {}
+    for sequence in ready:
+        if sequence.drafter is not None and sequence.num_drafted:
+            proposals.setdefault(sequence.drafter, []).append(sequence.num_drafted)
+    views, cost = context.drafters, context.cost
+    times_s = [
+        drafting_s(name, views.get(name, UNKNOWN_DRAFTER), len(lens), max(lens), cost) for name, lens in proposals.items()
+    ]
+    return max(times_s, default=0.0)

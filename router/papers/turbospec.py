@@ -8,11 +8,9 @@ a: acceptance of a draft token, a moving average; here one for each drafter. The
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from router.assignment import drafter_of
-from router.cost_model import CostModel
-from router.drafting.length import BatchState, DraftLengths, decoding
+from router.drafting.length import BatchState, DraftLengths, decoding, drafting_s
 from router.drafting.verification import PassRows, VerifyContext, survivals
-from router.plan import UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
+from router.plan import UNKNOWN_DRAFTER, DraftBudget, SequenceView
 
 
 class TurboSpec(DraftLengths):
@@ -43,15 +41,11 @@ class TurboSpec(DraftLengths):
                 if drafter is not None and own_len:
                     view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
                     tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
-                    draft_s = max(draft_s, self._draft_s(drafter, view, num, own_len, batch.cost))
+                    draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, batch.cost))
             goodput = tokens / (draft_s + batch.cost.step_s(num_rows, context))
             if goodput > best_goodput:
                 best, best_goodput = length, goodput
         return best
-
-    def _draft_s(self, drafter: str, view: DrafterView, num: int, length: int, cost: CostModel) -> float:
-        measured_s = cost.draft_s(drafter_of(drafter), num, length)
-        return view.reply_s * length / self.max_len(drafter) if measured_s is None else measured_s
 
 
 class GoodputVerification:

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from cluster.config import AdaSpecLength
 from router.cost_model import TableCost
-from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.length import BatchState
+from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
 from router.plan import SequenceView
-from tests.support.verification import Drawn, a_pass, decide, decoding, passes
+from router.planning.slo import RoundLimits
+from tests.support.verification import DRAFTERS, Drawn, a_pass, decide, decoding, passes
 
 # Throughput with the n likeliest of these tokens: 2/1, 2.9/1.1 = 2.64, 3.53/1.25 = 2.82, 4.03/1.6 = 2.52, 4.13/2 = 2.07
 BATCH = [decoding("x", (0.9, 0.63)), decoding("y", (0.5, 0.1))]
@@ -43,6 +46,37 @@ def test_adaspec_eliminates_until_the_throughput_falls() -> None:
 @pytest.mark.parametrize(("tpot_s", "expected"), [(1.7, (2, 0)), (1.2, (1, 0)), (1.05, (0, 0)), (0.5, (0, 0))])
 def test_adaspec_eliminates_what_exceeds_the_slo(tpot_s: float, expected: tuple[int, int]) -> None:
     assert lens("adaspec", BATCH, SMOOTH, tpot_s=tpot_s) == expected
+
+
+class ChainOfDrafts(TableCost):
+    """A pass of 10 ms and 2 ms a row, after drafts of 3 ms a token."""
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float:  # type: ignore[override]
+        return 0.003 * draft_len
+
+
+ROUND = ChainOfDrafts((1, 101), (0.012, 0.212))
+PROPOSALS = ((0.8, 0.6, 0.42, 0.3), (0.5, 0.3, 0.18, 0.1), (0.35, 0.2, 0.1, 0.05), (0.25, 0.12, 0.06, 0.03))
+
+
+def test_adaspec_counts_the_time_of_drafting() -> None:
+    """Equation 1. Without T_d the lengths are 3, 2, 1 and 1."""
+    kept = [lens("adaspec", [decoding("x", survival)], ROUND)[0] for survival in PROPOSALS]
+    assert kept == [4, 3, 2, 2]
+
+
+def test_adaspec_verifies_nothing_where_no_round_meets_the_slo() -> None:
+    """Drafts took 12 ms, a row takes 12."""
+    assert lens("adaspec", [decoding("x", PROPOSALS[1])], ROUND, tpot_s=0.020) == (0,)
+    assert lens("adaspec", [decoding("x", PROPOSALS[1])], ROUND, tpot_s=0.0281) == (2,)
+
+
+@pytest.mark.parametrize(("tpot_s", "longest"), [(None, 8), (1.0, 8), (0.020, 1), (0.0221, 2), (0.016, 0)])
+def test_adaspec_drafts_no_further_than_a_round_within_the_slo(tpot_s: float | None, longest: int) -> None:
+    """A round of s draft tokens takes 12 + 5 s ms."""
+    lengths = build_draft_lengths(AdaSpecLength(), {"d": 8})
+    batch = BatchState(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
+    assert lengths.budgets([decoding("x", ())], batch)["x"].num_tokens == longest
 
 
 def test_dspark_admits_until_the_throughput_falls() -> None:
