@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-# `deploy.api.tool_formats.registry` and `deploy.api.tools` hold them; most are names of vLLM's parsers.
+# `deploy.api.tool_formats.forms` and `deploy.api.tools` hold them; most are names of vLLM's parsers.
 ToolCallParser = Literal[
     "none",
     "hermes",

@@ -14,10 +14,21 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import InvalidField, ModelUnavailable
-from deploy.api.tool_prompts import without_tools
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now", *_SPECIAL)
+
+# Of tools, for models whose template does not know them: in the form that Hermes and SmolLM2 were trained on.
+_INSTRUCTIONS = """You may call functions to assist with the user query. The functions are described in JSON:
+
+<tools>
+{tools}
+</tools>
+
+For each function call, answer with a JSON object with the function's name and arguments within <tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
 
 # Marks the end of the final message: a Unicode noncharacter, which occurs in no text.
 _END = "\ufdd0"
@@ -69,7 +80,7 @@ class ChatTemplate:
         Raises InvalidField: the template rejects the messages, or does not write the final message to be continued.
         """
         if not self.knows_tools:
-            messages = without_tools(messages, options.tools)
+            messages = _without_tools(messages, options.tools)
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
         names = {**self._special_tokens, **options.variables, "add_generation_prompt": options.add_generation_prompt}
@@ -131,3 +142,30 @@ def _raise(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def _without_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that any template can render: tools in the system message, calls and their results as text."""
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    instructions = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0]["role"] == "system":
+        system = plain.pop(0)
+        instructions = f"{system['content']}\n\n{instructions}"
+    return [{"role": "system", "content": instructions}, *plain]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+    if message["role"] == "tool":
+        return kept | {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [_call_text(call["function"]) for call in message.get("tool_calls", ())]
+    if calls:
+        kept["content"] = "\n".join([*filter(None, [message["content"]]), *calls])
+    return kept
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

@@ -1,12 +1,14 @@
 """Messages of a conversation, tools, and what is asked about tools, as OpenAI's chat API writes them."""
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from deploy.api.fields import FreeObject, Strict, only, text_or
+from deploy.api.tool_formats.parameters import Parameters as ToolParameters
 
 MAX_TOOLS = 128
 MAX_PARTS = 4096  # of one text
@@ -116,6 +118,10 @@ class FunctionDefinition(Strict):
     @property
     def arguments(self) -> dict[str, Any]:
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+    @cached_property
+    def parameters_read(self) -> ToolParameters:
+        return ToolParameters(self.arguments)
 
 
 class Tool(Strict):

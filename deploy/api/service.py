@@ -199,7 +199,7 @@ class Service:
             room = info.max_model_len - len(prompt.token_ids)
             fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
-        asked = self._form.grammar(use, opening, grammar_of(fields))
+        asked = await self._built(request, partial(self._form.grammar, use, opening, grammar_of(fields)))
         new_parser = self._form.new_parser(use, opening)
         options = OutputOptions(
             new_parser=new_parser,
@@ -232,6 +232,12 @@ class Service:
             return await work()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         return await self._in_time(request, self._threads.run(tenant.name, work))
+
+    async def _built(self, request: Request, build: Callable[[], T]) -> T:
+        """In a thread of the tenant's share, unless the body is too short to take time."""
+        if request.state.body_len <= _INLINE_BYTES:
+            return build()
+        return await self._in_share(request, lambda: asyncio.to_thread(build))
 
     async def _in_time(self, request: Request, work: Awaitable[T], advice: str = "send a shorter text") -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""

@@ -1,7 +1,7 @@
 """How a call uses tools and reasoning: what its template is given, how its answer is parsed, and what grammar forces it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.grammar import Grammar, GrammarKind
@@ -9,18 +9,97 @@ from deploy.api.answer_parts import AnswerParser, Opening, PlainText, ReasoningP
 from deploy.api.errors import bad_request
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, format_of, marker_of, pattern, sequence, spelled, tag
 from deploy.api.messages import NamedTool, Tool
-from deploy.api.reasoning import REASONING, reasoning_in
 from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_named
 from deploy.api.tokenizer import Tokenizer
-from deploy.api.tool_formats.form import CallForm
-from deploy.api.tool_formats.harmony import HARMONY, START, HarmonyParser
-from deploy.api.tool_formats.json_forms import HERMES
-from deploy.api.tool_formats.registry import form_of, name_in
-from deploy.api.tool_grammar import ToolGrammar
+from deploy.api.tool_formats.forms import HARMONY, HERMES, CallForm, form_of, name_in
+from deploy.api.tool_formats.harmony import CHANNEL, END, MESSAGE, START, HarmonyParser
 
 _TAIL_TOKENS = 16  # of a prompt, in which reasoning may begin or end
+# Markers of reasoning in front of an answer, by the name of its parser, which is vLLM's where it has one.
+THINK = ("<think>", "</think>")
+_OF_THINK = ("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "kimi_k2", "minimax_m2", "olmo3")
+REASONING: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(_OF_THINK, THINK),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "openai_gptoss": (f"{CHANNEL}analysis{MESSAGE}", END),
+}
+
+
+def _reasoning_in(source: str) -> str:
+    """The name of the reasoning in a chat template; "none" without any."""
+    if CHANNEL in source and MESSAGE in source:
+        return "openai_gptoss"
+    return next((name for name, (_, end) in REASONING.items() if end in source and end != END), "none")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolGrammar:
+    """The grammar of one call's tools, in the model's form of calls.
+
+    Args:
+        marker_ids: markers that are special tokens.
+        parallel: several calls are possible.
+    """
+
+    form: CallForm
+    marker_ids: Mapping[str, int]
+    tools: Sequence[Tool]
+    parallel: bool
+
+    def calls(self, *, strict: bool = True) -> Format:
+        """One call or more, and no other text.
+
+        Args:
+            strict: all arguments match their schemas, those of tools that are not strict included.
+        """
+        return sequence(self._calls(strict, ""))
+
+    def text_or_calls(self) -> Format:
+        """Any text, with or without calls. Arguments of strict tools match their schemas, others are objects."""
+        form, trigger = self.form, marker_of(self.form.trigger, self.marker_ids)
+        if not form.trigger:
+            text = pattern(form.no_call) if form.no_call else ANY_TEXT
+            return any_of([self.calls(strict=False), sequence([*self.spelled(form.text_begin), text])])
+        calls, end = self._calls(False, form.trigger), None
+        if form.end:  # a tag whose length has no bound must have one
+            end = calls.pop()
+        tagged = tag(trigger, sequence(calls), "" if end is None else end.get("value", end))
+        kind, triggers = "triggered_tags", {"triggers": [trigger]}
+        if not isinstance(trigger, str):
+            kind, triggers = "token_triggered_tags", {"trigger_tokens": [trigger["token"]]}
+        return {"type": kind, **triggers, "tags": [tagged], "stop_after_first": not self.parallel}
+
+    def spelled(self, *pieces: str | Format) -> list[Format]:
+        return spelled(pieces, self.marker_ids)
+
+    def _calls(self, strict: bool, begun: str) -> list[Format]:
+        """The pieces of calls after ``begun``."""
+        form = self.form
+        if not form.begin and begun:  # text may stand between calls
+            return [any_of(self._tags(strict, begun))]
+        several = {
+            "type": "tags_with_separator",
+            "tags": self._tags(strict, ""),
+            "separator": form.separator,
+            "at_least_one": True,
+            "stop_after_first": not (self.parallel and form.repeats),
+        }
+        return [*self.spelled(form.begin.removeprefix(begun)), several, *self.spelled(form.end)]
+
+    def _tags(self, strict: bool, begun: str) -> list[Format]:
+        """A call of each tool."""
+        tags = []
+        for tool in self.tools:
+            first, *others = self.form.pieces(tool, strict=strict or bool(tool.function.strict))
+            *pieces, last = self.spelled(first.removeprefix(begun) if isinstance(first, str) else first, *others)
+            is_end = last["type"] in ("const_string", "token")  # a tag whose length has no bound must have one
+            tags.append(
+                tag("", sequence(pieces), last.get("value", last)) if is_end else tag("", sequence([*pieces, last]), "")
+            )
+        return tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +139,7 @@ class AnswerForm:
         """As configured, or as the chat template shows."""
         template = tokenizer.chat_template
         name = settings.tool_call_parser or name_in(template) or "none"
-        thinks = settings.reasoning_parser or reasoning_in("" if template is None else template.source)
+        thinks = settings.reasoning_parser or _reasoning_in("" if template is None else template.source)
         calls = None if name == "none" else form_of(name, template)
         on_channels = thinks == "openai_gptoss" or calls is HARMONY
         reasoning = REASONING.get("openai_gptoss" if on_channels else thinks)
@@ -125,6 +204,9 @@ class AnswerForm:
         Raises:
             ApiError: 400 naming the field, for a grammar that is too long or malformed.
         """
+        if self.calls is not None and self.calls.elements is not None:
+            for tool in use.tools:
+                _ = tool.function.parameters_read  # here, where it is not on the event loop: the parser needs it
         field, tools = "tools", self._tool_grammar(use)
         if tools is not None and use.forced:
             content = tools.calls()

@@ -19,18 +19,22 @@ _ANY_NAME = frozenset({"", ".*"})
 _ANY_LINE = frozenset({"^.*$", "^(.*)$"})
 
 
-def normal_form(schema: Any) -> Any:
+def normal_form(schema: Any, *, names_root: bool = False) -> Any:
     """A new schema, whose references are ``#`` or begin with ``#/$defs/``.
+
+    Args:
+        names_root: the whole is one of the definitions, too, if it is referred to.
 
     Raises:
         InvalidField: it is not a schema, or demands what cannot be rewritten; says at which path.
     """
-    return _Document(schema).normal()
+    return _Document(schema, names_root).normal()
 
 
 class _Document:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, names_root: bool) -> None:
         self._root = root
+        self._names_root = names_root
         self._bases: dict[int, str] = {}  # by id() of each object: the URI from which its references start
         self._addresses: dict[str, Any] = {"": root}
         self._index()
@@ -123,7 +127,7 @@ class _Document:
         target, last = self._target(reference, base, f"{path}/$ref")
         if inline or isinstance(target, bool):
             return self._node(target, base, path, depth + 1, inline=True)
-        if target is self._root:
+        if target is self._root and not self._names_root:
             return {"$ref": "#"}
         if id(target) not in self._names:
             name = re.sub(r"[^\w.-]", "_", last, flags=re.ASCII) or "_"

@@ -61,12 +61,24 @@ def checked(source: str) -> tuple[Any, frozenset[str]]:
 def checked_schema(schema: Any) -> tuple[Any, frozenset[str]]:
     """As ``checked``, of a schema that is not text."""
     found = normal_form(schema)
-    nodes = list(_walk(found, "#"))
-    for path, one in nodes:
-        _check(path, one, found)
+    nodes = _checked_nodes(found)
     for path, one in nodes:
         _finish(path, one)
     return found, frozenset(name for _, one in nodes for name in one.get("required", ()))
+
+
+def read_schema(schema: Any) -> Any:
+    """In normal form, with types, all of it possible to enforce. Raises as ``checked``."""
+    found = normal_form(schema, names_root=True)
+    _checked_nodes(found)
+    return found
+
+
+def _checked_nodes(schema: Any) -> list[tuple[str, dict[str, Any]]]:
+    nodes = list(_walk(schema, "#"))
+    for path, one in nodes:
+        _check(path, one, schema)
+    return nodes
 
 
 def _walk(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

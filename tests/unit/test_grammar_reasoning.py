@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.grammar import Grammar, GrammarKind
-from deploy.api.reasoning import THINK
-from deploy.api.tools import AnswerForm, ToolUse
+from deploy.api.tools import THINK, AnswerForm, ToolUse
 from engine.grammar.compiling import Grammars, grammars_of
 from engine.grammar.state import GrammarState
 

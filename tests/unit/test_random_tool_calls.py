@@ -14,7 +14,7 @@ from cluster.errors import InvalidField
 from deploy.api.answer_parts import Arguments, CallStart, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.registry import CALL_FORMS
+from deploy.api.tool_formats.forms import CALL_FORMS
 from deploy.api.tools import AnswerForm, ToolUse
 from engine.grammar.compiling import CompiledGrammar
 from engine.grammar.tag_rules import checked_tag

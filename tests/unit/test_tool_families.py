@@ -11,12 +11,11 @@ from cluster.config import ReasoningParser, ToolCallParser
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text, merged
 from deploy.api.chat_template import ChatTemplate
 from deploy.api.messages import Tool
-from deploy.api.reasoning import REASONING
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
+from deploy.api.tool_formats.forms import CALL_FORMS
 from deploy.api.tool_formats.harmony import HarmonyParser
-from deploy.api.tool_formats.registry import CALL_FORMS
-from deploy.api.tools import AnswerForm
+from deploy.api.tools import REASONING, AnswerForm
 from tests.support.api import fast_tokenizer
 
 PROPERTIES = {
@@ -327,7 +326,7 @@ def test_random_text_never_fails_and_is_never_lost(form: str) -> None:
             assert "".join(part.text for part in parts if isinstance(part, Text)) == text
 
 
-@pytest.mark.parametrize("form", ["glm45", "qwen3_coder", "minimax_m2", "deepseek_v32", "mistral_v11", "kimi_k2", "openai"])
+@pytest.mark.parametrize("form", sorted(WRITTEN.keys() - {"pythonic", "gemma3", "olmo3"}))
 def test_names_and_arguments_are_passed_on_as_they_arrive(form: str) -> None:
     text = WRITTEN[form]("get_weather", {"city": "a" * 100})
     parser = CALL_FORMS[form].parser(TOOLS)

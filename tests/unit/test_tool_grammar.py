@@ -13,12 +13,10 @@ from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from deploy.api.answer_parts import Arguments, CallStart, Opening, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool
-from deploy.api.reasoning import REASONING, THINK
-from deploy.api.tool_formats.harmony import HARMONY
-from deploy.api.tool_formats.parameters import NotRead, Parameters
-from deploy.api.tool_formats.python_text import json_of_literal
-from deploy.api.tool_formats.registry import CALL_FORMS
-from deploy.api.tools import AnswerForm, ToolUse
+from deploy.api.tool_formats.forms import CALL_FORMS, HARMONY
+from deploy.api.tool_formats.parameters import Parameters
+from deploy.api.tool_formats.python_call import json_of_literal
+from deploy.api.tools import REASONING, THINK, AnswerForm, ToolUse
 from engine.grammar.tag_rules import checked_tag
 
 PARIS = '{"city": "Paris"}'
@@ -258,10 +256,10 @@ def test_alternatives_that_refer_to_themselves_are_read_to_an_end() -> None:
     properties = {"a": ITSELF, "b": {"$ref": "#/$defs/b"}}
     known = Parameters({"properties": properties, "$defs": {"a": {"anyOf": [ITSELF] * 9}, "b": nullable}})
     assert known.types("a") == frozenset()
-    with pytest.raises(NotRead):
+    with pytest.raises(InvalidField):
         known.alternatives(ITSELF)
     assert known.types("b") == {"string", "integer", "null"}
-    kinds = [one.rules["type"] for one in known.alternatives(properties["b"])]
+    kinds = [one["type"] for one in known.alternatives(properties["b"])]
     assert kinds == ["string", ["integer", "null"]], "in their order"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.api.answer_parts import AnswerParser, Arguments, CallStart, Part, PlainText, Reasoning, Text, merged
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.registry import CALL_FORMS
+from deploy.api.tool_formats.forms import CALL_FORMS
 
 THINK = ("<think>", "</think>")
 TOOLS = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in ("add", "get_weather")]

@@ -3,26 +3,21 @@
 import json
 from typing import Any
 
+from cluster.errors import InvalidField
 from cluster.grammar import MAX_GRAMMAR_CHARS
 from deploy.api.errors import ApiError, bad_request
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.parameters import STRING, Alternative, NotRead, Parameters, types_of
-from deploy.api.tool_formats.values import json_of_value, plain_of
-from deploy.api.tool_formats.xml_call import Elements
+from deploy.api.tool_formats.element_call import Elements, json_of_value, plain_of
+from deploy.api.tool_formats.parameters import STRING, Parameters, types_of, values_of
 from engine.grammar.json_pattern import plain_spelling
-from engine.grammar.schema_merge import is_of
-from engine.grammar.schema_rules import pattern_fault
-from engine.grammar.schema_spellings import OF_STRING
-from engine.grammar.string_formats import FORMATS
 
-_BOUNDS = {"minLength", "maxLength"}
-_MAX_BOUND = 65_536  # of a string's length
 _BLOCK = 64
 _CONTAINERS = {"array", "object"}
 _BEGINS_VALUE = "[{(+-.0123456789"  # of another type than string
 _BEGINS_BOOLEAN = "tTfF"
 _ANY_KEY = r'[^<>"\n]{1,64}'
+_IN_FORM = "in this model's form of calls it cannot be enforced"
 
 
 class ElementGrammar:
@@ -30,12 +25,18 @@ class ElementGrammar:
 
     Args:
         strict: they match the tool's schema; otherwise they are any object.
+
+    Raises:
+        ApiError: 400, the schema cannot be enforced.
     """
 
     def __init__(self, elements: Elements, tool: Tool, *, strict: bool) -> None:
         self._elements = elements
         self._tool_name = tool.function.name
-        self._parameters = Parameters(tool.function.arguments if strict else {"type": "object"})
+        try:
+            self._parameters = Parameters(tool.function.arguments if strict else {"type": "object"}, strict=True)
+        except InvalidField as error:
+            raise bad_request("tools", f"{self._tool_name!r}: {error.reason}") from error
         self._tells_strings = "{is_string}" in elements.parameter.template
         self._break = "\n" if elements.on_lines else ""
 
@@ -59,19 +60,13 @@ class ElementGrammar:
 
     def _property(self, key: str | None, schema: Any) -> Format:
         """``key``: None: any."""
-        try:
-            found = self._parameters.alternatives(schema)
-        except NotRead as error:
-            raise self._refused(key, str(error)) from error
+        found = self._parameters.alternatives(schema)
         if key is not None:
             written = self._elements.parameter.full.fullmatch(self._elements.parameter.written(key=key, is_string="true"))
             if written is None or written["key"] != key:
                 raise self._refused(key, "has a name that cannot be written")
         types = types_of(found)
         if not types:
-            opaque = next((one.rules for one in found if one.rules and not one.types), None)
-            if opaque is not None:
-                raise self._refused(key, f"must give its type beside {min(opaque)}")
             as_json = [self._json(key, True)] if self._tells_strings else []
             return any_of([self._text(key, ""), *as_json])
         if "string" not in types:
@@ -79,17 +74,11 @@ class ElementGrammar:
         excluded = "" if self._tells_strings else _mistakable(found)
         return any_of([self._alternative(key, one, types, excluded) for one in found])
 
-    def _alternative(self, key: str | None, one: Alternative, types: frozenset[str], excluded: str) -> Format:
+    def _alternative(self, key: str | None, one: dict[str, Any], types: frozenset[str], excluded: str) -> Format:
         """``excluded``: characters with which a string may not begin, lest it is read as a value of other ``types``."""
-        if "string" not in one.types:
-            return self._json(key, one.rules)
-        known = {"type", "const", "enum"} if one.values else {"type", *OF_STRING}
-        if one.rules.keys() - known or (one.types != STRING and not one.values):
-            raise self._refused(key, f"{min(one.rules.keys() - known, default='type')} is not supported for a string")
-        if one.values:
-            values = [value for value in one.values if any(is_of(value, kind) for kind in one.types)]
+        if (values := values_of(one)) is not None:
             return any_of([self._literal(key, value, types) for value in values])
-        return self._string(key, one.rules, excluded)
+        return self._string(key, one, excluded) if one.get("type") == "string" else self._json(key, one)
 
     def _literal(self, key: str | None, value: Any, types: frozenset[str]) -> Format:
         text, end = plain_of(value), self._elements.value_end
@@ -102,32 +91,15 @@ class ElementGrammar:
         return self._element(key, isinstance(value, str), [text])
 
     def _string(self, key: str | None, rules: dict[str, Any], excluded: str) -> Format:
-        form = FORMATS.get(str(rules.get("format")))
-        if ("pattern" in rules) + (form is not None) + bool(rules.keys() & _BOUNDS) > 1:
-            raise self._refused(key, "may have one of pattern, format, and bounds of its length")
-        if form is not None:
-            return self._element(key, True, [pattern(form)])
-        if "pattern" in rules:
-            return self._pattern(key, rules["pattern"], excluded)
-        if not rules.keys() & _BOUNDS:
-            return self._text(key, excluded)
         least, most = rules.get("minLength", 0), rules.get("maxLength")
-        if not all(
-            is_of(bound, "integer") and 0 <= bound <= _MAX_BOUND for bound in (least, least if most is None else most)
-        ):
-            raise self._refused(key, f"minLength and maxLength must be from 0 to {_MAX_BOUND}")
-        return self._bounded(key, int(least), None if most is None else int(most), excluded)
-
-    def _pattern(self, key: str | None, regex: Any, excluded: str) -> Format:
-        fault = pattern_fault(regex) if isinstance(regex, str) else "must be a string"
+        if "pattern" not in rules:
+            return self._bounded(key, least, most, excluded) if least or most is not None else self._text(key, excluded)
         if excluded:
-            fault = "is not supported beside lists, objects, or numbers with bounds"
-        if fault is None:
-            try:
-                return self._element(key, True, [pattern(plain_spelling(regex, "<"))])
-            except ValueError as error:
-                fault = str(error)
-        raise self._refused(key, f"pattern: {fault}")
+            raise self._refused(key, "pattern: is not supported beside lists, objects, or numbers with bounds")
+        try:
+            return self._element(key, True, [pattern(plain_spelling(rules["pattern"], "<"))])
+        except ValueError as error:
+            raise self._refused(key, f"pattern: {error}") from error
 
     def _text(self, key: str | None, excluded: str) -> Format:
         end = self._elements.value_end
@@ -165,15 +137,12 @@ class ElementGrammar:
         return bad_request("tools", f"{self._tool_name!r}: {place} {reason}; {_IN_FORM}")
 
 
-_IN_FORM = "in this model's form of calls it cannot be enforced"
-
-
-def _mistakable(alternatives: list[Alternative]) -> str:
+def _mistakable(alternatives: list[dict[str, Any]]) -> str:
     """The characters with which values begin that a string must not be read as."""
     found = ""
     for one in alternatives:
-        others = one.types - STRING - {"null"}
-        if others & _CONTAINERS or (others and one.rules.keys() - {"type"}):
+        others = types_of([one]) - STRING - {"null"}
+        if others & _CONTAINERS or (others and one.keys() - {"type"}):
             found = found or _BEGINS_VALUE
             found += _BEGINS_BOOLEAN if "boolean" in others else ""
     return found

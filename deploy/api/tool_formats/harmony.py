@@ -4,10 +4,8 @@
 import re
 from collections.abc import Sequence
 
-from deploy.api.answer_parts import Arguments, CallStart, Opening, Part, PartParser, Reasoning, Text, merged, num_begun
-from deploy.api.grammar_parts import Format, arguments
+from deploy.api.answer_parts import Arguments, CallStart, Opening, Part, Reasoning, Text, merged, num_begun
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.form import CallForm
 from deploy.api.tool_formats.json_call import JsonDepth
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
@@ -123,21 +121,3 @@ class HarmonyParser:
         separator = "\n" if self._is_new and self._state in self._ended else ""
         self._is_new = False
         return [Reasoning(separator + text) if self._state == "reasoning" else Text(separator + text)]
-
-
-class HarmonyForm(CallForm):
-    """A call ends the answer by the token ``<|call|>``, which is an end of sequence."""
-
-    def parser(self, tools: Sequence[Tool]) -> PartParser:
-        return HarmonyParser(tools)
-
-    def call(self, tool: Tool, strict: bool | None) -> Sequence[str | Format]:
-        head = f"{CHANNEL}commentary to=functions.{tool.function.name} <|constrain|>json{MESSAGE}"
-        return head, arguments(tool, strict)
-
-
-HARMONY = HarmonyForm(
-    markers=(CHANNEL, MESSAGE, END, START, "<|call|>", "<|return|>", "<|constrain|>"),
-    repeats=False,
-    text_begin=f"{CHANNEL}final{MESSAGE}",
-)

@@ -1,6 +1,7 @@
 """Calls whose arguments are JSON, which is passed on as it arrives."""
 
 import json
+import re
 from collections.abc import Collection, Sequence
 
 from deploy.api.answer_parts import Arguments, CallStart
@@ -104,7 +105,8 @@ class HeadedCall(CallReader):
 
 
 class ObjectCall(CallReader):
-    """An object with a name and arguments: ``{"name": ..., "arguments": {...}}``.
+    """``{"name": ..., "arguments": {...}}``. Arguments are passed on as they arrive, if only the name and other scalars
+    stand before them.
 
     Args:
         names: names of tools; a call of another is not a call. None: any.
@@ -114,103 +116,79 @@ class ObjectCall(CallReader):
     def __init__(self, index: int, names: Collection[str] | None = None, needs_arguments: bool = False) -> None:
         super().__init__(index)
         self._json = JsonDepth()
-        self._name: str | None = None
         self._names = names
         self._needs_arguments = needs_arguments
-        self._role = "key"
-        self._key = ""
-        self._member = ""
-        self._arguments = ""  # read before the name
-        self._has_arguments = False  # a second member of this meaning is ignored
+        self._in_arguments = False  # those that are passed on
 
     @property
     def is_cut(self) -> bool:
-        in_arguments = self._role == "value" and self._key in _KEYS and self._member[:1] == "{"
-        has_object = in_arguments and self._json.depth == 1 and not self._json.in_string
-        return self.started and not (self.done or self._has_arguments or has_object)
+        return self._in_arguments
 
     def feed(self, text: str) -> str:
         for i, char in enumerate(text):
+            was_string = self._json.in_string
+            self._json.feed(char)
+            if not self.started and char == "{" and self._json.depth == 2 and not was_string:
+                self._in_arguments = self._starts(_name_before_arguments(self.raw))
+            if self._in_arguments:
+                self.parts.append(Arguments(self.index, char))
+                self._in_arguments = self._json.depth > 1
             if not self.started:
                 self.raw += char
-            self._member_char(char)
+            if self._json.is_complete and not self.started:
+                self._read_whole()
+            self.done = self._json.is_complete or (not self.started and not _MAY_BE_OBJECT.match(self.raw))
             if self.done:
                 return text[i + 1 :]
         return ""
 
-    def _member_char(self, char: str) -> None:
-        was_string, depth = self._json.in_string, self._json.depth
-        self._json.feed(char)
-        if depth == 0:  # the opening brace
-            return
-        is_outer = depth == 1 and not was_string
-        if is_outer and char in ",}" and self._role in ("value", "key"):
-            if self._role == "value":
-                self._end_member()
-            self._role, self._member = "key", ""
-            if char == "}":
-                self._end()
-        elif self._role == "key":
-            self._member += char
-            if was_string and not self._json.in_string:
-                self._key, self._role = _string(self._member) or "", "colon"
-            elif not self._json.in_string and not char.isspace():
-                self.done = True
-        elif self._role == "colon":
-            if char == ":":
-                self._role, self._member = "value", ""
-            elif not char.isspace():
-                self.done = True
-        else:
-            self._value_char(char, was_string, depth)
+    def _starts(self, name: str | None) -> bool:
+        if not name or (self._names is not None and name not in self._names):
+            return False
+        self.started, self.raw = True, ""
+        self.parts.append(CallStart(self.index, name))
+        return True
 
-    def _value_char(self, char: str, was_string: bool, was_depth: int) -> None:
-        if not self._member and char.isspace():
+    def _read_whole(self) -> None:
+        members = _members(self.raw)
+        arguments = next((value for key, value in members if key in _KEYS), None)
+        if arguments is None and self._needs_arguments:
             return
-        is_complete = self._member[:1] == "{" and self._member[-1:] == "}" and was_depth == 1 and not was_string
-        if is_complete:  # whitespace after an object
-            self.done |= not char.isspace()
-            return
-        self._member += char
-        if self._key in _KEYS and self._member[0] == "{" and not self._has_arguments:
-            if not self.started:
-                self._start()
-            if self.started:
-                self.parts.append(Arguments(self.index, char))
+        if self._starts(next((_string(value) for key, value in members if key == "name"), None)):
+            text = _string(arguments or "") or arguments  # some models write them as a string
+            self.parts.append(Arguments(self.index, "{}" if text in (None, '""', "null") else text))
 
-    def _end_member(self) -> None:
-        value = self._member.strip()
-        if self._key == "name" and self._name is None:
-            self._name = _string(value)
-            if self._arguments:
-                self._start()
-        elif self._key in _KEYS and not self._has_arguments:
-            self._has_arguments = True
-            arguments = _string(value) if value[:1] == '"' else value  # some models write them as a string
-            arguments = "{}" if arguments in (None, "", "null") else arguments
-            if not self.started:
-                self._arguments = arguments
-                self._start()
-            elif value[:1] != "{":
-                self.parts.append(Arguments(self.index, arguments))
 
-    def _start(self) -> None:
-        """Begins the call if its name is known."""
-        if self.started or not self._name:
-            return
-        if self._names is not None and self._name not in self._names:
-            return
-        self.started = True
-        self.raw = ""
-        self.parts.append(CallStart(self.index, self._name))
-        if self._arguments:
-            self.parts.append(Arguments(self.index, self._arguments))
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any size
+_MARK = re.compile(r"\s*([{},:])\s*")
+_MAY_BE_OBJECT = re.compile(r'\{\s*(?:["}]|$)')
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_BEFORE_ARGUMENTS = re.compile(
+    rf'((?:\{{|,)\s*{_STRING}\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)+,\s*"(?:{"|".join(_KEYS)})"\s*:\s*'
+)
 
-    def _end(self) -> None:
-        self.done = True
-        if not self.started and not self._needs_arguments:
-            self._arguments = self._arguments or "{}"
-            self._start()
+
+def _name_before_arguments(text: str) -> str | None:
+    """The name in an object whose arguments come next."""
+    if len(text) > MAX_HEAD_LEN or not _BEFORE_ARGUMENTS.fullmatch(text):
+        return None
+    members = _members(f"{text[: text.rindex(',')]}}}")
+    is_first = not any(key in _KEYS for key, _ in members)
+    return next((_string(value) for key, value in members if key == "name" and is_first), None)
+
+
+def _members(text: str) -> list[tuple[str, str]]:
+    """The members of a JSON object, each with the text of its value; none if it is not one."""
+    pieces, marks, at = list[str](), "", 0
+    try:
+        while (mark := _MARK.match(text, at)) and mark[1] != "}":
+            _, at = _DECODER.raw_decode(text, mark.end())
+            pieces.append(text[mark.end() : at])
+            marks += mark[1]
+    except (ValueError, RecursionError):
+        return []
+    is_object = mark is not None and re.fullmatch(r"{:(,:)*", marks)
+    return [(_string(key) or "", value) for key, value in zip(pieces[::2], pieces[1::2], strict=True)] if is_object else []
 
 
 def _string(text: str) -> str | None:

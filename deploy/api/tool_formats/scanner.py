@@ -1,6 +1,7 @@
 """Finds calls in an answer's text: text, then calls, then text again. Text that is no call is content."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from deploy.api.answer_parts import Part, Text, merged, releasable
 
@@ -31,7 +32,10 @@ class CallReader(ABC):
         return ""
 
 
-class Scanner(ABC):
+NewCall = Callable[[int], CallReader]  # of the call of this number
+
+
+class Scanner:
     """Common to all forms with a marker before calls. Whitespace between calls is dropped.
 
     Args:
@@ -40,13 +44,24 @@ class Scanner(ABC):
         end: marker after the calls.
         skipped: characters between calls, beside whitespace.
         is_section: several calls may follow one marker.
+        other_call: reads what follows the marker and does not begin as a call; then each call may have its own marker.
     """
 
     def __init__(
-        self, begin: str, call_begin: str = "{", end: str = "", *, skipped: str = "", is_section: bool = True
+        self,
+        begin: str,
+        new_call: NewCall,
+        call_begin: str = "{",
+        end: str = "",
+        *,
+        skipped: str = "",
+        is_section: bool = True,
+        other_call: NewCall | None = None,
     ) -> None:
         self.begin = begin
         self.is_cut = False
+        self._new_call = new_call
+        self._other_call = other_call
         self._call_begin = call_begin
         self._end = end
         self._skip = _BLANK + skipped
@@ -57,9 +72,6 @@ class Scanner(ABC):
         self._state = "text"
         self._call: CallReader | None = None
         self._num_calls = 0
-
-    @abstractmethod
-    def _new_call(self, index: int) -> CallReader: ...
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -104,6 +116,14 @@ class Scanner(ABC):
         self._opening, self._held, self._state = opening, held, "calls"
 
     def _read_between(self, parts: list[Part]) -> bool:
+        if self._other_call is not None:
+            again = self._held.lstrip(self._skip.replace(self.begin[0], ""))
+            if again.startswith(self.begin) and not self._opening:  # the next call
+                self._take_skipped()
+                self._open(self.begin, again[len(self.begin) :])
+                return True
+            if again and self.begin.startswith(again):
+                return False
         rest = self._held.lstrip(self._skip)
         self._skipped.append(self._held[: len(self._held) - len(rest)])  # not read again with each delta
         self._held = rest
@@ -119,20 +139,18 @@ class Scanner(ABC):
             return True
         if self._call_begin.startswith(rest):
             return False
-        return self._read_other(rest, parts)
+        if self._other_call is not None and self._opening:
+            self._begin_call(self._other_call(self._num_calls))
+            return True
+        if before := self._opening + self._take_skipped():
+            parts.append(Text(before))
+        self._to_text(rest)
+        return True
 
     def _begin_call(self, call: CallReader) -> None:
         skipped = self._take_skipped()
         self._opening += skipped if self._opening else ""
         self._call = call
-
-    def _read_other(self, rest: str, parts: list[Part]) -> bool:
-        """Between calls: neither a call nor the end marker, so the rest is text again."""
-        before = self._opening + self._take_skipped()
-        if before:
-            parts.append(Text(before))
-        self._to_text(rest)
-        return True
 
     def _take_skipped(self) -> str:
         skipped = "".join(self._skipped)
@@ -168,8 +186,10 @@ class LeadingScanner(Scanner):
         begin: marker that may stand before.
     """
 
-    def __init__(self, begin: str, first: str, call_begin: str, end: str, *, skipped: str, keeps_first: bool) -> None:
-        super().__init__(begin, call_begin, end, skipped=skipped)
+    def __init__(
+        self, begin: str, new_call: NewCall, first: str, call_begin: str, end: str, *, skipped: str, keeps_first: bool
+    ) -> None:
+        super().__init__(begin, new_call, call_begin, end, skipped=skipped)
         self._first = first
         self._keeps_first = keeps_first
         self._begins = True

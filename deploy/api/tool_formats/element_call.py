@@ -1,7 +1,7 @@
 """Calls whose parameters are elements with plain text: ``<parameter=city>Paris</parameter>``."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,9 @@ from deploy.api.answer_parts import Arguments, CallStart, num_begun
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
 from deploy.api.tool_formats.json_call import JsonDepth
-from deploy.api.tool_formats.parameters import ALL_TYPES, STRING, Parameters
-from deploy.api.tool_formats.python_text import json_of_literal
-from deploy.api.tool_formats.scanner import CallReader, Scanner
-from deploy.api.tool_formats.values import json_of_value
+from deploy.api.tool_formats.parameters import ALL_TYPES, STRING, Parameters, json_type
+from deploy.api.tool_formats.python_call import checked_json, json_of_literal
+from deploy.api.tool_formats.scanner import CallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,13 @@ class Elements:
     on_lines: bool = False
 
 
-class XmlCall(CallReader):
+class ElementCall(CallReader):
     """Strings are passed on as they arrive, other values when they are complete."""
 
-    def __init__(self, index: int, elements: Elements, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, index: int, elements: Elements, tools: Sequence[Tool]) -> None:
         super().__init__(index)
         self._elements = elements
-        self._schemas = schemas  # of the arguments of each tool
+        self._tools = tools
         self._parameters = Parameters({})
         self._state = "head"
         self._held = ""
@@ -93,7 +92,8 @@ class XmlCall(CallReader):
         return True
 
     def _start(self, name: str) -> None:
-        self._parameters = Parameters(self._schemas.get(name, {}))
+        read = (tool.function.parameters_read for tool in self._tools if tool.function.name == name)
+        self._parameters = next(read, self._parameters)
         self.started, self.raw, self._state = True, "", "between"
         self.parts.append(CallStart(self.index, name))
 
@@ -158,13 +158,16 @@ class XmlCall(CallReader):
             self.parts.append(Arguments(self.index, text))
 
 
-class XmlScanner(Scanner):
-    """Finds calls of ``elements`` between ``begin`` and ``end``. Without an end each call has its own begin."""
+def json_of_value(text: str, types: frozenset[str]) -> str:
+    """JSON of a value's text. A text that is no value of another type is a string."""
+    if types != STRING:
+        stripped = text.strip()
+        found = checked_json(stripped) or json_of_literal(stripped)
+        if found is not None and ("string" not in types or json_type(json.loads(found, parse_int=len)) in types - STRING):
+            return found
+    return json.dumps(text, ensure_ascii=False)
 
-    def __init__(self, tools: Sequence[Tool], elements: Elements, begin: str, end: str) -> None:
-        super().__init__(begin, elements.head.template.partition("{")[0], end, is_section=bool(end))
-        self._elements = elements
-        self._schemas = {tool.function.name: tool.function.arguments for tool in tools}
 
-    def _new_call(self, index: int) -> CallReader:
-        return XmlCall(index, self._elements, self._schemas)
+def plain_of(value: Any) -> str:
+    """A value as plain text: a string as it is, others as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
