@@ -21,9 +21,9 @@ from rich.console import Console
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from benchmarks.serve import local_config, tokenize
+from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import Config, FileStateConfig, TargetConfig
+from cluster.config import Config, TargetConfig
 from cluster.errors import OutriderError
 from engine.models.prepare import ensure_model
 
@@ -105,7 +105,7 @@ class Server:
     def running(self) -> Iterator["Server"]:
         with (
             tempfile.TemporaryDirectory(prefix="outrider-arms-") as folder,
-            ServerProcess(self._config.model_copy(update={"state": FileStateConfig(folder=Path(folder))})) as process,
+            ServerProcess(with_state(self._config, Path(folder))) as process,
         ):
             process.wait_ready()
             self._targets = process.workers("TargetActor")

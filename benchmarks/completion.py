@@ -1,4 +1,4 @@
-"""What has come of requests: their tokens and commits, and when these arrived."""
+"""What has come of a request: its tokens and commits."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,12 +13,10 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    arrived_s: list[float] = field(default_factory=list)  # of each commit, by the cluster's clock
 
-    def add(self, commit: Commit, now_s: float) -> None:
+    def add(self, commit: Commit) -> None:
         self.token_ids.extend(commit.token_ids)
         self.commits.append(commit)
-        self.arrived_s.append(now_s)
 
     @property
     def has_ended(self) -> bool:

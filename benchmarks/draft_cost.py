@@ -1,12 +1,13 @@
 """Cost of a draft, timed in turn with steps of the target."""
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 from benchmarks.fixtures import Fixtures
-from benchmarks.throughput import sample
+from benchmarks.prompts import spread
 from cluster.config import DrafterConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
@@ -59,6 +60,12 @@ def draft_cost(
             timed.release(recording.name)  # not finished
     fixtures.plain.release(request.id)
     return _typical_s(timed.draft_s) / _typical_s(timed.step_s)
+
+
+def sample(recordings: Sequence[Recording], num: int) -> list[Recording]:
+    """At most ``num`` answers, drawn equally from all domains."""
+    usable = [recording for recording in recordings if len(recording.output_token_ids) > 2] or list(recordings)
+    return spread(random.Random(0).sample(usable, len(usable)), num)
 
 
 def _typical_s(times_s: Sequence[float]) -> float:

@@ -6,9 +6,8 @@ The very loops that the actors run. For tests, benchmarks, notebooks, and whoeve
 import asyncio
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,14 +18,12 @@ from typing import TYPE_CHECKING, Self
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
 from benchmarks.completion import Completing, Completion
-from benchmarks.core_sets import CoreSet
-from benchmarks.stoppable_clock import StoppableClock
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig, OutriderLength
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
-from cluster.types import FinishReason, ModelInfo, Request, RoutingTable
+from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 START_S = 10.0
-TARGET = "target"  # its name in partitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,8 @@ class PoolEntry:
     """A drafter and how its loop drives it.
 
     Args:
-        companion: it shares the target's device, so it is queried only while that pays; without a partition it drafts on
-            the target's thread.
+        companion: it shares the target's device, so it is queried only while that pays, and drafts on the target's thread.
+        beside: a companion that has a thread of its own, as with a compute partition.
         proposers: names of those that may ride ahead of it, on which it may report.
     """
 
@@ -60,6 +56,7 @@ class PoolEntry:
     ahead_len: int = 0
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
+    beside: bool = False
     proposers: tuple[str, ...] = ()
     max_outcomes: int = 0
 
@@ -74,11 +71,7 @@ class _RunningDrafter:
 
 
 class EmbeddedCluster:
-    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop.
-
-    ``clock`` is the target's: it stands still while the cluster is paused. Who measures seconds across a pause takes it.
-    ``partitions``: that the threads of drafters and of ``TARGET`` enter.
-    """
+    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop."""
 
     def __init__(
         self,
@@ -88,18 +81,14 @@ class EmbeddedCluster:
         pool: Mapping[str, PoolEntry],
         planner: Planner | None = None,
         table: RoutingTable | None = None,
-        clock: StoppableClock | None = None,
         grammars: "Grammars | None" = None,
         draft_length: DraftLengthConfig | None = None,
-        partitions: Mapping[str, CoreSet] | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
         self.grammars = grammars
         self._engine = engine
-        self._partitions = dict(partitions or {})
         self._mailbox = Mailbox()
-        self.clock = clock or StoppableClock()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         proposers = {name: entry.proposers for name, entry in pool.items()}
         self.loop = TargetLoop(
@@ -107,7 +96,7 @@ class EmbeddedCluster:
             model,
             self._mailbox,
             cost,
-            self.clock,
+            time.monotonic,
             planner,
             table,
             draft_lengths=build_draft_lengths(
@@ -117,14 +106,11 @@ class EmbeddedCluster:
             proposers=proposers,
             grammars=grammars,
         )
-        if TARGET in self._partitions:
-            self.loop.partition = self._partitions[TARGET].name
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
-        self._is_paused = False
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
-        self._target = self._start_target()
+        self._target = LoopThread("target", self.loop.run, self._mailbox.wake, on_end=self.hang_up)
         self.client = LinkClient("embedded", model, [self.address], self._status)
         if not self.client.wait_linked(START_S):
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
@@ -159,6 +145,7 @@ class EmbeddedCluster:
                     drafter.ahead_len,
                     drafter.capacity,
                     drafter.is_colocated,
+                    False,
                     tuple(below.name for below in config.proposers_of(drafter.name)),
                     drafter.num_outcomes,
                 )
@@ -178,54 +165,6 @@ class EmbeddedCluster:
             draft_length=config.planner.draft_length,
         )
 
-    def drafter_loop(self, name: str) -> DrafterLoop:
-        return self._drafters[name].loop
-
-    def pause(self) -> None:
-        """All threads end: one that has made products slows those of others even while it waits (engine.threads). Requests
-        under way wait, and what the loops have learned stays. Raises RuntimeError: the loop has failed meanwhile.
-        """
-        self._is_paused = True
-        self._target.stop()
-        end = self._target.wait_end()
-        for drafter in self._drafters.values():
-            if drafter.thread is not None:
-                drafter.thread.stop()
-        self.clock.stop()
-        if end != "stopped":
-            self.hang_up()
-            raise RuntimeError(f"the embedded target failed: {end}")
-
-    def resume(self) -> None:
-        """After ``pause``, on new threads."""
-        self._is_paused = False
-        self.clock.start()
-        for name, drafter in self._drafters.items():
-            if drafter.thread is not None:
-                drafter.thread = self._run_drafter(name, drafter.loop, drafter.mailbox, drafter.link)
-        self._target = self._start_target()
-
-    def work(self) -> None:
-        """After ``pause``: a round on this thread, for which the clock runs. Raises what the engine does."""
-        self.clock.start()
-        try:
-            self.loop.work()
-        finally:
-            self.clock.stop()
-
-    def connect_gateway(self, mailbox: Mailbox) -> Link:
-        """A link for requests, whose commits come to ``mailbox``."""
-        return connect(self.address, mailbox, self._hello(Role.GATEWAY, "requests"))
-
-    def abort(self) -> None:
-        """After ``pause``: requests under way end with an error."""
-        self.loop.fail_all("the embedded target has stopped", FinishReason.ERROR)
-
-    def read_mail(self) -> None:
-        """After ``abort``: drafters read what the target has sent."""
-        for drafter in self._drafters.values():
-            drafter.loop.begin(time.monotonic())
-
     def hang_up(self) -> None:
         """Whoever waits for an answer gets LinkClosed, and so does who asks for another. Drafters are unlinked, too."""
         self._listener.close()
@@ -235,10 +174,11 @@ class EmbeddedCluster:
         loop, mailbox = _loop(name, entry)
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
         thread = None
-        if entry.companion and name not in self._partitions:
+        if entry.companion and not entry.beside:
             self.loop.inline.add(loop, link.close)
         else:
-            thread = self._run_drafter(name, loop, mailbox, link)
+            run = partial(loop.run, clock=time.monotonic)
+            thread = LoopThread(f"drafter-{name}", run, mailbox.wake, on_end=link.close)
         self._drafters[name] = _RunningDrafter(entry, loop, mailbox, link, thread)
 
     def kill_drafter(self, name: str) -> None:
@@ -249,55 +189,37 @@ class EmbeddedCluster:
         if drafter.thread is not None:
             drafter.thread.stop()
 
-    def complete(
-        self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None
-    ) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], num_alive: int | None = None) -> list[Completion]:
         """Runs the requests to their ends, in an event loop of its own.
 
         Args:
             num_alive: so many at a time, in order, each that ends giving its place to the next; else all together.
-            num_awaited: once the first so many have ended, the others are aborted at their next commit, their last one then.
 
         Raises:
             LinkClosed, Overloaded: as ``LinkClient.generate``.
         """
-        completing = self.begin(requests, num_alive, num_awaited)
+        completing = self.begin(requests, num_alive)
         completing.ended.result()
         return list(completing.completions)
 
-    def begin(self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None) -> Completing:
+    def begin(self, requests: Sequence[Request], num_alive: int | None = None) -> Completing:
         """``complete`` for who does something else meanwhile, on a thread that lasts until all have ended or ``hang_up``."""
         completions = [Completion() for _ in requests]
-        executor = ThreadPoolExecutor(1, thread_name_prefix="completing")
-        ended = executor.submit(self._complete, requests, completions, num_alive, num_awaited)
-        executor.shutdown(wait=False)
-        return Completing(completions, ended)
-
-    def _complete(
-        self,
-        requests: Sequence[Request],
-        completions: Sequence[Completion],
-        num_alive: int | None,
-        num_awaited: int | None,
-    ) -> None:
-        awaited = {id(completion) for completion in completions[:num_awaited]}
         pending = iter(list(zip(requests, completions, strict=True)))
 
         async def place() -> None:
             for request, completion in pending:
                 async with aclosing(self.client.generate(request)) as commits:
                     async for commit in commits:
-                        completion.add(commit, self.clock())
-                        if not awaited:
-                            return
-                awaited.discard(id(completion))
-                if not awaited:
-                    return
+                        completion.add(commit)
 
         async def run() -> None:
             await asyncio.gather(*(place() for _ in requests[:num_alive]))
 
-        asyncio.run(run())
+        executor = ThreadPoolExecutor(1, thread_name_prefix="completing")
+        ended = executor.submit(lambda: asyncio.run(run()))
+        executor.shutdown(wait=False)
+        return Completing(completions, ended)
 
     def close(self) -> None:
         """Raises RuntimeError: the target's loop, or an observation of it, has failed meanwhile; the log has the error."""
@@ -309,7 +231,6 @@ class EmbeddedCluster:
         end = self._target.wait_end()
         if end != "stopped":
             raise RuntimeError(f"the embedded target failed: {end}")
-        self.abort()  # the engine may serve others
         if self.loop.telemetry.num_failed_observations:
             raise RuntimeError("observations of rounds failed; the log shows the first")
 
@@ -348,33 +269,6 @@ class EmbeddedCluster:
                 )
             )
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
-
-    def _start_target(self) -> LoopThread:
-        run = self._within(TARGET, self.loop.run_resumably)
-        return LoopThread(TARGET, run, self._mailbox.wake, on_end=self._on_end)
-
-    def _within(self, name: str, run: Callable[[threading.Event], None]) -> Callable[[threading.Event], None]:
-        partition = self._partitions.get(name)
-        if partition is None:
-            return run
-
-        def confined(stop: threading.Event) -> None:
-            partition.enter()
-            run(stop)
-
-        return confined
-
-    def _on_end(self) -> None:
-        if not self._is_paused:
-            self.hang_up()
-
-    def _run_drafter(self, name: str, loop: DrafterLoop, mailbox: Mailbox, link: Link) -> LoopThread:
-        def end() -> None:
-            if not self._is_paused:
-                link.close()
-
-        run = self._within(name, partial(loop.run, clock=time.monotonic))
-        return LoopThread(f"drafter-{name}", run, mailbox.wake, on_end=end)
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

@@ -32,7 +32,7 @@ from benchmarks.local_rows import start_local_rows
 from benchmarks.node_rows import start_node_rows
 from benchmarks.recovery import drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.serve import checked, local_config, tokenize
+from benchmarks.serve import checked, local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
 from cluster.config import Config, FileStateConfig, FixedPolicy, RouterConfig
 from engine.models.prepare import ensure_model
@@ -100,8 +100,8 @@ def with_files(config: Config, folder: Path) -> Config:
     """With a known secret and its own state."""
     token_file = folder / "token"
     token_file.write_text(secrets.token_hex(32), encoding="utf-8")
-    cluster = config.cluster.model_copy(update={"token_file": token_file, "state": FileStateConfig(folder=folder / "state")})
-    return config.model_copy(update={"cluster": cluster})
+    cluster = config.cluster.model_copy(update={"token_file": token_file})
+    return with_state(config.model_copy(update={"cluster": cluster}), folder / "state")
 
 
 def pinned(config: Config) -> Config:

@@ -2,10 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from benchmarks.prompts import BenchPrompt
 from cluster.config import DrafterConfig
@@ -38,18 +37,15 @@ class Fixtures:
     ``plain`` is the target alone; ``target`` also keeps the hidden states that some of ``drafters`` read.
     """
 
-    def __init__(
-        self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int, max_batch: int = MAX_BATCH
-    ) -> None:
+    def __init__(self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int) -> None:
         self._folder = ensure_model(model)
         network = load_model(self._folder)
         config = network.config
         self._max_len = min(config.max_len, MAX_PROMPT_LEN + max_new_tokens)
         self.info = ModelInfo(model, config.vocab_size, self._max_len, config.eos_token_ids, fingerprint(self._folder))
-        num_blocks = max_batch * (self._max_len // BLOCK_LEN + 1)
-        limits = NativeLimits(num_blocks, BLOCK_LEN, max_batch, MAX_PASS_TOKENS, self._max_len)
-        self._make_plain = partial(NativeTarget, network, limits)
-        self.plain = self._make_plain()
+        num_blocks = MAX_BATCH * (self._max_len // BLOCK_LEN + 1)
+        limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
+        self.plain = NativeTarget(network, limits)
         layers = feature_layers(drafters)
         self.make_target = partial(NativeTarget, network, limits, feature_layers=layers)
         self.target = self.make_target() if layers else self.plain
@@ -57,26 +53,11 @@ class Fixtures:
         self.cost = OnlineCost(self.measured_cost)  # corrected online, as when serving
         self._max_new_tokens = max_new_tokens
 
-    @cached_property
-    def baseline(self) -> NativeTarget:
-        """Another target without drafters, to serve the same requests in turn."""
-        return in_own_thread(self._make_plain)
-
-    def make(
-        self, drafter: DrafterConfig, clock: Callable[[], float] | None = None, target: NativeTarget | None = None
-    ) -> Drafter:
+    def make(self, drafter: DrafterConfig, target: NativeTarget | None = None) -> Drafter:
         """A new drafter each time: most learn, and none may have seen an answer before. ``target``: whose hidden states it
         reads; None: ``target`` of the fixtures."""
         host = Host(target or self.target, self._folder) if drafter.is_colocated else None
-        return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
-
-    def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
-        """Caches the prompts of ``requests`` in ``engine``, so that it later computes at most one block of each.
-
-        The cache holds MAX_BATCH requests of the maximum length; more evict them.
-        """
-        asked = [replace(r, id=f"{r.id}/cached", sampling=replace(r.sampling, max_tokens=1)) for r in requests]
-        in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
+        return in_own_thread(lambda: make_drafter(drafter, self.info, host))
 
     def record(
         self, prompts: Sequence[BenchPrompt], temperatures: Sequence[float]
@@ -148,5 +129,5 @@ class Fixtures:
         return asyncio.run(encode())
 
 
-def as_request(recording: Recording, arrival_s: float = 0.0) -> Request:
-    return Request(recording.name.partition("/")[2], recording.prompt_token_ids, recording.sampling, arrival_s)
+def as_request(recording: Recording) -> Request:
+    return Request(recording.name.partition("/")[2], recording.prompt_token_ids, recording.sampling, 0.0)

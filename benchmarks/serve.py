@@ -21,7 +21,7 @@ from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
-from cluster.config import ApiConfig, Config, ModelConfig, TargetConfig
+from cluster.config import ApiConfig, Config, FileStateConfig, ModelConfig, TargetConfig
 from cluster.errors import OutriderError
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -91,6 +91,12 @@ def local_config(model: str, target: TargetConfig | None = None) -> Config:
     asked = Config(model=ModelConfig(name=model), target=target or TargetConfig(), api=ApiConfig(port=free_port()))
     config = with_shipped(asked)
     return resolve(config, Inventory((Node("here", float(num_cores)),)))
+
+
+def with_state(config: Config, folder: Path) -> Config:
+    """Its state in ``folder``: what an earlier server learned is not known."""
+    cluster = config.cluster.model_copy(update={"state": FileStateConfig(folder=folder)})
+    return config.model_copy(update={"cluster": cluster})
 
 
 async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:

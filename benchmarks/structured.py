@@ -155,9 +155,9 @@ def _speedup(cluster: EmbeddedCluster, asked: Sequence[Asked]) -> float:
     for turn in range(NUM_TURNS + 1):  # the first turn warms up
         seconds = []
         for drafting in (False, True):
-            begin_s = cluster.clock()
+            begin_s = time.monotonic()
             cluster.complete([one.request(f"{turn}-{drafting}-{i}", 0.0, drafting) for i, one in enumerate(asked)], 1)
-            seconds.append(cluster.clock() - begin_s)
+            seconds.append(time.monotonic() - begin_s)
         ratios.append(seconds[0] / seconds[1])
     return statistics.median(ratios[1:])
 

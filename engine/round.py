@@ -141,19 +141,13 @@ class TargetLoop:
 
     def run(self, stop: threading.Event) -> None:
         """Steps until stopped. An error of the engine gives every request up and is raised on."""
-        self.run_resumably(stop)
-        self.fail_all("the target stops")
-
-    def run_resumably(self, stop: threading.Event) -> None:
-        """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
-        self._deferred.catch_up()
-        self.observer.interrupt()
         try:
             while not stop.is_set():
                 self.work()
         except BaseException as error:
             self.fail_all(f"the target failed: {type(error).__name__}: {error}")
             raise
+        self.fail_all("the target stops")
 
     def work(self) -> None:
         """A round, then the drafts of drafters on this thread; waits for mail where there was nothing to do."""
@@ -167,10 +161,10 @@ class TargetLoop:
             wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())
             self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
 
-    def fail_all(self, reason: str, finish: FinishReason = FinishReason.ABORT) -> None:
-        """Ends every live request; by default another target may continue it. While no other thread runs the loop."""
+    def fail_all(self, reason: str) -> None:
+        """Ends every live request: another target may continue it. While no other thread runs the loop."""
         self._deferred.catch_up()
-        sequences = self._sequences.snapshot()
+        sequences, finish = self._sequences.snapshot(), FinishReason.ABORT
         self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)

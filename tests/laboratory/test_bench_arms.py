@@ -2,10 +2,13 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from benchmarks.arms import AUTO, OFF, Rounds, Turn
+from benchmarks.serve import local_config, with_state
+from cluster.config import FileStateConfig, load, show
 
 
 def played(speeds: dict[str, float], num_rounds: int, noise: float, seed: int = 1) -> Rounds:
@@ -43,3 +46,11 @@ def test_few_or_noisy_rounds_are_not_settled() -> None:
     speeds = {OFF: 1.0, AUTO: 1.2, "a": 1.1}
     assert not played(speeds, 3, noise=0.0).is_settled()
     assert not played(speeds, 8, noise=0.3).is_settled()
+
+
+def test_a_server_has_a_state_folder_of_its_own(tmp_path: Path) -> None:
+    config = with_state(local_config("smollm2-135m"), tmp_path)
+    (tmp_path / "outrider.yaml").write_text(show(config))
+    state = load(tmp_path / "outrider.yaml").cluster.state
+    assert isinstance(state, FileStateConfig)
+    assert state.folder == tmp_path

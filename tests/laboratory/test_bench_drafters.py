@@ -1,6 +1,5 @@
 """What the comparison of drafters reports."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from benchmarks.drafters import QUICK, Findings
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from benchmarks.throughput import NumLaps, Speedup
 from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark
@@ -39,17 +37,15 @@ def test_confidences_that_come_true_have_no_error() -> None:
     assert confidence_figures([Round("d", (), 0, 1)]) == {}
 
 
-def findings(accepted: tuple[int, ...], cost: float, *by_name: float) -> Findings:
+def findings(accepted: tuple[int, ...], cost: float) -> Findings:
     rounds = {(t, k): rounds_of(*accepted, drafted=k) for t in bench.TEMPERATURES for k in bench.DRAFT_LENS}
     rounds[0.8, 4] = rounds_of(0)
-    speeds = {(0.0, 1): Speedup(by_name[0], 0.1, 3), (0.8, 4): Speedup(by_name[1], None, 1)}
-    return Findings(rounds, {k: cost * k for k in bench.DRAFT_LENS}, speeds)
+    return Findings(rounds, {k: cost * k for k in bench.DRAFT_LENS})
 
 
 def test_figures_say_what_was_found() -> None:
-    found = {"a": findings((0, 3, 6), 0.02, 1.5, 0.8), "b": findings((1,), 0.01, 1.25, 0.9)}
-    effort = replace(QUICK, turns={0.0: {1: NumLaps(1, 3)}, 0.8: {4: NumLaps(1, 1)}})
-    figures = bench.result(found, 3, effort).figures
+    found = {"a": findings((0, 3, 6), 0.02), "b": findings((1,), 0.01)}
+    figures = bench.result(found, 3, 8).figures
     expected = {
         **{f"accepted_len.a.k{k}.{mean}": 4.0 for k in (7, 4) for mean in ("mean", "mean.t0.8")},
         **{f"accepted_len.b.k{k}.{mean}": 2.0 for k in (7, 4) for mean in ("mean", "mean.t0.8")},
@@ -61,24 +57,14 @@ def test_figures_say_what_was_found() -> None:
         "draft_cost.a.k4": pytest.approx(0.08),
         "draft_cost.b.k7": pytest.approx(0.07),
         "draft_cost.b.k4": pytest.approx(0.04),
-        "speedup.a.batch_1": 1.5,
-        "speedup.b.batch_1": 1.25,
-        "speedup_error.a.batch_1": 0.1,
-        "speedup_error.b.batch_1": 0.1,
-        "speedup.a.batch_4.t0.8": 0.8,
-        "speedup.b.batch_4.t0.8": 0.9,
-        "speedup.best.batch_1": 1.5,
-        "speedup.best.batch_4.t0.8": 0.9,
     }
     assert {key: figures[key] for key in expected} == expected
-    assert not [key for key in figures if key.startswith("speedup_error") and "batch_4" in key], "of one lap there is none"
 
 
 def test_acceptance_by_position_is_told_for_each_temperature_and_domain() -> None:
-    of_a = findings((0, 3, 6), 0.02, 1.5, 0.8)
+    of_a = findings((0, 3, 6), 0.02)
     of_a.rounds[0.8, 7] = [*rounds_of(1, 0, drafted=2), Round("e", (0.5,), 1, 2)]
-    effort = replace(QUICK, turns={0.0: {1: NumLaps(1, 3)}, 0.8: {4: NumLaps(1, 1)}})
-    result = bench.result({"a": of_a}, 3, effort)
+    result = bench.result({"a": of_a}, 3, 8)
     by_position = {key: value for key, value in result.figures.items() if key.startswith("acceptance.")}
     greedy = (2 / 3, 1.0, 1.0, 1 / 2, 1.0, 1.0, 0.0)
     assert by_position == {
@@ -128,38 +114,16 @@ def test_everything_is_measured_and_named(
     monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
-    turns = {0.0: {1: NumLaps(1, 3), 2: NumLaps(1, 1)}, 0.8: {1: NumLaps(1, 1)}}
-    effort = replace(QUICK, num_synthetic=18, num_new_tokens=8, num_cost_rounds=2, max_s=math.inf, turns=turns)
-    monkeypatch.setattr(bench, "QUICK", effort)
+    monkeypatch.setattr(bench, "QUICK", replace(QUICK, num_new_tokens=8, num_cost_rounds=2))
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
     names = ("ngram", "suffix", "table", "dspark", "layers-2", "cascade")
     for name in names:
         assert {f"accepted_len.{name}.k{k}.mean{at}" for k in (4, 7) for at in ("", ".t0.8")} <= figures.keys()
         assert {f"draft_cost.{name}.k4", f"draft_cost.{name}.k7"} <= figures.keys()
-        assert {f"speedup.{name}.batch_{at}" for at in ("1", "2", "1.t0.8")} <= figures.keys()
     domains = {key.split(".")[3] for key in figures if key.startswith("accepted_len.dspark.k7.")}
     assert {"mean", "code", "prose", "copying"} <= domains
-    best = max(names, key=lambda name: figures[f"speedup.{name}.batch_1"])
-    assert figures["speedup.best.batch_1"] == figures[f"speedup.{best}.batch_1"]
-    speeds = next(table for table in result.tables if table.title.startswith("speed-up"))
-    measured = dict(zip(speeds.columns, speeds.rows[0], strict=True))
-    assert sum("(9)" in str(cell) and "±" in str(cell) for cell in measured.values()) >= 1, "the best went on"
-    assert all("(9)" in str(measured[name]) or "(3)" in str(measured[name]) for name in names)
     assert figures["accepted_len.layers-2.k7.mean"] > 1.45, "the first token is always right: it is the model itself"
     assert figures["accepted_len.dspark.k7.mean"] < 1.3, "its weights are random"
-    assert figures["speedup.best.batch_2"] == max(figures[f"speedup.{name}.batch_2"] for name in names)
     assert result.to_json()
     assert "drafters: 0:" in capsys.readouterr().err, "it says how far it is"
-
-
-def test_without_time_left_everybody_has_been_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    turns = {0.0: {batch: NumLaps(1, 3) for batch in (1, 4)}}
-    effort = replace(QUICK, num_synthetic=18, num_new_tokens=8, num_cost_rounds=4, turns=turns, max_s=0.0)
-    monkeypatch.setattr(bench, "QUICK", effort)
-    result = bench.run(BenchOptions(quick=True, model=str(target)))
-    speeds = next(table for table in result.tables if table.title.startswith("speed-up"))
-    assert all(str(cell).endswith("(3)") for cell in speeds.rows[0][1:]), "one lap"
-    assert not [key for key in result.figures if key.startswith("speedup_error")]
-    assert {f"speedup.{name}.batch_4" for name in ("ngram", "suffix", "table", "cascade")} <= result.figures.keys()

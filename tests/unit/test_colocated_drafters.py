@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.core_sets import usable_cores
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
@@ -203,7 +202,7 @@ class _DuringPasses(_Wrong):
         return super().propose(demands)
 
 
-def test_a_companion_with_a_partition_drafts_while_a_pass_runs(
+def test_a_companion_with_a_thread_of_its_own_drafts_while_a_pass_runs(
     target: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, model = engine_of(target, ())
@@ -219,8 +218,8 @@ def test_a_companion_with_a_partition_drafts_while_a_pass_runs(
 
     monkeypatch.setattr(engine, "execute", executed)
     planner = StepPlanner(PlannerSettings(max_hold_s=0.0))
-    pool, partitions = {"slow": PoolEntry(drafter, companion=True)}, {"slow": usable_cores()}
-    with EmbeddedCluster(engine, model, COST, pool, planner, partitions=partitions) as cluster:
+    pool = {"slow": PoolEntry(drafter, companion=True, beside=True)}
+    with EmbeddedCluster(engine, model, COST, pool, planner) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
 
 
@@ -269,7 +268,7 @@ class _NotesThreads(_Wrong):
         return super().propose(demands)
 
 
-def test_a_companion_without_a_partition_drafts_on_the_target_s_thread(target: Path, plain: list[list[int]]) -> None:
+def test_a_companion_without_one_drafts_on_the_target_s_thread(target: Path, plain: list[list[int]]) -> None:
     """On cores that both use, a thread of its own would slow both."""
     engine, model = engine_of(target, ())
     drafter = _NotesThreads()

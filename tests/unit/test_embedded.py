@@ -5,13 +5,11 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
 
 from actors.gateway import LinkClient
-from benchmarks.completion import Completing
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, FixedLength, NgramOptions
 from cluster.errors import LinkClosed, RankLost
@@ -103,100 +101,32 @@ def test_a_killed_drafter_changes_no_token_and_its_successor_drafts_again(cluste
     assert cluster.loop.telemetry.drafter("a").num_accepted > before
 
 
-def test_a_cluster_that_rested_goes_on_with_what_it_knows(cluster: EmbeddedCluster) -> None:
-    assert [tuple(c.token_ids) for c in cluster.complete([request(1)])] == [plain_run(request(1))]
-    known = cluster.loop.telemetry.drafter("a").num_accepted
-    cluster.pause()
-    assert not any(thread.name == "target" for thread in threading.enumerate())
-    cluster.resume()
-    requests = [request(i + 2) for i in range(8)]
-    assert [tuple(c.token_ids) for c in cluster.complete(requests)] == [plain_run(r) for r in requests]
-    assert cluster.loop.telemetry.drafter("a").num_accepted > known > 0
-    cluster.pause()  # and may be closed like that
-
-
-class _Halting(ToyTarget):
-    """Its fifth pass lasts until the thread that makes it is asked to stop."""
+class _Held(ToyTarget):
+    """Its first pass lasts until it is let go."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.halts, self.stop = threading.Event(), threading.Event()
-        self._num_passes = 0
+        self.goes_on = threading.Event()
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        self._num_passes += 1
-        if self._num_passes == 5:
-            self.halts.set()
-            assert self.stop.wait(30.0)
+        assert self.goes_on.wait(30.0)
         return super().execute(spans)
 
 
-@pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EmbeddedCluster, Request, Completing]]:
-    """A cluster that was paused when a request had some of its tokens."""
-    engine, wake = _Halting(), Mailbox.wake
-
-    def wake_and_end_the_pass(mailbox: Mailbox) -> None:
-        """A thread that is told to stop is woken."""
-        wake(mailbox)
-        if engine.halts.is_set():
-            engine.stop.set()
-
-    monkeypatch.setattr(Mailbox, "wake", wake_and_end_the_pass)
+def test_who_waits_for_a_cluster_that_hangs_up_hears_so() -> None:
+    engine = _Held()
     with EmbeddedCluster(engine, MODEL, COST, {}) as cluster:
         completing = cluster.begin([request(1)])
-        assert engine.halts.wait(30.0)
-        cluster.pause()
-        yield cluster, request(1), completing
+        cluster.hang_up()
+        with pytest.raises(LinkClosed):
+            completing.ended.result(30.0)
+        engine.goes_on.set()
 
 
-def test_a_request_outlasts_a_pause_in_which_the_clock_stands_still(
-    paused: tuple[EmbeddedCluster, Request, Completing],
-) -> None:
-    cluster, wanted, completing = paused
-    stood_s = cluster.clock()
-    wait([completing.ended], 0.1)
-    assert cluster.clock() == stood_s
-    assert not completing.ended.done()
-    cluster.resume()
-    completing.ended.result(30.0)
-    (completion,) = completing.completions
-    assert tuple(completion.token_ids) == plain_run(wanted)
-    assert completion.arrived_s == sorted(completion.arrived_s)
-    assert stood_s < completion.arrived_s[-1] <= cluster.clock()
-
-
-def test_what_is_under_way_in_a_pause_can_be_aborted(paused: tuple[EmbeddedCluster, Request, Completing]) -> None:
-    cluster, wanted, completing = paused
-    cluster.abort()
-    completing.ended.result(30.0)
-    (completion,) = completing.completions
-    assert completion.commits[-1].finish is FinishReason.ERROR
-    cluster.resume()
-    assert tuple(cluster.complete([wanted])[0].token_ids) == plain_run(wanted)
-
-
-def test_who_waits_for_a_cluster_that_hangs_up_hears_so(cluster: EmbeddedCluster) -> None:
-    cluster.pause()
-    completing = cluster.begin([request(1)])
-    cluster.hang_up()
-    with pytest.raises(LinkClosed):
-        completing.ended.result(30.0)
-
-
-def test_places_that_fall_free_are_taken_until_the_awaited_have_ended(cluster: EmbeddedCluster) -> None:
-    """The first has the longest answer: the others take their turns in the other place, the last ones are cut short."""
-    requests = [request(0, max_tokens=60), *(request(i, max_tokens=12) for i in range(1, 5)), request(5, max_tokens=80)]
-    requests += [request(6, max_tokens=80), request(7)]
-    completions = cluster.complete(requests, num_alive=2, num_awaited=5)
-    assert [tuple(c.token_ids) for c in completions[:5]] == [plain_run(r) for r in requests[:5]]
-    assert completions[5].commits
-    assert all(c.commits[-1].finish is None for c in completions[5:7] if c.commits)
-    assert not completions[7].commits
-    at_once = [[c.arrived_s[0], c.arrived_s[-1]] for c in completions[:5]]
-    for start_s, _ in at_once:
-        assert sum(first_s <= start_s < last_s for first_s, last_s in at_once) <= 2
-    assert tuple(cluster.complete([request(8)])[0].token_ids) == plain_run(request(8))
+def test_places_that_fall_free_are_taken_in_order(cluster: EmbeddedCluster) -> None:
+    requests = [request(i, max_tokens=12 + 20 * (i == 0)) for i in range(6)]
+    completions = cluster.complete(requests, num_alive=2)
+    assert [tuple(c.token_ids) for c in completions] == [plain_run(r) for r in requests]
 
 
 def test_closing_the_iterator_aborts_the_request(cluster: EmbeddedCluster) -> None:

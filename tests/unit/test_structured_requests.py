@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from benchmarks.fault_injection import TruncatedDrafter
+from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import Overloaded
 from cluster.grammar import Grammar, GrammarKind
@@ -24,8 +24,8 @@ from engine.grammar.compiling import Grammars
 from engine.grammar.state import GrammarState
 from engine.native import NativeTarget
 from router.cost_model import TableCost
+from router.planning.planner import StepPlanner
 from tests.support.quick import first
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow  # together they take seconds
 
@@ -227,19 +227,14 @@ def test_a_token_that_its_mask_allows_and_the_grammar_refuses_ends_its_request_a
 
 def test_a_preempted_request_goes_on_in_its_grammar(engine: NativeTarget) -> None:
     model = ModelInfo("tiny", EOS + 1, 512, (EOS,), "tiny")
-    with EmbeddedCluster(engine, model, COST, {}, grammars=engine.grammars) as running:
-        plain = running.complete([request(i, GRAMMARS[0]) for i in range(4)])
-        asked = [request(i, GRAMMARS[0]) for i in range(4)]
-        under_way = running.begin(asked)
-        eventually(lambda: all(one.commits for one in under_way.completions))
-        running.pause()
-        for sequence in running.loop._sequences.snapshot():
-            if sequence.running:
-                running.loop._preempt(sequence)
-        running.resume()
-        under_way.ended.result()
-        assert running.loop.telemetry.num_preempted > 0
-        assert [one.token_ids for one in under_way.completions] == [one.token_ids for one in plain]
+    planner = MidRequest(StepPlanner(), 40, every_second)
+    outputs = []
+    for chosen in (StepPlanner(), planner):
+        with EmbeddedCluster(engine, model, COST, {}, chosen, grammars=engine.grammars) as running:
+            outputs.append([one.token_ids for one in running.complete([request(i, GRAMMARS[0]) for i in range(4)])])
+            num_preempted = running.loop.telemetry.num_preempted
+    assert num_preempted > 0
+    assert outputs[0] == outputs[1]
 
 
 def test_a_bad_word_gives_way_where_the_grammar_leaves_nothing_else(cluster: EmbeddedCluster, engine: NativeTarget) -> None:
