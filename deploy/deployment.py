@@ -26,7 +26,7 @@ from cluster.transport import tls
 from cluster.transport.handshake import read_secret
 from cluster.types import ModelInfo
 from deploy import local_ray
-from deploy.api.sampling_defaults import sampling_defaults
+from deploy.api.settings import sampling_defaults
 from deploy.console import say_step
 from deploy.local_ray import LaunchError
 from deploy.memory import sized

@@ -9,9 +9,9 @@ from cluster.config import Config
 from cluster.logs import log_json, log_text
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
-from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import PAGE
 from deploy.api.keys import ApiKeys
+from deploy.api.outcome import AuditLog
 from deploy.console import say_step, strip_colours
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory

@@ -29,10 +29,9 @@ from cluster.transport.tls import CertificateWatch
 from cluster.types import Adapter
 from deploy import serve_process
 from deploy.api.app import create_app
-from deploy.api.background import running
-from deploy.api.metrics_page import Peers
-from deploy.api.sampling_defaults import sampling_defaults
-from deploy.api.settings import ApiSettings
+from deploy.api.metrics import Peers
+from deploy.api.settings import ApiSettings, sampling_defaults
+from deploy.api.tasks import running
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
 

@@ -14,27 +14,28 @@ from starlette.types import Lifespan
 from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
-from deploy.api import adapters, policy_trial
-from deploy.api.adapters import LoadAdapterRequest, SwapAdapter, UnloadAdapterRequest
+from deploy.api import operators
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from deploy.api.audit import AuditLog
-from deploy.api.cors import Cors
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers
-from deploy.api.metrics_page import Peers
-from deploy.api.middleware import Boundary
+from deploy.api.metrics import Peers
+from deploy.api.middleware import Boundary, Cors
 from deploy.api.openapi import body_of, describe, page
-from deploy.api.policy_trial import PolicyTrialRequest, TryPolicy
+from deploy.api.operators import LoadAdapterRequest, PolicyTrialRequest, SwapAdapter, TryPolicy, UnloadAdapterRequest
+from deploy.api.outcome import AuditLog
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deploy.api.server_info import server_info
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from cluster.types import ModelInfo
 
 VERSION = version_of("outrider")
 _BODIES = (
@@ -165,8 +166,8 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
         (f"{MESSAGES}/count_tokens", service.count_tokens, CountTokensRequest),
         ("/tokenize", service.tokenize, TokenizeRequest),
         ("/detokenize", service.detokenize, DetokenizeRequest),
-        (adapters.LOAD, service.adapters.load, LoadAdapterRequest),
-        (adapters.UNLOAD, service.adapters.unload, UnloadAdapterRequest),
+        (operators.LOAD, service.operators.load, LoadAdapterRequest),
+        (operators.UNLOAD, service.operators.unload, UnloadAdapterRequest),
     ):
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=body_of(body))
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
@@ -175,11 +176,11 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
     @router.get("/server_info")
     async def info() -> JSONResponse:
         """The served model, and the limits and defaults of calls."""
-        return JSONResponse(server_info(VERSION, await service.info(), settings))
+        return JSONResponse(_server_info(VERSION, await service.info(), settings))
 
     router.get("/v1/outrider/status", response_model=None)(service.status)
     trial = body_of(PolicyTrialRequest)
-    router.add_api_route(policy_trial.PATH, service.policy_trials.switch, methods=["POST"], openapi_extra=trial)
+    router.add_api_route(operators.POLICY, service.operators.switch_policy, methods=["POST"], openapi_extra=trial)
     router.get(data.PATH, response_model=None)(service.dashboard.answer)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)
     app.include_router(router)
@@ -200,3 +201,19 @@ def _add_descriptions(app: FastAPI, *, asks_for_key: bool, refuses_unknown: bool
         return HTMLResponse(
             page(document()), headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         )
+
+
+def _server_info(version: str, info: ModelInfo, settings: ApiSettings) -> Mapping[str, object]:
+    """What a client may want to know before it calls. It names no file of the server."""
+    return {
+        "version": version,
+        "model": asdict(info) | {"adapters": [adapter.name for adapter in info.adapters]},
+        "sampling_defaults": dict(settings.sampling_defaults),
+        "max_n": settings.max_n,
+        "max_sequences": settings.max_sequences,
+        "max_request_bytes": settings.max_request_bytes,
+        "request_timeout_s": settings.request_timeout_s,
+        "tool_call_parser": settings.tool_call_parser,
+        "reasoning_parser": settings.reasoning_parser,
+        "slo_classes": sorted(settings.slo.classes),
+    }

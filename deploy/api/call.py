@@ -22,7 +22,6 @@ from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
-from deploy.api.sse import EventStream
 from deploy.api.tenants import NOBODY, Tenant
 
 _logger = logging.getLogger(__name__)
@@ -31,6 +30,35 @@ _logger.addFilter(without_messages)
 _SEND_ERROR_S = 5.0
 _RESERVED_TOKENS = 2048  # for an answer without a limit
 _STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
+
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # disables buffering in nginx
+]
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """A streamed response; the status line is sent with the first events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def write(self, events: bytes) -> None:
+        """Returns when the connection has accepted the events: backpressure from a slow client."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes) -> None:
+        """Writes the last events and ends the response."""
+        await self.write(events)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class AnswerWriter(Protocol):

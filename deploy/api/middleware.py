@@ -1,4 +1,4 @@
-"""Outermost middleware: request ids, metrics, the limit on calls, and the answer to an unhandled error."""
+"""Outermost middleware: request ids, metrics, the limit on calls, CORS, and errors that nothing else handled."""
 
 import logging
 import re
@@ -11,17 +11,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
 from cluster.logs import RequestIds, current_ids, without_messages
-from deploy.api.audit import AuditLog
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ClientGone, internal_error, is_anthropic, overloaded
 from deploy.api.metrics import Metrics
-from deploy.api.outcome import Outcome
+from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import NOBODY
 from router.planning.fair_share import SharedLimit
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from deploy.api.budgets import BUDGET_HEADERS
+from deploy.api.errors import ApiError
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)
@@ -149,3 +158,52 @@ def _named(paths: Sequence[str]) -> str:
     """Printable ASCII, so that a field's name cannot inject a header."""
     named = ", ".join(ascii(path)[1:-1] for path in paths[:_MAX_NAMED])
     return f"{named} and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else named
+
+
+class Cors(CORSMiddleware):
+    """Starlette's middleware for this API's methods and headers, with errors in OpenAI's shape. Sends no cookies."""
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", WARNING_HEADER, *BUDGET_HEADERS),
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < HTTPStatus.BAD_REQUEST:
+            return response
+        # The CORS headers let the browser read the error; content-length belongs to the replaced body.
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        message = f"Origin: {bytes(response.body).decode()}; api.cors_origins names the web pages that may call"
+        return ApiError(HTTPStatus.BAD_REQUEST, message, param="Origin", headers=headers).response()
+
+
+class WithoutTrailers(HttpToolsProtocol):
+    """Drops the trailers of chunked bodies, which uvicorn appends to the headers of the request.
+
+    A trailer would pass for a header that the proxy deletes or that the API checks, as `authorization`. HAProxy 2.8 passes
+    trailers on and cannot be told not to.
+    """
+
+    _in_headers = False
+
+    def on_message_begin(self) -> None:
+        self._in_headers = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+
+def drop_trailers() -> None:
+    """All uvicorn servers of this process that are made from now on, unless they name a protocol."""
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{WithoutTrailers.__name__}"

@@ -17,25 +17,22 @@ from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
 from cluster.grammar import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
-from deploy.api.adapters import Adapters, SwapAdapter
 from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.anthropic_writer import AnthropicWriter
 from deploy.api.body import BodyReader
 from deploy.api.budgets import Budgets
-from deploy.api.cached import Cached
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.choice_writer import ChoiceWriter
 from deploy.api.dashboard.data import DashboardData
 from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
-from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
+from deploy.api.formats import AnswerFormat, ChatFormat, ChoiceWriter, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import KeyFiles
-from deploy.api.metrics import Metrics
-from deploy.api.metrics_page import MetricsPage, Peers
+from deploy.api.metrics import Metrics, MetricsPage, Peers
+from deploy.api.operators import Operators, SwapAdapter, TryPolicy
 from deploy.api.params import (
     Prompt,
     check_call,
@@ -46,8 +43,7 @@ from deploy.api.params import (
     parse_drafting,
     wants_prompt_only,
 )
-from deploy.api.policy_trial import PolicyTrials, TryPolicy
-from deploy.api.prompts import Prompts
+from deploy.api.prompts import Prompts, detokenize, tokenize
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import (
@@ -58,12 +54,10 @@ from deploy.api.schema import (
     StreamOptions,
     TokenizeRequest,
 )
-from deploy.api.server_info import server_load
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
+from deploy.api.tasks import Cached, ThreadShares
 from deploy.api.tenants import NOBODY, Tenant
-from deploy.api.thread_shares import ThreadShares
-from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
 from router.planning.fair_share import SharedLimit
@@ -102,8 +96,9 @@ class Service:
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
-        self.policy_trials = PolicyTrials(self._bodies, lambda: self._keys.operators, try_policy, self.status)
-        self.adapters = Adapters(self._bodies, lambda: self._keys.operators, client, swap_adapter, settings)
+        self.operators = Operators(
+            self._bodies, lambda: self._keys.operators, client, self.status, swap_adapter, try_policy, settings
+        )
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
         self.metrics_page = MetricsPage(self.metrics, self.status, peers)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
@@ -151,7 +146,8 @@ class Service:
 
     async def load(self) -> Mapping[str, object]:
         """vLLM's measure for load balancers."""
-        return server_load(await self.status(), self._admission.num_queued)
+        at_targets = sum(target.num_running + target.num_waiting for target in (await self.status()).targets)
+        return {"server_load": at_targets + self._admission.num_queued}
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""

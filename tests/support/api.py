@@ -21,7 +21,7 @@ from tokenizers.trainers import BpeTrainer
 from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.http_protocol import drop_trailers
+from deploy.api.middleware import drop_trailers
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.scripted import ScriptedClient, Step, spell

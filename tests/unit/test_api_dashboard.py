@@ -18,8 +18,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.slo import SloCounts
 from cluster.types import Commit, FinishReason, Prefill, Request
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.dashboard.answers import RATIO, AnswerCounts
-from deploy.api.dashboard.history import MAX_SAMPLES, History
+from deploy.api.dashboard.history import MAX_SAMPLES, RATIO, AnswerCounts, History
 from deploy.api.dashboard.pages import PAGE, page_paths
 from deploy.api.dashboard.timelines import MAX_REQUESTS, MAX_ROUNDS, MAX_SENT_ROUNDS, Timelines
 from tests.support.api import chat_body, listening, model_info, saying, serving, tokenizer

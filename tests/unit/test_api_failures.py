@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import LinkClosed, Overloaded
 from cluster.logs import RequestIds, current_ids
 from cluster.types import Commit, FinishReason, Request
-from deploy.api.cached import Cached
+from deploy.api.tasks import Cached
 from tests.support.api import (
     chat_body,
     events,

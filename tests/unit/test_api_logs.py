@@ -129,7 +129,7 @@ async def test_a_defect_of_the_answer_s_writer_is_logged_without_its_message(
     def breaks(*_: object) -> bytes:
         raise ValueError(MARKER)
 
-    monkeypatch.setattr("deploy.api.choice_writer.ChoiceWriter.document", breaks)
+    monkeypatch.setattr("deploy.api.formats.ChoiceWriter.document", breaks)
     async with serving() as (http, _):
         assert (await http.post(CHAT, json=chat_body(messages=MESSAGES))).status_code == 500
     assert "ValueError" in caplog.text

@@ -18,8 +18,7 @@ from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import Request, Slo
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
-from deploy.api.sampling_defaults import sampling_defaults
-from deploy.api.settings import ApiSettings
+from deploy.api.settings import ApiSettings, sampling_defaults
 from tests.support.api import MAX_MODEL_LEN, MODEL, chat_body, completion_body, serving, token_ids
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

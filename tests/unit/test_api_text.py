@@ -13,9 +13,8 @@ from tokenizers import decoders, models
 from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, FinishReason, Request, TokenLogprobs
-from deploy.api.choice import Choice, Delta, OutputOptions
+from deploy.api.choice import Choice, Delta, OutputOptions, StopMatcher
 from deploy.api.errors import ApiError
-from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import Detokenizer, TextTooLong, Tokenizer
 from tests.support.api import MODEL, chat_body, end_id, fast_tokenizer, model_info, serving, token_ids, tokenizer
 from tests.support.asgi import CHAT

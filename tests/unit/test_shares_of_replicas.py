@@ -15,10 +15,9 @@ from cluster.client import ReplicaMetrics
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed
 from deploy.api.app import create_app
-from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys
-from deploy.api.metrics_page import Peers
-from deploy.api.outcome import Outcome
+from deploy.api.metrics import Peers
+from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
 from router.planning.token_budgets import Budget, Limits
 from tests.support.api import chat_body, model_info, saying, tokenizer

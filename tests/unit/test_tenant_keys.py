@@ -10,9 +10,8 @@ import pytest
 
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
-from deploy.api.audit import AuditLog
 from deploy.api.keys import ApiKeys, KeyFiles
-from deploy.api.outcome import Outcome
+from deploy.api.outcome import AuditLog, Outcome
 from router.planning.token_budgets import Limits
 from tests.support.api import chat_body, saying, serving
 from tests.support.asgi import CHAT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import deploy.api.service
-from deploy.api.thread_shares import ThreadShares
+from deploy.api.tasks import ThreadShares
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import completion_body
 from tests.support.tenants import auth, limited

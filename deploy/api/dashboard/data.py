@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
-from deploy.api.background import running
 from deploy.api.dashboard.history import INTERVAL_S, History
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import bad_request, shorten
+from deploy.api.tasks import running
 from deploy.api.tenants import NOBODY, Tenant
 
 PATH = "/v1/outrider/dashboard"

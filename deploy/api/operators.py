@@ -1,4 +1,4 @@
-"""LoRA adapters that come and go while the server runs, by the endpoints of vLLM's server."""
+"""What operators change while the server runs: LoRA adapters, by vLLM's endpoints, and the routing policy for a time."""
 
 import asyncio
 import secrets
@@ -6,13 +6,22 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Request as HttpRequest
 from pydantic import Field
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
-from cluster.client import EngineClient
+from cluster.client import ClusterStatus, EngineClient
+from cluster.config import (
+    EpsilonGreedyPolicy,
+    FixedPolicy,
+    GreedyLengthPolicy,
+    HedgePolicy,
+    LbssPolicy,
+    PolicyConfig,
+)
+from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
 from deploy.api.body import BodyReader
@@ -40,21 +49,49 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: int | None = None  # vLLM's; the name is enough
 
 
-class Adapters:
-    """``operators``: the keys that may change adapters; None: there are none. ``swap`` None: this cluster cannot."""
+POLICY = "/v1/outrider/policy"
+# `chain` is missing: its drafters are started for it.
+_POLICIES: dict[str, PolicyConfig] = {
+    "hedge": HedgePolicy(),
+    "lbss": LbssPolicy(),
+    "epsilon-greedy": EpsilonGreedyPolicy(),
+    "greedy-length": GreedyLengthPolicy(),
+    "fixed": FixedPolicy(),
+    "off": FixedPolicy(chain=()),
+}
+
+# Of the cluster: the policy, None to end a trial, and its seconds. False: no router takes it now.
+TryPolicy = Callable[[PolicyConfig | None, float], Awaitable[bool]]
+
+
+class PolicyTrialRequest(Strict):
+    """``instead_of``: the policy that the caller saw, so that two operators do not overwrite each other unseen."""
+
+    policy: Literal["hedge", "lbss", "epsilon-greedy", "greedy-length", "fixed", "off"] | None  # None: end the trial
+    instead_of: str
+    for_s: Annotated[float, Field(ge=10, le=3600)] = 300.0
+
+
+class Operators:
+    """``keys``: those that may change anything; None: there are none. ``swap_adapter``, ``try_policy`` None: this cluster
+    cannot."""
 
     def __init__(
         self,
         bodies: BodyReader,
-        operators: Callable[[], ApiKeys | None],
+        keys: Callable[[], ApiKeys | None],
         client: EngineClient,
-        swap: SwapAdapter | None,
+        status: Callable[[], Awaitable[ClusterStatus]],
+        swap_adapter: SwapAdapter | None,
+        try_policy: TryPolicy | None,
         settings: ApiSettings,
     ) -> None:
         self._bodies = bodies
-        self._operators = operators
+        self._keys = keys
         self._client = client
-        self._swap = swap
+        self._status = status
+        self._swap = swap_adapter
+        self._try_policy = try_policy
         self._settings = settings
         self._changing = asyncio.Lock()
 
@@ -91,16 +128,21 @@ class Adapters:
 
     def _permitted(self, request: HttpRequest) -> tuple[Path, SwapAdapter]:
         """Raises ApiError: 403 without `api.lora_folder`, or with keys and without operators; 401 for another's key."""
-        folder, operators = self._settings.lora_folder, self._operators()
+        folder = self._settings.lora_folder
         if folder is None or self._swap is None:
-            message = "adapters cannot be changed while this server runs: api.lora_folder is not set"
-            raise ApiError(HTTPStatus.FORBIDDEN, message, type="permission_error", code="no_lora_folder")
-        if operators is not None:
-            operators.check(request.headers.get("authorization"))
-        elif self._settings.api_keys_file is not None:
-            message = "adapters are changed by operators, and api.operator_keys_file names none"
-            raise ApiError(HTTPStatus.FORBIDDEN, message, type="permission_error", code="no_operators")
+            raise _forbidden(
+                "adapters cannot be changed while this server runs: api.lora_folder is not set", "no_lora_folder"
+            )
+        if self._settings.api_keys_file is not None or self._keys() is not None:
+            self._check_operator(request, "adapters are changed by operators")
         return folder, self._swap
+
+    def _check_operator(self, request: HttpRequest, what: str) -> None:
+        """Raises ApiError: 403 without operators, 401 for another's key."""
+        keys = self._keys()
+        if keys is None:
+            raise _forbidden(f"{what}, and api.operator_keys_file names none", "no_operators")
+        keys.check(request.headers.get("authorization"))
 
     async def _try(self, adapter: Adapter) -> None:
         """A token of a target shows whether its files fit; other targets load it with its first request there."""
@@ -117,6 +159,24 @@ class Adapters:
         if not await swap(old, new):
             raise ApiError(HTTPStatus.CONFLICT, "the adapters have changed meanwhile: look again", code="adapters_changed")
 
+    async def switch_policy(self, request: HttpRequest) -> JSONResponse:
+        """Routes by another policy for a limited time. Needs an operator's key. Answers stay the same."""
+        self._check_operator(request, "the policy is switched by operators")
+        if self._try_policy is None:
+            raise _forbidden("the policy of this cluster cannot be switched", "no_operators")
+        fields = await self._bodies.read(request, PolicyTrialRequest)
+        status = await self._status()
+        if status.policy == "chain":
+            message = "the policy is chain, whose drafters are started for it: change the file"
+            raise ApiError(HTTPStatus.CONFLICT, message, code="policy_is_chain")
+        if fields.instead_of != status.policy:
+            message = f"instead_of: the policy is {status.policy} now, not {fields.instead_of!r}: look again"
+            raise ApiError(HTTPStatus.CONFLICT, message, param="instead_of", code="policy_changed")
+        policy = None if fields.policy is None else _POLICIES[fields.policy]
+        if not await self._try_policy(policy, fields.for_s):
+            raise LinkClosed("the router does not answer")
+        return JSONResponse({"policy": fields.policy, "for_s": None if policy is None else fields.for_s})
+
 
 def _below(folder: Path, path: str) -> Path:
     """Raises ApiError (400) for a path out of ``folder``."""
@@ -127,3 +187,7 @@ def _below(folder: Path, path: str) -> Path:
     except (OSError, ValueError, RuntimeError):  # a null byte, a name too long, a loop of links
         pass
     raise bad_request("lora_path", f"{shorten(path)} is not below the folder of adapters (api.lora_folder)")
+
+
+def _forbidden(message: str, code: str) -> ApiError:
+    return ApiError(HTTPStatus.FORBIDDEN, message, type="permission_error", code=code)
