@@ -61,5 +61,5 @@ def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> Colocated
     name, mailbox = member_name(config.name, 0), Mailbox()
     limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=config.capacity)
     drafter = make_drafter(config, model, host)
-    loop = DrafterLoop(name, drafter, mailbox, limits, ahead_len=config.ahead_len, spare_share=0.0)
+    loop = DrafterLoop(name, drafter, mailbox, limits, spare_share=0.0)
     return ColocatedDrafter(name, loop, mailbox)

@@ -18,6 +18,8 @@ from engine.cpu_setup import configure_cpu
 from engine.mailbox import DialingMailbox
 
 NOT_OBSERVED = ObservabilityConfig()
+# Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
+SPARE_SHARE = 0.1
 
 
 class DrafterActor(LoopActor):
@@ -63,12 +65,9 @@ class DrafterActor(LoopActor):
         from drafters.registry import make_drafter
         from engine.threads import in_own_thread
 
-        num_shadows = (4 if config.spare_share else 1) * config.capacity
-        limits = SessionLimits(config.capacity, config.max_draft_len, num_shadows, max_outcomes=config.num_outcomes)
+        limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity, max_outcomes=config.num_outcomes)
         drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
-        loop = DrafterLoop(
-            self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
-        )
+        loop = DrafterLoop(self._name, drafter, self._mailbox, limits, spare_share=SPARE_SHARE)
         spans = open_spans(self._observability, self._name)
         if spans is not None:
             loop.sessions.spans = DraftSpans(spans, self._name)

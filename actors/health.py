@@ -11,6 +11,7 @@ from cluster.config import SupervisionConfig
 
 logger = logging.getLogger(__name__)
 
+PERIOD_S = 0.5  # between checks, or less where the time-out is short
 SLICE_S = 0.25  # of a wait: the resolution at which the supervisor notices that it did not run
 RETRY_S = 1.0  # after a lost connection
 NOTED_S = 1.0  # a check during which it did not run for so long is logged
@@ -41,8 +42,8 @@ async def wait_failure(process: Process, config: SupervisionConfig, timeout_fact
     replaced, and so is one that is not well after MAX_EXCUSED time-outs of such time: else a busy machine would spare a
     process that hangs.
     """
-    period_s = config.health_period_ms / 1e3
     timeout_s = config.health_timeout_ms * timeout_factor / 1e3
+    period_s = min(PERIOD_S, config.health_timeout_ms / 6e3)
     ended = asyncio.ensure_future(process.ended())
     answer: asyncio.Future[float] | None = None
     excuses = _Excuses(timeout_s)

@@ -186,7 +186,7 @@ class RaySpawner:
         from router.estimates.drift import DriftDetector
 
         config = self._deployment.config
-        drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
+        drift = DriftDetector(config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
         router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
         kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from cluster.config import SupervisionConfig
 
+BACKOFF_S = 0.25  # before the second restart; doubles with each further one
+WINDOW_S = 60.0  # in which failures count
+QUARANTINE_S = 120.0  # a drafter that fails at each start costs 5 loads in 3 minutes, and one that recovers is soon back
+
 
 @dataclass(frozen=True, slots=True)
 class Restart:
@@ -28,15 +32,14 @@ class RestartPolicy:
         """The process ended or did not start."""
         config = self.config
         self.num_restarts += 1
-        while self._failures_s and self._failures_s[0] <= now_s - config.quarantine_window_s:
+        while self._failures_s and self._failures_s[0] <= now_s - WINDOW_S:
             self._failures_s.popleft()
         self._failures_s.append(now_s)
         num_recent = len(self._failures_s)
         if self.may_quarantine and num_recent >= config.quarantine_restarts:
             self._failures_s.clear()
-            return Restart(now_s + config.quarantine_s, quarantined=True)
+            return Restart(now_s + QUARANTINE_S, quarantined=True)
         if num_recent == 1:
             return Restart(now_s)
         doublings = min(num_recent - 2, 30)  # more would overflow a float; these reach any bound
-        pause_ms = min(config.restart_backoff_ms * 2**doublings, config.max_restart_backoff_ms)
-        return Restart(now_s + pause_ms / 1e3)
+        return Restart(now_s + min(BACKOFF_S * 2**doublings, config.max_restart_backoff_ms / 1e3))

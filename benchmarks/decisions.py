@@ -21,22 +21,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.round_python import PASS_S, Gap, gap_ms, plain_python_ms, python_times, without_collection
-from cluster.config import (
-    AdaSpecLength,
-    CollapseConfig,
-    DraftLengthConfig,
-    EpsilonGreedyPolicy,
-    FaserLength,
-    FixedLength,
-    FixedPolicy,
-    GreedyLengthPolicy,
-    HedgePolicy,
-    LbssPolicy,
-    OutriderLength,
-    PolicyConfig,
-    ThresholdLength,
-    TurboSpecLength,
-)
+from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import Commit, RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
@@ -70,20 +55,20 @@ _SEED = 17
 DEFAULT = PlannerSettings().verification
 
 POLICIES: tuple[PolicyConfig, ...] = (
-    HedgePolicy(),
-    LbssPolicy(),
-    EpsilonGreedyPolicy(),
-    GreedyLengthPolicy(),
-    FixedPolicy(),
+    PolicyConfig(),
+    PolicyConfig(kind="lbss"),
+    PolicyConfig(kind="epsilon-greedy"),
+    PolicyConfig(kind="greedy-length"),
+    PolicyConfig(kind="fixed"),
 )
 
 DRAFT_LENGTH_CONFIGS: tuple[DraftLengthConfig, ...] = (
-    OutriderLength(),
-    FixedLength(),
-    ThresholdLength(),
-    AdaSpecLength(),
-    FaserLength(),
-    TurboSpecLength(),
+    DraftLengthConfig(),
+    DraftLengthConfig(kind="fixed"),
+    DraftLengthConfig(kind="threshold"),
+    DraftLengthConfig(kind="adaspec"),
+    DraftLengthConfig(kind="faser"),
+    DraftLengthConfig(kind="turbospec"),
 )
 
 
@@ -95,14 +80,14 @@ def run(options: BenchOptions) -> BenchResult:
         times = slot_times(config, num_slots)
         rows.append((config.kind, times.p50_ms, times.p99_ms, times.p50_cpu_ms, times.p99_cpu_ms))
         figures |= {f"slot_p50_ms.{config.kind}": times.p50_ms, f"slot_p99_ms.{config.kind}": times.p99_ms}
-        if config.kind == HedgePolicy().kind:
+        if config.kind == PolicyConfig().kind:
             figures |= {"slot_p99_ms": times.p99_ms, "slot_p99_cpu_ms": times.p99_cpu_ms}
     num_plans = NUM_PLANS_QUICK if options.quick else NUM_PLANS
     plans = {policy: plan_times(num_plans, policy) for policy in VERIFICATION_POLICIES}
     plans[f"{DEFAULT}, prompts"] = plan_times(num_plans, DEFAULT, NUM_PROMPTS)
     figures |= {"plan_p50_ms": plans[DEFAULT].p50_ms, "plan_p50_cpu_ms": plans[DEFAULT].p50_cpu_ms}
     rounds = {config.kind: round_times(num_plans, config) for config in DRAFT_LENGTH_CONFIGS}
-    default = rounds[OutriderLength().kind]
+    default = rounds[DraftLengthConfig().kind]
     figures |= {"round_p50_ms": default.p50_ms, "round_p99_ms": default.p99_ms, "round_p50_cpu_ms": default.p50_cpu_ms}
     figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
     num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
@@ -192,7 +177,7 @@ class DecisionTimes:
 
 def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
     traffic = Traffic(random.Random(_SEED))
-    router = Router(build_policy(config), traffic.pool, DriftDetector(CollapseConfig(), SLOT_S))
+    router = Router(build_policy(config), traffic.pool, DriftDetector(SLOT_S))
     times = DecisionTimes()
     with without_collection():
         for slot in range(_WARM_UP_SLOTS + num_slots):

@@ -19,7 +19,7 @@ from actors.gateway import LinkClient
 from actors.worker import LoopThread
 from benchmarks.completion import Completing, Completion
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig, OutriderLength
+from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config, DraftLengthConfig
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
@@ -53,7 +53,6 @@ class PoolEntry:
 
     drafter: Drafter
     max_draft_len: int = DEFAULT_DRAFT_LEN
-    ahead_len: int = 0
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
     beside: bool = False
@@ -100,7 +99,7 @@ class EmbeddedCluster:
             planner,
             table,
             draft_lengths=build_draft_lengths(
-                draft_length or OutriderLength(), {name: entry.max_draft_len for name, entry in pool.items()}
+                draft_length or DraftLengthConfig(), {name: entry.max_draft_len for name, entry in pool.items()}
             ),
             colocated=[name for name, entry in pool.items() if entry.companion],
             proposers=proposers,
@@ -142,7 +141,6 @@ class EmbeddedCluster:
                 drafter.name: PoolEntry(
                     make_drafter(drafter, model, host, proposers=config.proposers_of(drafter.name)),
                     drafter.max_draft_len,
-                    drafter.ahead_len,
                     drafter.capacity,
                     drafter.is_colocated,
                     False,
@@ -278,4 +276,4 @@ def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
     mailbox = Mailbox()
     limits = SessionLimits(entry.capacity, entry.max_draft_len, max_outcomes=entry.max_outcomes)
     spare_share = 0.0 if entry.companion else 1.0  # as `actors.colocated_drafters`: on the target's device no time is spare
-    return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len, spare_share=spare_share), mailbox
+    return DrafterLoop(name, entry.drafter, mailbox, limits, spare_share=spare_share), mailbox

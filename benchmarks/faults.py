@@ -34,7 +34,7 @@ from benchmarks.recovery import drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import Config, FileStateConfig, FixedPolicy, RouterConfig
+from cluster.config import Config, FileStateConfig, PolicyConfig, RouterConfig
 from engine.models.prepare import ensure_model
 from router.planning.planner import MAX_CHUNK_S
 
@@ -111,7 +111,7 @@ def pinned(config: Config) -> Config:
         update={
             "target": config.target.model_copy(update={"dtype": "float32"}),
             "drafters": (drafter,),
-            "router": RouterConfig(policy=FixedPolicy(chain=(drafter.name,))),
+            "router": RouterConfig(policy=PolicyConfig(kind="fixed", chain=(drafter.name,))),
         }
     )
 

@@ -24,17 +24,7 @@ from benchmarks.harness import DRAFT_LEN, PATIENT, PRECIOUS_ROWS, Harness, Run, 
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.config import (
-    DEFAULT_DRAFTERS,
-    AdaSpecLength,
-    DrafterConfig,
-    DraftLengthConfig,
-    FaserLength,
-    FixedLength,
-    ModelOptions,
-    ThresholdLength,
-    TurboSpecLength,
-)
+from cluster.config import DEFAULT_DRAFTERS, DrafterConfig, DraftLengthConfig, ModelOptions
 from cluster.types import Request
 from drafters.protocol import Drafter
 from engine.vllm.environment import RUNNER_V2
@@ -45,11 +35,11 @@ NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24
 SMALL_BATCH = 5
 SELF = "itself"
 DRAFT_LENGTHS: tuple[DraftLengthConfig, ...] = (
-    FixedLength(),
-    ThresholdLength(),
-    AdaSpecLength(),
-    FaserLength(),
-    TurboSpecLength(),
+    DraftLengthConfig(kind="fixed"),
+    DraftLengthConfig(kind="threshold"),
+    DraftLengthConfig(kind="adaspec"),
+    DraftLengthConfig(kind="faser"),
+    DraftLengthConfig(kind="turbospec"),
 )  # beside the default, by which other scenarios draft
 
 
@@ -181,7 +171,7 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
 def planning(drafters: Callable[[], Mapping[str, Drafter]]) -> dict[str, RunConditions]:
     """Conditions for every policy of the planner that other scenarios lack."""
     plain = RunConditions(drafters)
-    verified = replace(plain, draft_length=FixedLength(num_tokens=DRAFT_LEN), cost=PRECIOUS_ROWS)
+    verified = replace(plain, draft_length=DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN), cost=PRECIOUS_ROWS)
     verify = [name for name in VERIFICATION_POLICIES if name != PATIENT.verification]
     overlap = [name for name in OVERLAP_POLICIES if name != PATIENT.overlap]
     return {

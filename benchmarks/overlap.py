@@ -28,7 +28,7 @@ from benchmarks.overlap_simulated import simulated
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import Config, DrafterConfig, FixedPolicy, ModelOptions, Resources, RouterConfig
+from cluster.config import Config, DrafterConfig, ModelOptions, PolicyConfig, Resources, RouterConfig
 from engine.models.prepare import ensure_model
 
 OFF, ON, AUTO = "off", "on", "auto"
@@ -97,7 +97,7 @@ def with_drafter(config: Config, overlap: str) -> Config:
         update={
             "target": config.target.model_copy(update={"resources": threads}),
             "drafters": (DrafterConfig(name=DRAFTER, options=options, resources=threads),),
-            "router": RouterConfig(policy=FixedPolicy(chain=(DRAFTER,))),
+            "router": RouterConfig(policy=PolicyConfig(kind="fixed", chain=(DRAFTER,))),
             "planner": config.planner.model_copy(update={"overlap": overlap}),
         }
     )

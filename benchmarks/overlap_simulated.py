@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.policy_scenarios import Machine, Text, Workload, gpu_machine
 from benchmarks.report import Cell, Table
-from cluster.config import FixedLength, FixedPolicy
-from router.drafter.policies import build_policy
+from cluster.config import DraftLengthConfig
+from router.drafter.seats import Fixed
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.simulation import Simulation, SimulationResult
 
@@ -45,11 +45,11 @@ def play(machine: Machine, workload: Workload, overlap: str, max_outcomes: int) 
     spec = replace(
         spec,
         planner=lambda: StepPlanner(settings),
-        draft_length=FixedLength(num_tokens=DRAFT_LEN),
+        draft_length=DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN),
         drafters=tuple(replace(one, max_draft_len=DRAFT_LEN, max_outcomes=max_outcomes) for one in spec.drafters),
         sheds=False,
     )
-    policy = build_policy(FixedPolicy(chain=(DRAFTER,)))
+    policy = Fixed((DRAFTER,))
     simulation = Simulation(spec, policy, workload.load(machine), until_s=workload.until_s(machine))
     result = simulation.run()
     counts = simulation.outcome_counts(DRAFTER)

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.overlap_simulated import DRAFT_LEN, DRAFTER, MAX_OUTCOMES, SCENARIO, play, with_runners_up
 from benchmarks.policy_scenarios import DEFAULT, FIXED, PAPERS, Machine, Workload, gpu_machine
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.config import ThresholdLength
+from cluster.config import DraftLengthConfig
 from router.cost_model import CostModel, TableCost
 from router.drafting.overlap_gains import remote_bound
 from simulator.plots import Panel, plot
@@ -100,7 +100,7 @@ def _thresholds(machine: Machine, num_tokens: int) -> Part:
         assert text.family is not None
         name = f"median acceptance {text.family.drafters[DRAFTER].acceptance:g}"
         for threshold in THRESHOLDS:
-            arm = Arm(name, ThresholdLength(min_confidence=threshold), "all")
+            arm = Arm(name, DraftLengthConfig(kind="threshold", min_confidence=threshold), "all")
             result = _played(replace(machine, texts=(text,)), arm, BATCH, 2 * num_tokens)
             rows.append((name, threshold, result.accepted_len, 1.0 - result.rejected_share, result.verified_len))
             for series, value in ((tokens, result.accepted_len), (acceptance, 1.0 - result.rejected_share)):

@@ -10,15 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.simulate import FOLDER
-from cluster.config import (
-    AdaSpecLength,
-    DrafterConfig,
-    FaserLength,
-    FixedLength,
-    OutriderLength,
-    ThresholdLength,
-    TurboSpecLength,
-)
+from cluster.config import DrafterConfig, DraftLengthConfig
 from router.cost_model import CostModel
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
@@ -40,37 +32,41 @@ SYNTHETIC_TRACE = "synthetic"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 PLAIN = Arm("plain", None)
-FIXED = tuple(Arm(f"fixed-{length}", FixedLength(num_tokens=length), "all") for length in (1, 2, 4, 8))
+FIXED = tuple(Arm(f"fixed-{length}", DraftLengthConfig(kind="fixed", num_tokens=length), "all") for length in (1, 2, 4, 8))
 PAPERS = (
-    Arm("adaspec", AdaSpecLength(), "adaspec"),
-    Arm("faser", FaserLength(), "all"),
-    Arm("turbospec", TurboSpecLength(), "all"),
-    Arm("dspark", FixedLength(num_tokens=DRAFT_LEN), "dspark"),
-    Arm("dspark-async", FixedLength(num_tokens=DRAFT_LEN), "dspark-async"),
-    Arm("spin", FixedLength(num_tokens=4), "all", "micro-batch"),
+    Arm("adaspec", DraftLengthConfig(kind="adaspec"), "adaspec"),
+    Arm("faser", DraftLengthConfig(kind="faser"), "all"),
+    Arm("turbospec", DraftLengthConfig(kind="turbospec"), "all"),
+    Arm("dspark", DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN), "dspark"),
+    Arm("dspark-async", DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN), "dspark-async"),
+    Arm("spin", DraftLengthConfig(kind="fixed", num_tokens=4), "all", "micro-batch"),
 )
-DEFAULT = Arm("outrider", OutriderLength())
+DEFAULT = Arm("outrider", DraftLengthConfig())
 # That are compared under objectives. AdaSpec says nothing of prompts; the last arm has the default's chunks.
-ADASPEC_SLO = Arm("adaspec", AdaSpecLength(), "adaspec", planner=VerificationAlone)
-UNDER_SLO = (ADASPEC_SLO, DEFAULT, Arm("adaspec, chunks by objectives", AdaSpecLength(), "adaspec"), PLAIN)
+ADASPEC_SLO = Arm("adaspec", DraftLengthConfig(kind="adaspec"), "adaspec", planner=VerificationAlone)
+UNDER_SLO = (ADASPEC_SLO, DEFAULT, Arm("adaspec, chunks by objectives", DraftLengthConfig(kind="adaspec"), "adaspec"), PLAIN)
 ARMS = (PLAIN, *FIXED, *PAPERS, DEFAULT)
 # The ceiling of all rules of lengths: the best of these, which draft the right tokens alone, up to so many.
 CEILING = tuple(
-    Arm(f"hindsight-{length}", FixedLength(num_tokens=length), "all", in_hindsight=True) for length in (1, 2, 3, 4, 6, 8)
+    Arm(f"hindsight-{length}", DraftLengthConfig(kind="fixed", num_tokens=length), "all", in_hindsight=True)
+    for length in (1, 2, 3, 4, 6, 8)
 )
 # The papers' own ablations: AdaSpec, table 2 (with `adaspec`); FASER, figure 15 (with `fixed-4` and `faser`; no early exit).
-TABLE_2 = (Arm("threshold", ThresholdLength(), "all"), Arm("adaspec-", AdaSpecLength(), "all"))
-FIGURE_15 = (Arm("faser-overlap", FaserLength(), "all", "frontier"),)
+TABLE_2 = (
+    Arm("threshold", DraftLengthConfig(kind="threshold"), "all"),
+    Arm("adaspec-", DraftLengthConfig(kind="adaspec"), "all"),
+)
+FIGURE_15 = (Arm("faser-overlap", DraftLengthConfig(kind="faser"), "all", "frontier"),)
 LENGTHS = (
-    *(Arm(f"length fixed-{length}", FixedLength(num_tokens=length)) for length in (4, 8)),
-    Arm("length threshold", ThresholdLength()),
-    Arm("length adaspec", AdaSpecLength()),
-    Arm("length faser", FaserLength()),
-    Arm("length turbospec", TurboSpecLength()),
-    Arm("length outrider", OutriderLength()),
+    *(Arm(f"length fixed-{length}", DraftLengthConfig(kind="fixed", num_tokens=length)) for length in (4, 8)),
+    Arm("length threshold", DraftLengthConfig(kind="threshold")),
+    Arm("length adaspec", DraftLengthConfig(kind="adaspec")),
+    Arm("length faser", DraftLengthConfig(kind="faser")),
+    Arm("length turbospec", DraftLengthConfig(kind="turbospec")),
+    Arm("length outrider", DraftLengthConfig()),
 )
 VERIFICATIONS = tuple(
-    Arm(f"verify {name}", FixedLength(num_tokens=DRAFT_LEN), name)
+    Arm(f"verify {name}", DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN), name)
     for name in ("all", "goodput", "adaspec", "dspark", "dspark-async", "outrider")
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cluster.config import OutriderLength
+from cluster.config import DraftLengthConfig
 from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, Link, Mailbox, Received
@@ -199,7 +199,7 @@ class _Rounds:
         self.num_requests = num_requests
         network, mailbox = LocalNetwork(), Mailbox()
         table = RoutingTable(1, defaults=tuple((name,) for name in names)) if names else None
-        lengths = build_draft_lengths(OutriderLength(), dict.fromkeys(names, DRAFT_LEN))
+        lengths = build_draft_lengths(DraftLengthConfig(), dict.fromkeys(names, DRAFT_LEN))
         self.loop = TargetLoop(
             self,
             _MODEL,

@@ -7,14 +7,15 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from cluster.errors import OutriderError
 
@@ -40,6 +41,13 @@ class ConfigError(OutriderError, ValueError):
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         super().__init__("\n".join([f"{source} cannot be used:", *(f"  {problem}" for problem in problems)]))
         self.problems = problems
+
+
+class KeyProblem(PydanticCustomError):
+    """What the validator of a section has to say about a key of it that is no field."""
+
+    def __new__(cls, key: str, message: str) -> Self:
+        return super().__new__(cls, "key_problem", "{message}", {"key": key, "message": message})
 
 
 def read(path: Path, model: type[M]) -> M:
@@ -148,13 +156,16 @@ def _explain(detail: Any, model: type[BaseModel], lines: Mapping[Loc, int]) -> P
     kind, shown, context = detail["type"], repr(detail["input"]), detail.get("ctx", {})
     got = f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
     if kind == "extra_forbidden":
-        message = _unknown_key(str(loc[-1]), owner)
+        known, removed = (owner.model_fields, getattr(owner, "removed", ())) if owner else ((), ())
+        message = unknown_key(str(loc[-1]), known, removed)
     elif kind == "missing":
         message = "is missing"
     elif kind == "union_tag_not_found":
         message = "needs the key 'kind'"
     elif kind == "union_tag_invalid":
         loc, message = (*loc, "kind"), f"must be one of {context['expected_tags']}, got {context['tag']!r}"
+    elif kind == "key_problem":
+        loc, message = (*loc, context["key"]), context["message"]
     elif kind == "value_error":
         message = str(context["error"])  # from our validators, which name the value
     elif kind == "literal_error":
@@ -174,10 +185,10 @@ def _line(loc: Loc, lines: Mapping[Loc, int]) -> int | None:
     return lines.get(loc)
 
 
-def _unknown_key(key: str, owner: type[BaseModel] | None) -> str:
-    known = list(owner.model_fields) if owner else []
-    hint = _nearest(key, known) or f"known here: {', '.join(known)}"
-    return f"unknown key; {hint}"
+def unknown_key(key: str, known: Collection[str], removed: Collection[str] = ()) -> str:
+    """What to tell about it. ``removed``: keys of older versions."""
+    hint = _nearest(key, list(known)) or (f"known here: {', '.join(known)}" if known else "none is known here")
+    return f"no setting any more: it is a constant now; {hint}" if key in removed else f"unknown key; {hint}"
 
 
 def _nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:

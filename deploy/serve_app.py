@@ -14,6 +14,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.config import BackpressureConfig
 
+from actors import health
 from actors.gateway import LinkClient
 from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
@@ -140,7 +141,7 @@ class SupervisorWatch:
     def __init__(self, supervisor: Any, config: SupervisionConfig, is_on_duty: Callable[[], bool]) -> None:
         self._supervisor = supervisor
         self._is_on_duty = is_on_duty
-        self._period_s = config.health_period_ms / 1e3
+        self._period_s = health.PERIOD_S
         self._timeout_s = config.health_timeout_ms * TARGET_TIMEOUT_FACTOR / 2e3  # of one question; two are asked
         self._num_killed = 0
 

@@ -74,8 +74,8 @@ def footprint(
     """Of one replica in its own process on ``device``, cpu or cuda, with its proposers. ``target`` is the served model, for
     drafters that share its rows. Raises ModelUnavailable."""
     on_gpu = device == "cuda"
-    # With spare time it also follows up to four times as many requests that others draft for.
-    num_tokens = (5 if config.spare_share else 1) * config.capacity * max_model_len
+    # In spare time it also follows up to four times as many requests that others draft for.
+    num_tokens = 5 * config.capacity * max_model_len
     total = Footprint(process_bytes=CUDA_BYTES if on_gpu else PROCESS_BYTES + (TORCH_BYTES if config.has_model else 0))
     total = sum((_of(one.options, on_gpu, num_tokens, target) for one in (config, *proposers)), total)
     return replace(total, request_bytes=0) if on_gpu else total

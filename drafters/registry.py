@@ -125,7 +125,7 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
     if options.path is not None:
         table = FrequencyTable.load(find_table(options.path))
         table.check_serves(site.target)
-    return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
+    return compiled(TableDrafter(table, options.max_learned))
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:

@@ -8,20 +8,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from cluster import strict_yaml
-from cluster.config import (
-    ChainPolicy,
-    CollapseConfig,
-    Count,
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    GreedyLengthPolicy,
-    HedgePolicy,
-    LbssPolicy,
-    PolicyConfig,
-    Seconds,
-    Section,
-    SloClass,
-)
+from cluster.config import Count, PolicyConfig, Seconds, Section, SloClass
 from simulator.roofline import Device, NonNegative, Placed, Positive, RooflineCost, Shape
 from simulator.synthetic import Family
 
@@ -107,8 +94,8 @@ class SpinScenario(_Pool):
     horizon_s: Seconds = 240.0
     repeats: Count = 2
     micro_batches: Count = 2
-    lbss: LbssPolicy = LbssPolicy()
-    epsilon_greedy: EpsilonGreedyPolicy = EpsilonGreedyPolicy(epsilon=0.8)
+    lbss: PolicyConfig = PolicyConfig(kind="lbss")
+    epsilon_greedy: PolicyConfig = PolicyConfig(kind="epsilon-greedy", epsilon=0.8)
     max_hold_s: Seconds = 1.0
 
     @model_validator(mode="after")
@@ -140,7 +127,7 @@ class SpecRouterScenario(_Pool):
     three_level: tuple[Name, Name]
     horizon_s: Seconds = 20
     least_requests: Count = 32  # of each batch size, in sets of it
-    chain: ChainPolicy = ChainPolicy()
+    chain: PolicyConfig = PolicyConfig(kind="chain")
     cases: Mapping[Name, ChainCase] = Field(default_factory=dict)
     case_batches: tuple[Count, ...] = (1, 8)
 
@@ -190,8 +177,12 @@ class ServingScenario(_Pool):
     max_output_len: Count = 2048
     duration_s: Seconds = 600.0
     max_hold_ms: NonNegative = 50.0
-    collapse: CollapseConfig = CollapseConfig()
-    policies: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
+    policies: tuple[PolicyConfig, ...] = (
+        PolicyConfig(),
+        PolicyConfig(kind="lbss"),
+        PolicyConfig(kind="epsilon-greedy"),
+        PolicyConfig(kind="greedy-length"),
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -199,7 +190,7 @@ class ServingScenario(_Pool):
         for text in self.texts.values():
             self.known_drafters(text.family)
         for policy in self.policies:
-            if isinstance(policy, ChainPolicy) or (isinstance(policy, FixedPolicy) and len(policy.chain or ()) > 1):
+            if policy.kind == "chain" or len(policy.chain or ()) > 1:
                 raise ValueError("policies must not form chains: what those take, only the study specrouter models")
         return self
 

@@ -13,7 +13,7 @@ from zlib import error as ZlibError
 
 import numpy as np
 
-from cluster.config import FixedPolicy, PolicyConfig, SloClass
+from cluster.config import PolicyConfig, SloClass
 from cluster.errors import InvalidField
 from profiler.hardware import num_cores
 from router.drafter.policies import build_policy, keeps_in_step
@@ -31,7 +31,7 @@ TARGET_ALONE = "target alone"
 
 
 def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
-    policies: dict[str, PolicyConfig] = {TARGET_ALONE: FixedPolicy(chain=())}
+    policies: dict[str, PolicyConfig] = {TARGET_ALONE: PolicyConfig(kind="fixed", chain=())}
     policies |= {policy.kind: policy for policy in scenario.policies}
     begun_s = perf_counter()
     num_processes = min(len(policies), num_cores())
@@ -136,7 +136,7 @@ def _cluster(scenario: ServingScenario, in_step: bool) -> ClusterSpec:
         slot_s=scenario.slot_s,
         keeps_in_step=in_step,
         jitter=scenario.jitter,
-        collapse=scenario.collapse,
+        watches_drift=True,
     )
 
 

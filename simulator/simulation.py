@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from cluster.config import CollapseConfig, DraftLengthConfig, OutriderLength
+from cluster.config import DraftLengthConfig
 from cluster.messages import Hello, OutcomeReport, Role
 from cluster.slo import Attainment, SloCounts
 from cluster.transport.base import Mailbox
@@ -66,7 +66,7 @@ class ClusterSpec:
         keeps_in_step: one member of each drafter follows the requests that others draft for (SPIN's fast switching), and
             tells what it would have drafted. It takes ``spare_share`` of its time at the most; companions have none.
         jitter: spread of durations, as the standard deviation of their logarithm.
-        collapse: when a drafter is quarantined; None: never.
+        watches_drift: whether drafters whose acceptance collapses are quarantined.
         sheds: targets refuse requests whose first token would come later than their objective.
     """
 
@@ -82,8 +82,8 @@ class ClusterSpec:
     keeps_in_step: bool = False
     spare_share: float = 0.1
     jitter: float = 0.0
-    collapse: CollapseConfig | None = None
-    draft_length: DraftLengthConfig = field(default_factory=OutriderLength)
+    watches_drift: bool = False
+    draft_length: DraftLengthConfig = field(default_factory=DraftLengthConfig)
     sheds: bool = True
 
     def pool(self) -> list[PoolMember]:
@@ -200,7 +200,7 @@ class Simulation:
         self._jitter = Jitter(spec.jitter, np.random.default_rng(seed))
         self._gateway = SimulatedGateway(events, self._ended)
         pool = spec.pool()
-        watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
+        watch = DriftDetector(spec.slot_s) if spec.watches_drift else None
         self._router = SimulatedRouter(
             Router(policy, pool, watch, spec.keeps_in_step),
             [member.name for member in pool],

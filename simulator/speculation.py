@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.config import DraftLengthConfig, FixedPolicy
+from cluster.config import DraftLengthConfig
 from cluster.types import Slo
 from router.cost_model import CostModel
-from router.drafter.policies import build_policy
+from router.drafter.seats import Fixed
 from router.plan import SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 from router.planning.slo import RoundLimits
@@ -101,7 +101,7 @@ def run_arm(
         slo = Slo(tpot_s=tpot_slo_s, name="all")
         load = replace(load, requests=(replace(one, slo=slo) for one in load.requests))
     chain = () if arm.draft_length is None else (spec.drafters[0].name,)
-    outcome = simulate(spec, build_policy(FixedPolicy(chain=chain)), load, until_s=until_s)
+    outcome = simulate(spec, Fixed(chain), load, until_s=until_s)
     return _result(outcome, load.concurrency)
 
 

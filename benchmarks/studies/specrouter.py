@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from cluster.config import ChainPolicy, FixedLength, FixedPolicy
+from cluster.config import DraftLengthConfig
 from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
 from router.cost_model import TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN, Level
 from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.seats import Fixed
 from router.papers.specrouter import ModelChains
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
@@ -95,8 +97,8 @@ class _Found:
 class _Watched(ModelChains):
     """Keeps the predictions of each slot."""
 
-    def __init__(self, config: ChainPolicy) -> None:
-        super().__init__(config)
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
         self.predicted: list[dict[Chain, float]] = []
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
@@ -117,7 +119,7 @@ def run(scenario: SpecRouterScenario, said: Said = lambda what: None) -> Study:
 def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     num_sets = -(-scenario.least_requests // batch)
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
-    selecting, predicted = _Watched(scenario.chain), list[dict[Chain, float]]()
+    selecting, predicted = _Watched(**scenario.chain.parameters), list[dict[Chain, float]]()
     whole = max(drafter.max_draft_len for drafter in scenario.drafters.values())
 
     def serve(policy: AssignmentPolicy, spec: ClusterSpec) -> list[SimulationResult]:
@@ -131,7 +133,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         return outcomes
 
     barrier = PlannerSettings("all", MAX_HOLD_S, MAX_CHUNK_LEN, "barrier")
-    spec = replace(_cluster(scenario, batch, barrier), draft_length=FixedLength(num_tokens=whole))
+    spec = replace(_cluster(scenario, batch, barrier), draft_length=DraftLengthConfig(kind="fixed", num_tokens=whole))
     informed = keeps_in_step(scenario.chain)
     chosen = serve(selecting, replace(spec, keeps_in_step=informed))
     counts = Counter(chain for outcome in chosen for chain in outcome.open_chains)
@@ -140,7 +142,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     everything = [request for requests in sets for request in requests]
 
     def candidate(chain: Chain, predicted_s: float) -> _Candidate:
-        alone = serve(build_policy(FixedPolicy(chain=chain)), spec)
+        alone = serve(Fixed(chain), spec)
         levels = _levels(scenario, chain, everything)
         simplified_s = simplified_per_token_s(levels, _target_passes(scenario, batch, alone))
         return _Candidate(_goodput(alone), batch / fmean(map(_decoding_rate, alone)), predicted_s, simplified_s)
@@ -150,11 +152,11 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
         chain: candidate(chain, 1.0 / fmean(1.0 / of_set[chain] for of_set in predicted)) for chain in sorted(predicted[-1])
     }
     return _Found(
-        _goodput(serve(build_policy(FixedPolicy(chain=())), spec)),
+        _goodput(serve(Fixed(()), spec)),
         found[(scenario.two_level,)].goodput,
         found[scenario.three_level].goodput,
         _goodput(chosen),
-        _goodput(serve(ModelChains(scenario.chain), default)),
+        _goodput(serve(build_policy(scenario.chain), default)),
         {one: count / counts.total() for one, count in counts.items()},
         found,
     )

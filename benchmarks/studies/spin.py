@@ -19,7 +19,7 @@ from statistics import fmean
 
 import numpy as np
 
-from cluster.config import FixedLength, FixedPolicy, GreedyLengthPolicy, HedgePolicy, PolicyConfig
+from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import MAX_DRAFT_LEN
 from router.drafter.policies import build_policy
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
@@ -120,15 +120,18 @@ def selection_in_order(found: Mapping[str, float]) -> bool:
 
 
 def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
-    vanilla = {f"vanilla {name}": _Variant(FixedPolicy(chain=(name,)), keeps_in_step=False) for name in scenario.drafters}
+    vanilla = {
+        f"vanilla {name}": _Variant(PolicyConfig(kind="fixed", chain=(name,)), keeps_in_step=False)
+        for name in scenario.drafters
+    }
     lbss = scenario.lbss
     return {
         **vanilla,
         PARTS[0]: _Variant(lbss),
         PARTS[1]: _Variant(lbss, packed=True),
         PARTS[2]: _Variant(lbss, packed=True, num_micro_batches=scenario.micro_batches),
-        "outrider": _Variant(HedgePolicy(), True, None, "outrider"),
-        "greedy": _Variant(GreedyLengthPolicy()),
+        "outrider": _Variant(PolicyConfig(), True, None, "outrider"),
+        "greedy": _Variant(PolicyConfig(kind="greedy-length")),
         "epsilon-greedy": _Variant(scenario.epsilon_greedy),
     }
 
@@ -177,7 +180,7 @@ def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: l
         slot_s=scenario.slot_s,
         keeps_in_step=variant.keeps_in_step,
         jitter=scenario.jitter,
-        draft_length=FixedLength(num_tokens=MAX_DRAFT_LEN),  # what the drafter can, as SPIN has it
+        draft_length=DraftLengthConfig(kind="fixed", num_tokens=MAX_DRAFT_LEN),  # what the drafter can, as SPIN has it
     )
     load = in_turn(requests, scenario.batch)
     return simulate(spec, build_policy(variant.policy), load, scenario.seed, scenario.horizon_s).goodput

@@ -5,15 +5,6 @@ Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_d
 """
 
 from cluster.config.adapters import LoraModule
-from cluster.config.draft_length import (
-    AdaSpecLength,
-    DraftLengthConfig,
-    FaserLength,
-    FixedLength,
-    OutriderLength,
-    ThresholdLength,
-    TurboSpecLength,
-)
 from cluster.config.drafters import (
     DEFAULT_CAPACITY,
     DEFAULT_DRAFT_LEN,
@@ -41,7 +32,6 @@ from cluster.config.file import (
     MemoryConfig,
     ModelConfig,
     ObservabilityConfig,
-    PlannerConfig,
     RedisStateConfig,
     ScalingConfig,
     StateConfig,
@@ -54,16 +44,6 @@ from cluster.config.file import (
 )
 from cluster.config.overlay import differing, with_fields
 from cluster.config.parsers import ReasoningParser, ToolCallParser
-from cluster.config.router import (
-    ChainPolicy,
-    CollapseConfig,
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    GreedyLengthPolicy,
-    HedgePolicy,
-    LbssPolicy,
-    PolicyConfig,
-    RouterConfig,
-)
+from cluster.config.rules import DraftLengthConfig, PlannerConfig, PolicyConfig, RouterConfig
 from cluster.config.section import Count, Fraction, Milliseconds, Resources, Seconds, Section
 from cluster.config.slo import CUSTOM, SloClass, SloConfig, TtftMs

@@ -107,7 +107,7 @@ class TableOptions(Section):
     traits: ClassVar[Traits] = Traits()
     path: str | None = None  # a counted table, its folder, or the name of a shipped one; None: learned only
     max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 570 bytes each
-    min_confidence: Fraction = 0.1  # a draft ends before a less probable token
+    removed = frozenset({"min_confidence"})
 
 
 class CascadeOptions(Section):
@@ -165,12 +165,9 @@ class DrafterConfig(Replicated):
     options: DrafterOptions
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
-    ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
     # Outcomes of a verification that a drafter of kind model or layers prepares for a request while it waits. None: 4 on a
     # GPU, and 0 on a CPU, whose cores the target may need.
     max_outcomes: Annotated[int, Field(ge=0, le=16)] | None = None
-    # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
-    spare_share: Fraction = 0.1
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1  # at start
     min_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as replicas
     max_replicas: Count | None = None
@@ -178,6 +175,7 @@ class DrafterConfig(Replicated):
     # start: loaded at start if there is room, and evictable; lazy: loaded on demand; pinned: loaded at start, never evicted.
     load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
+    removed = frozenset({"ahead_len", "spare_share"})
 
     @property
     def has_model(self) -> bool:

@@ -10,10 +10,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster import strict_yaml
 from cluster.config.adapters import LoraModule
-from cluster.config.draft_length import DraftLengthConfig, OutriderLength
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig, VllmOptions, parts_of
 from cluster.config.parsers import ReasoningParser, ToolCallParser
-from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
+from cluster.config.rules import PlannerConfig, RouterConfig
 from cluster.config.section import (
     Auto,
     Count,
@@ -174,17 +173,6 @@ class MemoryConfig(Section):
     min_residence_s: Seconds = 20  # minimum time that a drafter stays loaded
 
 
-class PlannerConfig(Section):
-    """Drafting, and verification in a pass of the target."""
-
-    draft_length: DraftLengthConfig = OutriderLength()
-    verify: Literal["outrider", "all", "goodput", "adaspec", "dspark", "dspark-async"] = "outrider"
-    # barrier: all proposals are awaited; micro-batch: one is verified while others are drafted for; frontier: drafters go on
-    # from their own guess; gain: whichever is fastest by measured times.
-    overlap: Literal["gain", "barrier", "micro-batch", "frontier"] = "gain"
-    max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # maximum wait for a proposal; 0: no wait
-
-
 class TransportConfig(Section):
     """Links between drafters, gateways and targets: unix sockets on one machine, gRPC between machines."""
 
@@ -284,15 +272,11 @@ class ClusterConfig(Section):
 class SupervisionConfig(Section):
     """Detection of dead processes, and restarts."""
 
-    health_period_ms: Milliseconds = 500
     health_timeout_ms: Milliseconds = 3000  # a process that does not answer is killed and restarted
     start_timeout_s: Seconds = 300  # until the first successful health check
-    restart_backoff_ms: Milliseconds = 250  # before the second restart; doubles with each further one
-    max_restart_backoff_ms: Milliseconds = 30_000
-    quarantine_restarts: Count = 5  # restarts within the window after which a drafter is quarantined
-    quarantine_window_s: Seconds = 60
-    quarantine_s: Seconds = 120  # until the next attempt
-    at_most = (("restart_backoff_ms", "max_restart_backoff_ms"),)
+    max_restart_backoff_ms: Milliseconds = 30_000  # longest pause before a restart
+    quarantine_restarts: Count = 5  # restarts within a minute after which a drafter is left out for two
+    removed = frozenset({"health_period_ms", "restart_backoff_ms", "quarantine_window_s", "quarantine_s"})
 
 
 class ScalingConfig(Section):
@@ -330,9 +314,9 @@ class Config(Section):
         policy = self.router.policy
         if not by_name[name].options.traits.can_verify:
             return ()
-        if isinstance(policy, FixedPolicy):
-            return tuple(by_name[one] for one in policy.chain[:-1]) if policy.chain and policy.chain[-1] == name else ()
-        if not isinstance(policy, ChainPolicy) or policy.max_levels < 3:
+        if policy.chain:
+            return tuple(by_name[one] for one in policy.chain[:-1]) if policy.chain[-1] == name else ()
+        if policy.parameters.get("max_levels", 0) < 3:
             return ()
         before = self.drafters[: self.drafters.index(by_name[name])]
         return tuple(drafter for drafter in before if not drafter.is_colocated)
@@ -370,9 +354,8 @@ class Config(Section):
             module.check(f"target.lora_modules[{i}]", self.model.public_names)
         if self.api.lora_folder is not None and not self.target.num_adapters:
             raise ValueError("api.lora_folder: needs target.lora_modules, or enable_lora in target.vllm, got neither")
-        policy = self.router.policy
-        if isinstance(policy, FixedPolicy) and policy.chain is not None:
-            self._check_chain(policy.chain)
+        if self.router.policy.chain is not None:
+            self._check_chain(self.router.policy.chain)
         if self.scaling.policy != "none":
             self.scaling_objectives()
             if not (self.target.scales or any(drafter.scales for drafter in self.drafters)):

@@ -24,6 +24,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     at_most: ClassVar[tuple[tuple[str, str], ...]] = ()  # fields, and the fields that bound them
+    removed: ClassVar[frozenset[str]] = frozenset()  # keys of older versions that are constants now
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

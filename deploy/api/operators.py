@@ -13,14 +13,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from cluster.client import ClusterStatus, EngineClient
-from cluster.config import (
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    GreedyLengthPolicy,
-    HedgePolicy,
-    LbssPolicy,
-    PolicyConfig,
-)
+from cluster.config import PolicyConfig
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
@@ -52,12 +45,12 @@ class UnloadAdapterRequest(Strict):
 POLICY = "/v1/outrider/policy"
 # `chain` is missing: its drafters are started for it.
 _POLICIES: dict[str, PolicyConfig] = {
-    "hedge": HedgePolicy(),
-    "lbss": LbssPolicy(),
-    "epsilon-greedy": EpsilonGreedyPolicy(),
-    "greedy-length": GreedyLengthPolicy(),
-    "fixed": FixedPolicy(),
-    "off": FixedPolicy(chain=()),
+    "hedge": PolicyConfig(),
+    "lbss": PolicyConfig(kind="lbss"),
+    "epsilon-greedy": PolicyConfig(kind="epsilon-greedy"),
+    "greedy-length": PolicyConfig(kind="greedy-length"),
+    "fixed": PolicyConfig(kind="fixed"),
+    "off": PolicyConfig(kind="fixed", chain=()),
 }
 
 # Of the cluster: the policy, None to end a trial, and its seconds. False: no router takes it now.

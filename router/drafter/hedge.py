@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
-from cluster.config import HedgePolicy
 from router.assignment import (
     TARGET_ONLY,
     Chain,
@@ -22,9 +21,13 @@ from router.assignment import (
 )
 from router.drafter.matching import NOWHERE, Floats, Ints, match
 from router.drafter.seats import FreeCapacity
-from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
+from router.estimates.acceptance import SMOOTHING, AcceptanceModel, AcceptanceSnapshot, Smoothing
 from router.estimates.round_times import RoundTimes, shares_target
 
+LEARNING_RATE = 10.0  # eta, per token and round
+HYSTERESIS = 0.05  # relative gain under which a request stays where it is
+EXPLORATION = 0.01  # share of requests, per slot, that try a drafter with little evidence
+PAYBACK_S = 5.0  # within which a switch must recover its cost
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
 _OPTIMISTIC_DRAFTS = 4  # right in full, that a drafter is credited with before its own (Sutton and Barto, section 2.6)
@@ -58,14 +61,24 @@ class Hedge:
     initial values), and catching up lowers it, too. What is slow, late or seldom right is so left after few drafts. Later a
     small share of requests explores for a slot the drafter that they have seen least.
 
-    v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
+    v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over PAYBACK_S.
     The matching maximises the sum of v (`router/drafter/matching.py`), starting from the prices of the last slot. Lookups
     that an open combination queries anyway are left out (`router.assignment.without_lookups`).
     """
 
-    def __init__(self, config: HedgePolicy) -> None:
-        self._config = config
-        self._acceptance = AcceptanceModel(config, np.random.default_rng(config.seed))
+    def __init__(
+        self,
+        *,
+        learning_rate: float = LEARNING_RATE,
+        hysteresis: float = HYSTERESIS,
+        exploration: float = EXPLORATION,
+        payback_s: float = PAYBACK_S,
+        smoothing: Smoothing = SMOOTHING,
+        seed: int = 0,
+    ) -> None:
+        self._learning_rate, self._exploration, self._payback_s = learning_rate, exploration, payback_s
+        self._stay = 1.0 + hysteresis
+        self._acceptance = AcceptanceModel(np.random.default_rng(seed), smoothing)
         self._times = RoundTimes()
         self._prices: dict[str, float] = {}
         self._regret: float | None = None
@@ -132,19 +145,19 @@ class Hedge:
         num_drafts = self._acceptance.num_drafts(room.members)
         optimistic = 1.0 + shares * (self._optimistic_lens(lens, num_drafts, room.members) - 1.0)
         lens = 1.0 + shares * (lens - 1.0)
-        noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
+        noise = own.noise(rows, columns) / (self._learning_rate * num_rounds)
         here = self._here(requests, pool, room)
         placed = own.place(rows)
-        left = 1.0 - np.minimum(self._switching(requests, room.members, here) / self._config.payback_s, 1.0)
+        left = 1.0 - np.minimum(self._switching(requests, room.members, here) / self._payback_s, 1.0)
         tokens = np.maximum(lens + noise, 0.0) * left
         stays = np.flatnonzero(placed & (here != NOWHERE))
-        tokens[stays, here[stays]] *= 1.0 + self._config.hysteresis
+        tokens[stays, here[stays]] *= self._stay
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
-        explorers = own.draw_explorers(rows, num_rounds, num_drafts, self._config)
+        explorers = own.draw_explorers(rows, num_rounds, num_drafts, self._exploration)
         for tries, drafters in (self._trials(values, optimistic * left / round_s, here, live), explorers):
-            values[tries, drafters] = (1.0 + self._config.hysteresis) * values[tries].max(axis=1)
+            values[tries, drafters] = self._stay * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains, np.column_stack((lens / round_s, np.full(len(requests), plain)))
@@ -176,7 +189,7 @@ class Hedge:
         """Requests for which a drafter's optimistic value exceeds the best value, and the drafter of each whose optimistic
         value is highest: at most _MAX_TRIALS requests for a drafter, those first that are there."""
         most = optimistic.argmax(axis=1)
-        tries = live & (optimistic.max(axis=1) > values.max(axis=1)) & (self._config.exploration > 0.0)
+        tries = live & (optimistic.max(axis=1) > values.max(axis=1)) & (self._exploration > 0.0)
         for j in np.unique(most[tries]).tolist():
             some = np.flatnonzero(tries & (most == j))
             tries[some[np.argsort(here[some] != j, kind="stable")][_MAX_TRIALS:]] = False

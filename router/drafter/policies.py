@@ -1,16 +1,8 @@
 """The assignment policies by the names that the configuration knows them by, and the pool that they assign to."""
 
 from collections.abc import Callable
-from typing import Any
 
-from cluster.config import (
-    ChainPolicy,
-    Config,
-    HedgePolicy,
-    LbssPolicy,
-    PolicyConfig,
-    lookups_in_pool,
-)
+from cluster.config import Config, PolicyConfig, lookups_in_pool
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
 from router.drafter.hedge import Hedge
@@ -19,7 +11,8 @@ from router.estimates.prior_costs import prior_token_cost
 from router.papers.specrouter import ModelChains
 from router.papers.spin import EpsilonGreedy, GreedyLength, Lbss
 
-POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
+# Made with the parameters of the configuration.
+POLICIES: dict[str, Callable[..., AssignmentPolicy]] = {
     "fixed": Fixed,
     "greedy-length": GreedyLength,
     "epsilon-greedy": EpsilonGreedy,
@@ -35,11 +28,12 @@ _CATCH_UP_LEN = 513
 def keeps_in_step(config: PolicyConfig) -> bool:
     """Whether drafters keep in step, in their spare time, with requests that others draft for (SPIN's fast switching).
     `hedge` and `chain` use the scores of drafters in step too; `lbss` ignores them."""
-    return isinstance(config, HedgePolicy | ChainPolicy | LbssPolicy)
+    return config.kind in ("hedge", "chain", "lbss")
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:
-    return POLICIES[config.kind](config)
+    chain = {"chain": config.chain} if config.kind == "fixed" else {}
+    return POLICIES[config.kind](**chain, **config.parameters)
 
 
 def build_pool(config: Config) -> tuple[PoolMember, ...]:

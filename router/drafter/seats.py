@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.config import FixedPolicy
 from router.assignment import TARGET_ONLY, Chain, NothingLearned, PoolMember, RequestView, drafter_of
 
 
@@ -65,10 +64,11 @@ class FreeCapacity:
 
 class Fixed(NothingLearned):
     """Learns nothing. Correctly seated requests stay; the others take the remaining places in their order. A chain runs in
-    the process of its last drafter: only that one needs a place, the others only to be open."""
+    the process of its last drafter: only that one needs a place, the others only to be open. ``chain`` None: the first
+    drafter of the pool that has capacity."""
 
-    def __init__(self, config: FixedPolicy) -> None:
-        self._chain = config.chain
+    def __init__(self, chain: Chain | None = None) -> None:
+        self._chain = chain
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         room = FreeCapacity(pool)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
-from cluster.config import DEFAULT_DRAFT_LEN, FixedLength, ThresholdLength
+from cluster.config import DEFAULT_DRAFT_LEN
 from cluster.fast_dataclass import record
 from cluster.types import Commit, StopRule
 from router.assignment import drafter_of
@@ -107,9 +107,9 @@ def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, 
 class Fixed(DraftLengths):
     """``num_tokens`` for every request, or what its drafter can; a row costs nothing."""
 
-    def __init__(self, config: FixedLength, max_lens: Mapping[str, int]) -> None:
+    def __init__(self, max_lens: Mapping[str, int], num_tokens: int) -> None:
         super().__init__(max_lens)
-        self._num_tokens = config.num_tokens
+        self._num_tokens = num_tokens
 
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         return DraftBudget(min(self._num_tokens, self.max_len(drafter)))
@@ -119,9 +119,9 @@ class Threshold(DraftLengths):
     """As assisted generation in Hugging Face's transformers stops (`assistant_confidence_threshold`). The drafter decides
     after each token, by its own confidence; a row costs nothing."""
 
-    def __init__(self, config: ThresholdLength, max_lens: Mapping[str, int]) -> None:
+    def __init__(self, max_lens: Mapping[str, int], min_confidence: float) -> None:
         super().__init__(max_lens)
-        self._stop = StopRule(min_confidence=config.min_confidence)
+        self._stop = StopRule(min_confidence=min_confidence)
 
     def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
         return DraftBudget(self.max_len(drafter), stop=self._stop)

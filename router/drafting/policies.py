@@ -4,7 +4,6 @@ A planner makes its own, so a policy may keep state. Outputs do not depend on th
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from cluster.config import Config, DraftLengthConfig
 from router.drafting.length import DraftLengths, Fixed, Threshold
@@ -17,14 +16,14 @@ from router.papers.dspark import AsynchronousDSparkVerification, DSparkVerificat
 from router.papers.faser import Faser
 from router.papers.turbospec import GoodputVerification, TurboSpec
 
-# Made from the policy's options and the longest proposal of each drafter.
-DRAFT_LENGTHS: dict[str, Callable[[Any, Mapping[str, int]], DraftLengths]] = {
-    "outrider": lambda _, max_lens: Outrider(max_lens),
+# Made from the longest proposal of each drafter and the policy's parameters.
+DRAFT_LENGTHS: dict[str, Callable[..., DraftLengths]] = {
+    "outrider": Outrider,
     "fixed": Fixed,
     "threshold": Threshold,
-    "adaspec": lambda _, max_lens: AdaSpec(max_lens),
+    "adaspec": AdaSpec,
     "faser": Faser,
-    "turbospec": lambda _, max_lens: TurboSpec(max_lens),
+    "turbospec": TurboSpec,
 }
 
 VERIFICATION_POLICIES: dict[str, Callable[[], VerificationPolicy]] = {
@@ -46,7 +45,7 @@ OVERLAP_POLICIES: dict[str, Callable[[float], OverlapPolicy]] = {  # made with t
 
 def build_draft_lengths(config: DraftLengthConfig, max_lens: Mapping[str, int]) -> DraftLengths:
     """``max_lens``: the longest proposal of each drafter, by name."""
-    return DRAFT_LENGTHS[config.kind](config, max_lens)
+    return DRAFT_LENGTHS[config.kind](max_lens, **config.parameters)
 
 
 def draft_lengths_of(config: Config) -> DraftLengths:

@@ -6,11 +6,11 @@ A request's rates are shrunk towards its domain's, these towards the drafter's, 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from cluster.config import ChainPolicy, HedgePolicy
 from router.assignment import Observation, PoolMember, RequestView, ScoreCounts, drafter_of
 from router.drafter.matching import Floats, Ints
 from router.drafter.prompt_features import PromptClusters
@@ -29,14 +29,26 @@ class AcceptanceSnapshot(BaseModel):
     gains: JsonValue = None  # of an older version
 
 
+class Smoothing(NamedTuple):
+    """How fast an estimate leaves the one above it. ``memory_rounds``: after which an observation has faded to 1/e."""
+
+    request_rounds: float = 8.0  # of a request's own before they outweigh its cluster's
+    cluster_rounds: float = 50.0  # of a cluster's before they outweigh the drafter's
+    memory_rounds: float = 1000.0
+    num_clusters: int = 16  # of similar prompts
+
+
+SMOOTHING = Smoothing()
+
+
 class AcceptanceModel:
     """Learns from drafts and from scores alike. Not thread-safe."""
 
-    def __init__(self, config: HedgePolicy | ChainPolicy, random: np.random.Generator) -> None:
-        self._config = config
-        self._clusters = PromptClusters(config.num_clusters)
-        self._pool = PoolAcceptance(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self.on_time = OnTimeRates(config.memory_rounds)
+    def __init__(self, random: np.random.Generator, smoothing: Smoothing = SMOOTHING) -> None:
+        self._smoothing = smoothing
+        self._clusters = PromptClusters(smoothing.num_clusters)
+        self._pool = PoolAcceptance(smoothing.num_clusters, smoothing.cluster_rounds, smoothing.memory_rounds)
+        self.on_time = OnTimeRates(smoothing.memory_rounds)
         self.requests = RequestAcceptance(random)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts]) -> None:
@@ -63,7 +75,7 @@ class AcceptanceModel:
         """Tokens of a round that has its draft, bonus token included, and the rounds behind this; both (rows, drafters)."""
         columns = self.columns([member.name for member in drafters])
         draft_lens = [member.max_draft_len for member in drafters]
-        return self.requests.expected_lens(rows, columns, self._pool.means(), self._config.request_rounds, draft_lens)
+        return self.requests.expected_lens(rows, columns, self._pool.means(), self._smoothing.request_rounds, draft_lens)
 
     def num_drafts(self, drafters: Sequence[PoolMember]) -> Floats:
         """Drafts and scores behind the estimate of each drafter over all requests, as far as they are remembered."""
@@ -81,7 +93,7 @@ class AcceptanceModel:
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
-        clusters = PromptClusters(self._config.num_clusters)
+        clusters = PromptClusters(self._smoothing.num_clusters)
         clusters.restore(snapshot.clusters)
         self._pool.restore(snapshot.acceptance)
         self._clusters = clusters

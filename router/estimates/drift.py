@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import log, sqrt
 
-from cluster.config import CollapseConfig
 from router.assignment import Observation, PoolMember, drafter_of, lessons
 from router.estimates.decayed import DecayedSums
 from router.estimates.trial import Pause
 
 logger = logging.getLogger(__name__)
 
+REMAINING = 0.1  # acceptance that counts as collapsed, as a share of the usual
+QUARANTINE_S = 60.0  # until the first trial; doubles with each failure
+MAX_QUARANTINE_S = 600.0
+TRIAL_PLACES = 2  # concurrent requests during a trial
 MAX_TRIALS = 16  # draft tokens that a request counts for: those of one text are right or wrong together
 MAX_COUNTED = 4096  # requests, since there was no evidence
 MIN_TRIALS = 200.0  # before it is known what is usual for a drafter
@@ -40,17 +43,16 @@ class _WatchedMember:
 
 
 class DriftDetector:
-    """Page's cumulative sum test (1954) per member: is only the share ``remaining`` of its usual acceptance left?
+    """Page's cumulative sum test (1954) per member: is only the share REMAINING of its usual acceptance left?
 
-    After ``quarantine_s`` a member is tried with at most ``trial_places`` requests. If its acceptance exceeds the geometric
+    After QUARANTINE_S a member is tried with at most TRIAL_PLACES requests. If its acceptance exceeds the geometric
     mean of usual and collapsed, it is back. Else the quarantine doubles, and the usual rate is halved towards the observed
     one, so that a workload for which the drafter is useless does not exclude it for ever.
     """
 
-    def __init__(self, config: CollapseConfig, slot_s: float) -> None:
-        self._config = config
-        self._first_slots = max(1, round(config.quarantine_s / slot_s))
-        self._most_slots = max(self._first_slots, round(config.max_quarantine_s / slot_s))
+    def __init__(self, slot_s: float) -> None:
+        self._first_slots = max(1, round(QUARANTINE_S / slot_s))
+        self._most_slots = max(self._first_slots, round(MAX_QUARANTINE_S / slot_s))
         self._usual: DecayedSums[str] = DecayedSums(MEMORY_TRIALS)  # by drafter: draft tokens, and the right ones
         self._members: dict[str, _WatchedMember] = {}
 
@@ -72,8 +74,7 @@ class DriftDetector:
         state = self.state(member.name)
         if state is DriftState.QUARANTINED:
             return replace(member, quarantined=True)
-        trial_places = self._config.trial_places
-        return member if state is DriftState.OPEN else replace(member, capacity=min(member.capacity, trial_places))
+        return member if state is DriftState.OPEN else replace(member, capacity=min(member.capacity, TRIAL_PLACES))
 
     def state(self, member: str) -> DriftState:
         known = self._members.get(member)
@@ -105,7 +106,7 @@ class DriftDetector:
         """Adds the log-likelihood ratio of a collapse to the usual, of at most MAX_TRIALS draft tokens of each request.
         ``tokens``: request, its draft tokens and its right ones."""
         rate = min(usual, _MOST_RATE)
-        of_right, of_wrong = log(self._config.remaining), log((1.0 - rate * self._config.remaining) / (1.0 - rate))
+        of_right, of_wrong = log(REMAINING), log((1.0 - rate * REMAINING) / (1.0 - rate))
         ratio = 0.0
         for request_id, num_tried, num_right in tokens:
             former = member.counted.get(request_id, 0)
@@ -120,7 +121,7 @@ class DriftDetector:
     def _decide(self, name: str, member: _WatchedMember, rate: float) -> None:
         num_tried, num_right = self._usual.get(drafter_of(name), 2)
         usual = num_right / num_tried
-        if rate >= usual * sqrt(self._config.remaining):
+        if rate >= usual * sqrt(REMAINING):
             logger.info("drafter %s drafts well again", name)
             del self._members[name]
             return

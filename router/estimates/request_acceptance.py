@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.config import HedgePolicy
 from router.assignment import RequestView
 from router.drafter.expiring_cache import GENERATION_SLOTS
 from router.drafter.matching import NOWHERE, Floats, Ints
 from router.drafter.prompt_features import PromptClusters
 from router.estimates.decayed import retained
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
+
+KNOWN_ROUNDS = 16.0  # of a request with a drafter, twice those that its cluster counts as: then it explores no more
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
@@ -98,13 +99,13 @@ class RequestAcceptance:
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
-    def draw_explorers(self, rows: Ints, num_rounds: Floats, num_drafts: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
+    def draw_explorers(self, rows: Ints, num_rounds: Floats, num_drafts: Floats, exploration: float) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior; of
         several that with the fewest ``num_drafts`` over all requests. Placeholders never explore, since many requests would
         follow them."""
         least = (num_rounds + num_drafts / (1.0 + num_drafts.max())).argmin(axis=1)
-        unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
-        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))
+        unknown = (num_rounds.min(axis=1) < KNOWN_ROUNDS) & (self._context[rows] > 0)
+        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < exploration))
         return tries, least[tries]
 
     def drafts(self, rows: Ints, column: int) -> tuple[Floats, Floats]:

@@ -23,7 +23,6 @@ from math import log2, sqrt
 
 import numpy as np
 
-from cluster.config import FaserLength
 from router.drafter.matching import Floats
 from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
 from router.plan import DraftBudget, SequenceView
@@ -50,9 +49,9 @@ class _Arms:
 class Faser(DraftLengths):
     """``max_lens`` as of the base."""
 
-    def __init__(self, config: FaserLength, max_lens: Mapping[str, int] | None = None) -> None:
+    def __init__(self, max_lens: Mapping[str, int] | None = None, window: int = 32) -> None:
         super().__init__(max_lens)
-        self._window = config.window
+        self._window = window
         self._arms: dict[str, _Arms] = {}
         self._due: dict[str, None] = {}  # requests with new rounds, oldest first
         self._num_decoding, self._partition = 1, ""

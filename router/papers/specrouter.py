@@ -16,19 +16,20 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field, JsonValue
 
-from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
 from router.cost_model import TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
 from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
-from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
+from router.estimates.acceptance import SMOOTHING, AcceptanceModel, AcceptanceSnapshot
 from router.estimates.draft_shares import FillRates, FillSums
 from router.estimates.draft_times import PassTimeFactors, profiled_passes
 from router.estimates.observed_overhead import SPREAD, DrafterChoice, ObservedOverheads, OverheadSums, seated
 from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
 
+HYSTERESIS = 0.1  # relative gain below which a request keeps its chain
+CALM_SLOTS = 40  # without errors or eviction after which chains may grow by a level
 MOST_TRIALS = 6  # slots in which a request tries a pair of drafters whose agreement is unknown
 TRIALS_BUDGET = 24  # of these slots, times the requests that wait for the trial's drafts
 REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
@@ -43,19 +44,22 @@ class ChainSnapshot(AcceptanceSnapshot):
 class ModelChains:
     """Chains by expected time per token. Unlike other policies it also learns from events within chains (`learn`)."""
 
-    def __init__(self, config: ChainPolicy) -> None:
-        self._config = config
-        self._acceptance = AcceptanceModel(config, np.random.default_rng(0))
-        self._fills = FillRates(config.memory_rounds)
+    def __init__(
+        self, max_levels: int = 4, time_weight: float = 0.1, hysteresis: float = HYSTERESIS, calm_slots: int = CALM_SLOTS
+    ) -> None:
+        self._max_levels, self._time_weight = max_levels, time_weight
+        self._hysteresis, self._calm_slots = hysteresis, calm_slots
+        self._acceptance = AcceptanceModel(np.random.default_rng(0))
+        self._fills = FillRates(SMOOTHING.memory_rounds)
         self._overheads = ObservedOverheads()
         self._target = UNMEASURED
         self._reset()
 
     def _reset(self) -> None:
         """Resets the state that snapshots do not hold, except the target's times."""
-        self._similarities = Similarities(self._config.memory_rounds)
-        self._pass_factors = PassTimeFactors(self._config.time_weight)
-        self._max_lens = ChainLenLimits(self._config.max_levels - 1, self._config.calm_slots)
+        self._similarities = Similarities(SMOOTHING.memory_rounds)
+        self._pass_factors = PassTimeFactors(self._time_weight)
+        self._max_lens = ChainLenLimits(self._max_levels - 1, self._calm_slots)
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
@@ -199,7 +203,7 @@ class ModelChains:
         round_s: dict[Chain, float] = {}
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
-        for chain in candidates(names, verifiers, self._config.max_levels):
+        for chain in candidates(names, verifiers, self._max_levels):
             is_short = chain and len(chain) <= max(1, self._max_lens.of(chain[-1]))
             if not is_short or not all(by_name[one].leads for one in chain[:-1]):
                 continue
@@ -214,7 +218,7 @@ class ModelChains:
             found[last].append((chain[:-1], round_s[chain] * overhead))
         self._chain_round_s = {chain: seconds * overheads.get(chain, 1.0) for chain, seconds in round_s.items()}
         for last, rounds in found.items():
-            below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
+            below = self._below[last] = fastest(rounds, self._below.get(last), self._hysteresis)
             self._round_s[last] = round_s[(*below, last)]
 
     def _per_token_s(self, rows: Ints, live: Sequence[int], drafters: Sequence[PoolMember], batch: int) -> Floats:
@@ -244,7 +248,7 @@ class ModelChains:
         for i, request in enumerate(requests):
             here = drafter_of(request.chain[-1]) if request.chain else ""
             if here in names and (here or _is_decoding(request)):
-                seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
+                seconds[i, names.index(here)] *= 1.0 - self._hysteresis
         return seconds
 
     def _are_known(self, drafters: Sequence[PoolMember]) -> bool:

@@ -19,7 +19,6 @@ of each drafter j. The paper's set of requests is fixed; here requests come and 
 - An unexplored pair counts as the mean of its drafter; an unexplored drafter as the mean of the others.
 - The mean is over the exploration of all epochs: only so do estimates sharpen with k, as theorem 1 needs.
 - Requests of a drafter that closes are treated as new. Slots without requests are no part of an epoch.
-- ``longest_exploitation``, if set, bounds the 2^k slots, so that learning never stops.
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,7 +34,6 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from cluster.config import EpsilonGreedyPolicy, GreedyLengthPolicy, LbssPolicy
 from router.assignment import (
     TARGET_ONLY,
     Chain,
@@ -67,11 +65,11 @@ class LbssSnapshot(BaseModel):
 class Lbss:
     """Alternates exploration in chunks with exploitation that doubles in length."""
 
-    def __init__(self, config: LbssPolicy) -> None:
-        self._calendar = _Calendar(config.exploration_slots, config.chunk_slots, config.longest_exploitation)
+    def __init__(self, exploration_slots: int = 16, chunk_slots: int = 2, seed: int = 0) -> None:
+        self._calendar = _Calendar(exploration_slots, chunk_slots)
         self._means = GoodputEstimates(inf)
         self._chosen: ExpiringCache[str] = ExpiringCache()  # request -> its drafter in this chunk, or this exploitation
-        self._random = np.random.default_rng(config.seed)
+        self._random = np.random.default_rng(seed)
         import_module(_SOLVER)  # here rather than in a slot, which it would hold up
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
@@ -155,7 +153,6 @@ class _Calendar:
 
     exploration_slots: int  # alpha
     chunk_slots: int  # beta
-    longest_exploitation: int | None
     epoch: int = 1
     exploring: bool = True
     _slot: int = -1  # within the stage
@@ -170,21 +167,23 @@ class _Calendar:
         return self._slot % self.chunk_slots == 0 if self.exploring else self._slot == 0
 
     def _exploitation_slots(self) -> int:
-        num_slots: int = 2**self.epoch
-        return num_slots if self.longest_exploitation is None else min(num_slots, self.longest_exploitation)
+        return int(2**self.epoch)
 
 
 class EpsilonGreedy:
     """Per request and slot: with probability epsilon a uniformly random drafter, else the one with the highest estimated
     goodput, if that is better than the present one's by the hysteresis. With scarce places, requests that stay keep theirs;
-    then those with the largest gain choose first."""
+    then those with the largest gain choose first.
 
-    def __init__(self, config: EpsilonGreedyPolicy) -> None:
-        self._epsilon = config.epsilon
-        self._advantage = 1.0 + config.hysteresis  # of staying
-        self._estimates = GoodputEstimates(config.memory_rounds, config.prior_rounds)
+    ``hysteresis``: relative gain under which a request stays where it is. ``prior_rounds``: of a request's own before they
+    outweigh the pool's mean."""
+
+    def __init__(self, epsilon: float = 0.05, hysteresis: float = 0.1, prior_rounds: float = 8.0, seed: int = 0) -> None:
+        self._epsilon = epsilon
+        self._advantage = 1.0 + hysteresis  # of staying
+        self._estimates = GoodputEstimates(1000.0, prior_rounds)
         self._seen: ExpiringCache[bool] = ExpiringCache()
-        self._random = Random(config.seed)
+        self._random = Random(seed)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         self._estimates.observe(observations)
@@ -252,7 +251,7 @@ class GreedyLength(NothingLearned):
     """Drafters in order of size, each as wide as its capacity; a request goes to the drafter at its prompt's rank among
     recent prompts, else to the nearest with a free place, the smaller of two. A placed request stays although ranks move."""
 
-    def __init__(self, config: GreedyLengthPolicy) -> None:
+    def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)
         self._seen: ExpiringCache[str] = ExpiringCache()  # request -> drafter that was chosen
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import ChainPolicy, DrafterConfig, ModelOptions, RouterConfig
+from cluster.config import DrafterConfig, ModelOptions, PolicyConfig, RouterConfig
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import another_takes_over, run, undrafted
@@ -30,7 +30,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     changes = {
         "drafters": drafters,
-        "router": RouterConfig(policy=ChainPolicy(), slot_ms=100),
+        "router": RouterConfig(policy=PolicyConfig(kind="chain"), slot_ms=100),
         "planner": ALWAYS_DRAFTED,
     }
     with served(config.model_copy(update=changes)) as server:

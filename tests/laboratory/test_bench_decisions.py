@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import decisions
 from benchmarks.report import BenchOptions
-from cluster.config import HedgePolicy
+from cluster.config import PolicyConfig
 from cluster.types import RoutingTable
 from router.drafting.policies import DRAFT_LENGTHS
 
@@ -44,7 +44,7 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)
     monkeypatch.setattr(decisions, "NUM_ROUNDS_TIMED_QUICK", 5)
     monkeypatch.setattr(decisions, "_WARM_UP_SLOTS", 2)
-    monkeypatch.setattr(decisions, "POLICIES", (HedgePolicy(),))
+    monkeypatch.setattr(decisions, "POLICIES", (PolicyConfig(),))
     figures = decisions.run(BenchOptions(quick=True)).figures
     assert {
         "slot_p99_ms",

@@ -5,7 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cluster.config import EpsilonGreedyPolicy, FixedPolicy, GreedyLengthPolicy, HedgePolicy, LbssPolicy, PolicyConfig
+from cluster.config import PolicyConfig
+from router.drafter.policies import POLICIES as POLICY_CLASSES
 from router.drafter.policies import build_policy
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 
@@ -14,12 +15,12 @@ FIRST = 64  # slots, by which every policy has seen something of everything
 NUM_SEEDS = 3
 
 POLICIES: dict[str, tuple[PolicyConfig, bool]] = {
-    "lbss": (LbssPolicy(exploration_slots=32), False),
-    "hedge": (HedgePolicy(), True),
-    "hedge without scores": (HedgePolicy(), False),
-    "epsilon-greedy": (EpsilonGreedyPolicy(epsilon=0.2), False),
-    "greedy-length": (GreedyLengthPolicy(), False),
-    "fixed": (FixedPolicy(), False),
+    "lbss": (PolicyConfig(kind="lbss", exploration_slots=32), False),
+    "hedge": (PolicyConfig(), True),
+    "hedge without scores": (PolicyConfig(), False),
+    "epsilon-greedy": (PolicyConfig(kind="epsilon-greedy", epsilon=0.2), False),
+    "greedy-length": (PolicyConfig(kind="greedy-length"), False),
+    "fixed": (PolicyConfig(kind="fixed"), False),
 }
 
 
@@ -38,8 +39,9 @@ def regret(name: str) -> Floats:
     config, full_information = POLICIES[name]
     runs = []
     for seed in range(NUM_SEEDS):
-        seeded = config.model_copy(update={"seed": seed}) if "seed" in type(config).model_fields else config
-        runs.append(run(build_policy(seeded), arms(), NUM_SLOTS, seed, full_information).regret)
+        seeded = {} if config.kind in ("greedy-length", "fixed") else {"seed": seed}
+        policy = POLICY_CLASSES[config.kind](**config.parameters, **seeded)
+        runs.append(run(policy, arms(), NUM_SLOTS, seed, full_information).regret)
     mean: Floats = np.mean(runs, axis=0)
     return mean
 
@@ -77,7 +79,7 @@ def test_prompt_length_chooses_worst() -> None:
 
 
 def test_what_was_measured_is_what_the_seed_says() -> None:
-    policy = HedgePolicy()
+    policy = PolicyConfig()
     first, again = (run(build_policy(policy), arms(), 20, 7, True) for _ in range(2))
     assert first.regret.tolist() == again.regret.tolist()
     assert first.num_switches == again.num_switches

@@ -5,9 +5,8 @@ from itertools import count
 
 import pytest
 
-from cluster.config import FixedPolicy
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy
+from router.drafter.seats import Fixed
 from router.planning.planner import StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.cascade import MemberSpec
@@ -53,7 +52,7 @@ def served(
         for number in count():
             yield SimulatedRequest(f"r{number}", 0.0, 10, NUM, answer)
 
-    chain = build_policy(FixedPolicy(chain=(name,)))
+    chain = Fixed((name,))
     return simulate(spec, chain, Load(requests(), concurrency), until_s=20.0)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.config import FixedPolicy
 from cluster.types import FinishReason, Slo
 from router.cost_model import CostModel, TableCost
-from router.drafter.policies import build_policy
+from router.drafter.seats import Fixed
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
@@ -70,7 +69,7 @@ def run(requests: list[SimulatedRequest], plans: bool = True, **changes: Any) ->
         lambda: StepPlanner(settings) if plans else Blind(StepPlanner(settings)),
         sheds=False,
     )
-    return simulate(replace(spec, **changes), build_policy(FixedPolicy(chain=("small",))), Load(iter(requests)), seed=1)
+    return simulate(replace(spec, **changes), Fixed(("small",)), Load(iter(requests)), seed=1)
 
 
 def met(outcome: SimulationResult, name: str = "tight") -> float:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.policy_scenarios import endless
-from cluster.config import EpsilonGreedyPolicy, FixedLength, FixedPolicy, HedgePolicy, LbssPolicy, PolicyConfig
+from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import FinishReason
 from router.cost_model import TableCost
 from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.seats import Fixed
+from router.papers.spin import EpsilonGreedy
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.lock_step import LockStep
@@ -70,13 +72,16 @@ def essence(outcome: SimulationResult) -> list[tuple[str, float, float, int, int
 def test_a_run_is_a_function_of_its_seed() -> None:
     def run(seed: int) -> list[tuple[str, float, float, int, int]]:
         spec = cluster(num_targets=2, jitter=0.2)
-        return essence(simulate(spec, build_policy(EpsilonGreedyPolicy(epsilon=0.3)), Load(iter(requests(40, 20.0))), seed))
+        return essence(simulate(spec, EpsilonGreedy(epsilon=0.3), Load(iter(requests(40, 20.0))), seed))
 
     assert run(1) == run(1)
     assert run(1) != run(2)
 
 
-@pytest.mark.parametrize("policy", [FixedPolicy(chain=()), EpsilonGreedyPolicy(), LbssPolicy(), HedgePolicy()])
+@pytest.mark.parametrize(
+    "policy",
+    [PolicyConfig(kind="fixed", chain=()), PolicyConfig(kind="epsilon-greedy"), PolicyConfig(kind="lbss"), PolicyConfig()],
+)
 @pytest.mark.parametrize("num_blocks", [4096, 24])
 def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, num_blocks: int) -> None:
     load = requests(30, 30.0)
@@ -90,7 +95,7 @@ def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, nu
 
 def test_a_request_that_a_target_cannot_hold_is_refused() -> None:
     load = [replace(requests(1, 1.0)[0], prompt_len=5000)]
-    finished = simulate(cluster(), build_policy(FixedPolicy()), Load(iter(load))).finished
+    finished = simulate(cluster(), Fixed(), Load(iter(load))).finished
     assert [f.finish for f in finished] == [FinishReason.ERROR]
 
 
@@ -103,7 +108,7 @@ def test_waiting_is_as_in_the_queue_that_it_is() -> None:
     arrivals = np.cumsum(random.exponential(service_s / rho, num)).tolist()
     load = [SimulatedRequest(f"r{i}", at_s, 8, 3, answer) for i, at_s in enumerate(arrivals)]
     spec = cluster(cost, limits=replace(LIMITS, max_num_sequences=1), drafters=())
-    outcome = simulate(spec, build_policy(FixedPolicy(chain=())), Load(iter(load)))
+    outcome = simulate(spec, Fixed(()), Load(iter(load)))
     gaps = np.diff(arrivals)
     waits = [0.0]
     for gap in gaps.tolist():
@@ -122,7 +127,7 @@ def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
         )
         load = [SimulatedRequest("r", 0.0, 10, num, answer)]
         spec = cluster(planner=lambda: StepPlanner(PlannerSettings("all", max_hold_s=1.0)))
-        return simulate(spec, build_policy(FixedPolicy(chain=("small",))), Load(iter(load))).num_passes
+        return simulate(spec, Fixed(("small",)), Load(iter(load))).num_passes
 
     assert passes(0) == 41
     assert passes(4) == 1 + 40 // 5, "the prompt's pass, then four drafts and a bonus token each"
@@ -143,7 +148,7 @@ def test_a_round_takes_its_pass_its_draft_and_two_links(companion: bool) -> None
         link_s=link_s,
     )
     load = [SimulatedRequest("r", 0.0, 10, num, answer)]
-    outcome = simulate(spec, build_policy(FixedPolicy(chain=("small",))), Load(iter(load)))
+    outcome = simulate(spec, Fixed(("small",)), Load(iter(load)))
     catch_up_s = (10 + 7) * 1e-5  # the prompt, and the last token of each draft that was right
     between_s = 4 * 0.0005 + (0.0 if companion else 2 * link_s)
     expected_s = 9 * 0.02 + 8 * between_s + catch_up_s
@@ -167,7 +172,7 @@ def test_drafters_in_step_need_not_catch_up() -> None:
     for in_step in (True, False):
         CountingBehind.num_behind = 0
         spec = cluster(keeps_in_step=in_step, spare_share=0.5, draft_timer=CountingBehind(COST))
-        outcome = simulate(spec, build_policy(EpsilonGreedyPolicy(epsilon=1.0)), in_turn(load, 8))
+        outcome = simulate(spec, EpsilonGreedy(epsilon=1.0), in_turn(load, 8))
         assert sum(one.num_switches for one in outcome.finished) > 8
         behind.append(CountingBehind.num_behind)
     assert behind[0] < 0.5 * behind[1]
@@ -178,7 +183,7 @@ def test_scoring_takes_time() -> None:
     busy = []
     for spare_share in (0.0, 0.1):
         spec = cluster(keeps_in_step=bool(spare_share), spare_share=spare_share)
-        outcome = simulate(spec, build_policy(FixedPolicy(chain=("large",))), in_turn(load, 8))
+        outcome = simulate(spec, Fixed(("large",)), in_turn(load, 8))
         busy.append(outcome.drafter_busy["small"])
     assert busy[0] == 0.0
     assert 0.01 < busy[1] < 0.1
@@ -203,14 +208,14 @@ def test_prompts_do_not_pay_for_the_context_of_others() -> None:
 
 
 def test_a_horizon_cuts_off() -> None:
-    outcome = simulate(cluster(), build_policy(FixedPolicy()), in_turn(requests(8, 1.0, output_len=2000), 8), until_s=2.0)
+    outcome = simulate(cluster(), Fixed(), in_turn(requests(8, 1.0, output_len=2000), 8), until_s=2.0)
     assert outcome.end_s == 2.0
     assert outcome.num_unfinished == 8
     assert set(outcome.open_tokens_per_s) == {f"r{i}" for i in range(8)}
 
 
 def test_slots_come_as_long_as_there_is_work() -> None:
-    simulation = Simulation(cluster(slot_s=0.1), build_policy(FixedPolicy()), in_turn(requests(4, 1.0), 4))
+    simulation = Simulation(cluster(slot_s=0.1), Fixed(), in_turn(requests(4, 1.0), 4))
     outcome = simulation.run()
     assert [at_s for at_s, _ in outcome.slots] == pytest.approx(0.1 * np.arange(1, len(outcome.slots) + 1))
     assert outcome.slots[-1][0] <= outcome.end_s + 0.1
@@ -224,7 +229,7 @@ def test_a_companion_drafts_while_its_target_computes_nothing() -> None:
         drafter = DrafterSpec("large", 8, 4, companion=companion)
         spec = cluster(drafters=(drafter,), link_s=0.0, planner=lambda: in_turns)
         load = in_turn(requests(24, 1000.0, output_len=100), 6)
-        outcome = simulate(spec, build_policy(FixedPolicy(chain=("large",))), load)
+        outcome = simulate(spec, Fixed(("large",)), load)
         assert min(outcome.target_busy, outcome.drafter_busy["large"]) > 0.05
         return outcome.target_busy + outcome.drafter_busy["large"]
 
@@ -292,7 +297,7 @@ def goodput(spec: ClusterSpec, policy: PolicyConfig, load: Sequence[SimulatedReq
 
 
 def best_single(spec: ClusterSpec, load: Sequence[SimulatedRequest], concurrency: int) -> float:
-    return max(goodput(spec, FixedPolicy(chain=(one.name,)), load, concurrency) for one in spec.drafters)
+    return max(goodput(spec, PolicyConfig(kind="fixed", chain=(one.name,)), load, concurrency) for one in spec.drafters)
 
 
 def test_hedge_is_ahead_of_lbss_and_of_the_best_single_drafter() -> None:
@@ -300,10 +305,10 @@ def test_hedge_is_ahead_of_lbss_and_of_the_best_single_drafter() -> None:
     family = Family(drafters=drafters, common=0.0)
     random = np.random.default_rng(5)
     load = [SimulatedRequest(f"r{i}", 0.0, 30, 150, family.answer(random, 150, 4)) for i in range(60)]
-    length = FixedLength(num_tokens=4)
+    length = DraftLengthConfig(kind="fixed", num_tokens=4)
     spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()), draft_length=length)
-    hedge = goodput(spec, HedgePolicy(), load, 8)
-    assert hedge > goodput(spec, LbssPolicy(), load, 8)
+    hedge = goodput(spec, PolicyConfig(), load, 8)
+    assert hedge > goodput(spec, PolicyConfig(kind="lbss"), load, 8)
     assert hedge > best_single(spec, load, 8)
 
 
@@ -336,4 +341,4 @@ def test_a_drafter_that_holds_up_all_is_not_taken_for_what_it_brings_to_one() ->
     spec, load = prompts_and_short_answers(
         DrafterFamily(acceptance=0.55, spread=0.2), DrafterFamily(acceptance=0.6, spread=0.2)
     )
-    assert goodput(spec, HedgePolicy(), load, 4) > 0.97 * best_single(spec, load, 4)
+    assert goodput(spec, PolicyConfig(), load, 4) > 0.97 * best_single(spec, load, 4)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import simulate
 from benchmarks.report import Expectation
 from benchmarks.studies import specrouter, spin
-from cluster.config import HedgePolicy
+from cluster.config import PolicyConfig
 from simulator import serving
 from simulator.roofline import Device, Placed, RooflineCost, Shape
 from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
@@ -69,7 +69,7 @@ def test_chains_are_foreseen_and_chosen() -> None:
 def test_serving_is_compared_with_the_target_alone() -> None:
     scenario = read_scenario(simulate.find("h100-32b"))
     assert isinstance(scenario, ServingScenario)
-    small = {"num_targets": 2, "requests_per_s": 3.0, "duration_s": 8.0, "policies": (HedgePolicy(),)}
+    small = {"num_targets": 2, "requests_per_s": 3.0, "duration_s": 8.0, "policies": (PolicyConfig(),)}
     study = serving.run(scenario.model_copy(update=small))
     assert study.figures["tpot_speedup.target_alone"] == 1.0
     assert study.figures["tpot_speedup.hedge"] > 1.2

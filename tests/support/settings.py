@@ -7,12 +7,12 @@ from cluster.config import (
     ClusterConfig,
     Config,
     DrafterConfig,
+    DraftLengthConfig,
     FileStateConfig,
-    FixedLength,
-    FixedPolicy,
     ModelConfig,
     NgramOptions,
     PlannerConfig,
+    PolicyConfig,
     RouterConfig,
     SuffixOptions,
     SupervisionConfig,
@@ -21,7 +21,9 @@ from cluster.config import (
 from deploy.local_ray import free_port
 
 # Drafts are proposed, awaited and verified whatever they are worth on this machine, busy or not.
-ALWAYS_DRAFTED = PlannerConfig(draft_length=FixedLength(), verify="all", overlap="barrier", max_hold_ms=2000)
+ALWAYS_DRAFTED = PlannerConfig(
+    draft_length=DraftLengthConfig(kind="fixed"), verify="all", overlap="barrier", max_hold_ms=2000
+)
 
 
 API_KEY = "sk-of-a-test"
@@ -39,7 +41,7 @@ def small_config(model: str, state_folder: Path) -> Config:
             DrafterConfig(name="ngram", options=NgramOptions()),
             DrafterConfig(name="suffix", options=SuffixOptions()),
         ),
-        router=RouterConfig(policy=FixedPolicy(chain=("ngram",)), slot_ms=100),
+        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",)), slot_ms=100),
         api=ApiConfig(port=free_port()),
         cluster=ClusterConfig(state=FileStateConfig(folder=state_folder)),
         supervision=SupervisionConfig(health_timeout_ms=10_000),

@@ -20,13 +20,10 @@ MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
 
 
 FAST = SupervisionConfig(
-    health_period_ms=5,
     health_timeout_ms=50,
     start_timeout_s=0.5,
-    restart_backoff_ms=1,
     max_restart_backoff_ms=5,
     quarantine_restarts=3,
-    quarantine_s=600,
 )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ChainPolicy
 from cluster.messages import LevelReport, Verified
 from router.assignment import (
     TARGET_ONLY,
@@ -66,7 +65,7 @@ def settled(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> 
 
 
 def policy(**settings: Any) -> ModelChains:
-    made = ModelChains(ChainPolicy(**settings))
+    made = ModelChains(**settings)
     made.learn([], TARGET)
     return made
 
@@ -145,7 +144,7 @@ def test_nothing_rides_ahead_where_nothing_is_faster_than_the_target() -> None:
 def test_a_large_batch_is_served_by_shorter_drafting() -> None:
     """Where rows cost as much as passes, verifying drafts that are often wrong loses."""
     steep = monotone(((1, 0.025), (9, 0.2), (513, 12.0)))
-    found = taught(ModelChains(ChainPolicy()), small=0.4)
+    found = taught(ModelChains(), small=0.4)
     found.learn([], monotone(((1, 0.025), (513, 0.026))))
     pool = [member("small", 0.0005, capacity=64)]
     assert chosen(found, pool) == ("small",)
@@ -204,7 +203,7 @@ def test_a_late_draft_costs_no_more_than_none_so_a_chain_that_pays_is_not_given_
 
 
 def test_once_the_target_is_measured_chains_are_foreseen_anew() -> None:
-    found = taught(ModelChains(ChainPolicy()), small=0.6)
+    found = taught(ModelChains(), small=0.6)
     chosen(found)
     found.learn([], TARGET)
     assert chosen(found) == ("small",)
@@ -380,7 +379,7 @@ def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
 
 
 def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() -> None:
-    found = taught(ModelChains(ChainPolicy()), small=0.2, middle=0.1, large=0.95)
+    found = taught(ModelChains(), small=0.2, middle=0.1, large=0.95)
     scheduler = Router(found, POOL)
     seen = positions(0.95, 1000)
     report = SlotReport(

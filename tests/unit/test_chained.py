@@ -10,11 +10,11 @@ from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import (
     Config,
     DrafterConfig,
-    FixedPolicy,
     LayersOptions,
     ModelConfig,
     ModelOptions,
     NgramOptions,
+    PolicyConfig,
     RouterConfig,
     TargetConfig,
 )
@@ -166,7 +166,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
         model=ModelConfig(name=str(folder), max_model_len=256),
         target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.01),
         drafters=(DrafterConfig(name="ngram", options=NgramOptions()), *models),
-        router=RouterConfig(policy=FixedPolicy(chain=chain)),
+        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=chain)),
     )
     assert [one.name for one in config.proposers_of("more")] == ["ngram", "few"]
     assert config.proposers_of("few") == ()

@@ -68,7 +68,7 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
     """They read different layers of the same pass."""
     pool = (
         DrafterConfig(name="dspark", options=options(folder), max_draft_len=6),
-        DrafterConfig(name="rnn", options=options(other), max_draft_len=4, ahead_len=2),
+        DrafterConfig(name="rnn", options=options(other), max_draft_len=4),
         DrafterConfig(name="cascade", options=CascadeOptions(members=(NgramOptions(), options(other)), costs=(0.0, 0.0))),
     )
     resolved = resolve(config(target, pool), NODES).model_copy(update={"planner": config(target, ()).planner})

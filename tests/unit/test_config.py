@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import Config, FixedLength, HedgePolicy, NgramOptions, PlannerConfig, load, show
+from cluster.config import Config, DraftLengthConfig, NgramOptions, PlannerConfig, load, show
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -94,7 +94,7 @@ zzz: 1
         "drafters[2].options": (12, "needs the key 'kind'"),
         "drafters[3].options.members[0].max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
         "drafters[3].options.costs": (17, "must be a valid array, got 7"),
-        "router.policy.epsilon": (19, "must be less than or equal to 1, got 1.5"),
+        "router.policy.epsilon": (19, "must be between 0.0 and 1.0, got 1.5"),
         "api": (20, "must be an object, got 5"),
         "zzz": (21, f"unknown key; known here: {', '.join(Config.model_fields)}"),
     }
@@ -174,11 +174,30 @@ zzz: 1
             "a is used more than once",
         ),
         ("cluster: {state: {kind: redis, url: 'http://x'}}", "cluster.state", 1, "url must start with redis://"),
+        ("memory: {min_residence_s: 0}", "memory.min_residence_s", 1, "must be greater than 0, got 0"),
+        ("router: {policy: {kind: hedg}}", "router.policy.kind", 1, "(did you mean 'hedge'?), got 'hedg'"),
+        (
+            "router:\n  policy: {kind: lbss,\n    chunk_slot: 2}",
+            "router.policy.chunk_slot",
+            3,
+            "did you mean 'chunk_slots'?",
+        ),
+        ("router: {policy: {kind: lbss, chunk_slots: 2.0}}", "router.policy.chunk_slots", 1, "must be an integer, got 2.0"),
+        (
+            "router: {policy: {kind: hedge, chain: [ngram]}}",
+            "router.policy",
+            1,
+            "chain must be left out for the policy hedge",
+        ),
+        # Settings of older versions.
+        ("router:\n  policy: {hysteresis: 0.1}", "router.policy.hysteresis", 2, "no setting any more: it is a constant now"),
+        ("router: {collapse: {quarantine_s: 9}}", "router.collapse", 1, "no setting any more: it is a constant now; known"),
+        ("drafters:\n- {name: a, ahead_len: 8, options: {kind: ngram}}", "drafters[0].ahead_len", 2, "no setting any more"),
         (
             "supervision: {restart_backoff_ms: 40000}",
-            "supervision",
+            "supervision.restart_backoff_ms",
             1,
-            "restart_backoff_ms (40000.0) must be at most",
+            "no setting any more: it is a constant now; did you mean 'max_restart_backoff_ms'?",
         ),
         ("api: {port: .inf}", "api.port", 1, "must be a valid integer, got inf"),
         ("api: {request_deadline_s: .inf}", "api.request_deadline_s", 1, "must be a finite number, got inf"),
@@ -294,7 +313,7 @@ def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
         resolve(parsed("transport: {kind: unix}"), machines)
     config = resolve(Config(), machines)
     assert (config.transport.kind, config.transport.host) == ("grpc", "0.0.0.0")
-    assert isinstance(config.router.policy, HedgePolicy)
+    assert config.router.policy.kind == "hedge"
 
 
 def test_labels_bound_what_auto_may_take() -> None:
@@ -334,7 +353,7 @@ def test_a_vllm_target_on_cpus_leaves_a_core_of_more_than_two(num_cores: int, nu
 
 def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
     rule = parsed("planner: {draft_length: {kind: fixed, num_tokens: 3}}").planner.draft_length
-    assert rule == FixedLength(num_tokens=3)
+    assert rule == DraftLengthConfig(kind="fixed", num_tokens=3)
     assert parsed(show(Config(planner=PlannerConfig(draft_length=rule)))).planner.draft_length == rule
     assert Config().planner.draft_length.kind == "outrider"
     found = problems("planner: {draft_length: {kind: fixed, num_tokens: 0}}")

@@ -18,7 +18,7 @@ ELSEWHERE = "not second_process and not torchs_own and not every_instruction_set
 # Two answers, drafted and by the plain target, by the whole cluster in one process.
 EMBEDDED = """
 import asyncio
-from cluster.config import Config, FixedLength, PlannerConfig
+from cluster.config import Config, DraftLengthConfig, PlannerConfig
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
@@ -29,7 +29,8 @@ from engine.cpu_setup import configure_cpu
 from engine.models.prepare import ensure_model
 
 # The default rules stop drafting where a busy machine makes drafts too slow to pay.
-planner = PlannerConfig(draft_length=FixedLength(num_tokens=4), verify="all", overlap="barrier", max_hold_ms=10_000)
+length = DraftLengthConfig(kind="fixed", num_tokens=4)
+planner = PlannerConfig(draft_length=length, verify="all", overlap="barrier", max_hold_ms=10_000)
 print(configure_cpu())
 tokenizer = Tokenizer.from_folder(ensure_model("smollm2-135m"))
 prompt = asyncio.run(tokenizer.encode("The capital of France is", add_special_tokens=False, max_tokens=100))

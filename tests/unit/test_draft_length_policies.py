@@ -7,15 +7,7 @@ from math import ceil, inf
 import numpy as np
 import pytest
 
-from cluster.config import (
-    AdaSpecLength,
-    DraftLengthConfig,
-    FaserLength,
-    FixedLength,
-    OutriderLength,
-    ThresholdLength,
-    TurboSpecLength,
-)
+from cluster.config import DraftLengthConfig
 from cluster.types import Commit, FinishReason, StopRule
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths, PassFeedback
@@ -55,7 +47,7 @@ def lens(budgets: Mapping[str, DraftBudget]) -> dict[str, int]:
 
 
 def test_a_fixed_length_is_at_most_that_of_the_drafter_and_rows_are_free() -> None:
-    budgets = policy(FixedLength(num_tokens=3)).budgets(
+    budgets = policy(DraftLengthConfig(kind="fixed", num_tokens=3)).budgets(
         [view("a"), view("b", "short"), view("c", None)], BatchState(FLAT, GOOD, row_price=0.9)
     )
     assert lens(budgets) == {"a": 3, "b": 2}
@@ -63,7 +55,9 @@ def test_a_fixed_length_is_at_most_that_of_the_drafter_and_rows_are_free() -> No
 
 
 def test_a_threshold_is_told_to_the_drafter() -> None:
-    budgets = policy(ThresholdLength(min_confidence=0.3)).budgets([view("a")], BatchState(FLAT, GOOD, row_price=0.9))
+    budgets = policy(DraftLengthConfig(kind="threshold", min_confidence=0.3)).budgets(
+        [view("a")], BatchState(FLAT, GOOD, row_price=0.9)
+    )
     assert budgets == {"a": DraftBudget(MAX_LEN, stop=StopRule(min_confidence=0.3))}
 
 
@@ -76,7 +70,7 @@ def test_a_quoted_price_stays_while_the_true_one_is_near_and_falls_to_nothing_at
 
 
 def test_the_row_price_of_a_batch_that_wavers_about_a_threshold_is_sent_once() -> None:
-    lengths = policy(OutriderLength())
+    lengths = policy(DraftLengthConfig())
     prices = [0.3, 0.31, 0.29, 0.31, 0.29, 0.4, 0.39]
     quoted = [lengths.budgets([view("a")], BatchState(FLAT, GOOD, price))["a"].row_price for price in prices]
     assert len(set(quoted)) == 2
@@ -111,7 +105,7 @@ class TestOutrider:
 
     @staticmethod
     def after(num_right: Mapping[str, int], num_rounds: int, row_price: float) -> tuple[DraftLengths, dict[str, int]]:
-        lengths, sequences = policy(OutriderLength()), [view(name) for name in num_right]
+        lengths, sequences = policy(DraftLengthConfig()), [view(name) for name in num_right]
         budgets: Mapping[str, DraftBudget] = {}
         for _ in range(num_rounds):
             budgets = lengths.budgets(sequences, BatchState(FLAT, ADDING, row_price, 100.0))
@@ -127,7 +121,9 @@ class TestOutrider:
         gain 1.2 tokens, and the wait costs 0.4 of all."""
         knee = TableCost((1, 4 + num_free, 12 + num_free), (0.01, 0.01, 0.09))
         drafters = {"d": DrafterView(0.008, 1.5, 0.6, draft_s=0.008, batch=4.0, draft_len=8.0)}
-        budgets = policy(OutriderLength()).budgets([view(name) for name in "abcd"], BatchState(knee, drafters, 0.55, 400.0))
+        budgets = policy(DraftLengthConfig()).budgets(
+            [view(name) for name in "abcd"], BatchState(knee, drafters, 0.55, 400.0)
+        )
         assert all(lens(budgets).values()) is is_drafted
 
     @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
@@ -142,7 +138,7 @@ class TestOutrider:
             acceptance, reply_s = float(chance.uniform(0.1, 0.95)), float(chance.choice([0.0005, 0.005, 0.05]))
             drafters = {"d": DrafterView(reply_s, 3.0, acceptance)}
             batch = BatchState(table, drafters, 0.0, tokens_per_s, num_micro_batches)
-            budgets = policy(OutriderLength()).budgets([view(f"r{i}") for i in range(num_requests)], batch)
+            budgets = policy(DraftLengthConfig()).budgets([view(f"r{i}") for i in range(num_requests)], batch)
 
             num = ceil(num_requests / num_micro_batches)
             gains = [
@@ -182,7 +178,7 @@ class TestOutrider:
             draft_s = measured_over_profiled * (cost.draft_s("d", num_requests, MAX_LEN) or 0.005)
             one = DrafterView(draft_s, 2.0, 0.67, draft_s=draft_s, batch=num_requests, shares_device=shares_device)
             requests = [view(f"r{i}") for i in range(num_requests)]
-            budgets = policy(OutriderLength()).budgets(requests, BatchState(cost, {"d": one}, row_price, 100.0))
+            budgets = policy(DraftLengthConfig()).budgets(requests, BatchState(cost, {"d": one}, row_price, 100.0))
             return max(lens(budgets).values())
 
         assert longest(1.0) == expected
@@ -191,7 +187,7 @@ class TestOutrider:
 
     def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
         """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
-        lengths, sequences = policy(OutriderLength()), [view("bad")]
+        lengths, sequences = policy(DraftLengthConfig()), [view("bad")]
         at_once = {"d": DrafterView(0.0, 3.0, 0.8)}
         on_device = {"d": DrafterView(0.05, 3.0, 0.8, draft_s=0.05, request_s=0.01, draft_len=8.0, shares_device=True)}
         for drafters in (at_once, on_device):
@@ -232,7 +228,7 @@ class TestOutrider:
     def test_where_certain_drafts_would_not_pay_nobody_is_drafted_for(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         slow = {"d": DrafterView(1.0, 3.0, 0.9, exposure=1.0)}  # 100 tokens a second are lost in each of its replies
-        lengths = policy(OutriderLength())
+        lengths = policy(DraftLengthConfig())
         assert set(lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0))).values()) == {0}
         overlapped = {"d": DrafterView(1.0, 3.0, 0.9, exposure=0.0)}
         in_turn = BatchState(FLAT, overlapped, 0.0, 400.0, num_micro_batches=2)
@@ -244,7 +240,7 @@ class TestOutrider:
         """Drafts of 8 tokens for a batch take 80 ms, in which it could decode 4 tokens: 2 each of the two, of which `bad`
         gains 0.2 and `good` gains 4."""
         drafters = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.0, draft_len=8.0)}
-        lengths, batch = policy(OutriderLength()), BatchState(FLAT, drafters, 0.0, 50.0)
+        lengths, batch = policy(DraftLengthConfig()), BatchState(FLAT, drafters, 0.0, 50.0)
         for _ in range(30):
             budgets = lengths.budgets([view("good"), view("bad")], batch)
             lengths.learn(passed({name: right for name, right in (("good", 3), ("bad", 0)) if budgets[name].num_tokens}))
@@ -255,7 +251,7 @@ class TestOutrider:
 
     def test_a_drafter_that_pays_for_nobody_is_tried_by_one_request_and_taken_again_once_it_is_fast(self) -> None:
         """Else its reply time would stay what it was when it was last used."""
-        sequences, lengths = [view("a"), view("b")], policy(OutriderLength())
+        sequences, lengths = [view("a"), view("b")], policy(DraftLengthConfig())
         slow, fast = {"d": DrafterView(1.0, 3.0, 0.9)}, {"d": DrafterView(0.001, 3.0, 0.9)}
         drafted = []
         for number in range(8 * FIRST_PAUSE):
@@ -271,7 +267,7 @@ class TestOutrider:
         half = {"d": DrafterView(0.0, 3.0, 0.9, exposure=0.5)}
         for num_micro_batches, expected in ((1, 100.0), (2, 50.0)):
             batch = BatchState(FLAT, half, 0.0, 400.0, num_micro_batches)
-            budgets = policy(OutriderLength()).budgets(sequences, batch)
+            budgets = policy(DraftLengthConfig()).budgets(sequences, batch)
             assert budgets["r0"].stop.second_price == pytest.approx(expected)
 
     def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
@@ -300,23 +296,29 @@ class TestTurboSpec:
     )
     def test_the_length_with_the_most_goodput(self, row_s: float, expected: int) -> None:
         cost = TableCost((1, 100), (0.01, 0.01 + 99 * row_s))
-        assert lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(cost, self.VIEW))) == {"a": expected}
+        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(cost, self.VIEW))) == {
+            "a": expected
+        }
 
     def test_one_length_for_the_batch_and_more_rows_cost_more(self) -> None:
         cost = TableCost((1, 8, 100), (0.01, 0.01, 0.102))  # free up to 8 rows
-        alone = lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(cost, self.VIEW)))
-        many = lens(policy(TurboSpecLength()).budgets([view(f"r{i}") for i in range(8)], BatchState(cost, self.VIEW)))
+        alone = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(cost, self.VIEW)))
+        many = lens(
+            policy(DraftLengthConfig(kind="turbospec")).budgets(
+                [view(f"r{i}") for i in range(8)], BatchState(cost, self.VIEW)
+            )
+        )
         assert alone["a"] >= 7
         assert set(many.values()) == {0}
 
     def test_the_time_of_drafts_counts(self) -> None:
         slow = {"d": DrafterView(0.16, 1.0, 0.5)}  # 20 ms for each of 8 tokens
-        assert lens(policy(TurboSpecLength()).budgets([view("a")], BatchState(FLAT, slow))) == {"a": 0}
+        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(FLAT, slow))) == {"a": 0}
 
 
 def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_mean_confidence() -> None:
     cost = TableCost((1, 2, 4, 100), (0.01, 0.02, 0.03, 0.51))
-    lengths = policy(AdaSpecLength())
+    lengths = policy(DraftLengthConfig(kind="adaspec"))
     sequences = [view("a"), view("b")]
     for _ in range(20):
         lengths.learn(passed({"a": 3}))  # with confidences of 0.5
@@ -332,7 +334,7 @@ class TestFaser:
     def run(num_right: Sequence[int], time_of: float, num_rounds: int = 60) -> int:
         """The commonest length at last, where a round takes 10 ms and ``time_of`` for each draft token; the drafter is right
         as far as ``num_right`` says, in turn."""
-        lengths, batch, drafted, seen = policy(FaserLength()), BatchState(FLAT, GOOD), 0, []
+        lengths, batch, drafted, seen = policy(DraftLengthConfig(kind="faser")), BatchState(FLAT, GOOD), 0, []
         for number in range(num_rounds):
             asked = lengths.budgets([view("a")], batch)["a"].num_tokens
             if drafted:
@@ -351,7 +353,7 @@ class TestFaser:
         assert self.run([0], 0.003) == 1
 
     def test_an_old_load_is_forgotten(self) -> None:
-        lengths, batch, drafted = policy(FaserLength(window=16)), BatchState(FLAT, GOOD), 0
+        lengths, batch, drafted = policy(DraftLengthConfig(kind="faser", window=16)), BatchState(FLAT, GOOD), 0
         seen = []
         for number in range(160):
             asked = lengths.budgets([view("a")], batch)["a"].num_tokens
@@ -365,7 +367,7 @@ class TestFaser:
 
     def test_at_most_so_many_posteriors_are_updated_in_a_round_and_each_in_its_turn(self) -> None:
         names = [f"r{i}" for i in range(3 * MAX_UPDATES)]
-        lengths, sequences = policy(FaserLength()), [view(name) for name in names]
+        lengths, sequences = policy(DraftLengthConfig(kind="faser")), [view(name) for name in names]
         batch = BatchState(FLAT, GOOD)
         first = lens(lengths.budgets(sequences, batch))
         for _ in range(3):

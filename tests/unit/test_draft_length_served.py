@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import FixedLength, OutriderLength
+from cluster.config import DraftLengthConfig
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
@@ -152,11 +152,14 @@ def test_proposals_of_a_remote_model_get_shorter_when_the_price_of_a_row_rises(f
         return before, set(served.drafter.lens)
 
     max_lens = {"d": MAX_LEN}
-    before, after = lens_before_and_after(build_draft_lengths(OutriderLength(), max_lens))
+    before, after = lens_before_and_after(build_draft_lengths(DraftLengthConfig(), max_lens))
     assert before == {MAX_LEN}
     assert after
     assert max(after) < MAX_LEN
-    assert lens_before_and_after(build_draft_lengths(FixedLength(num_tokens=MAX_LEN), max_lens)) == ({MAX_LEN}, {MAX_LEN})
+    assert lens_before_and_after(build_draft_lengths(DraftLengthConfig(kind="fixed", num_tokens=MAX_LEN), max_lens)) == (
+        {MAX_LEN},
+        {MAX_LEN},
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +204,7 @@ def test_a_drafter_that_forgets_what_it_was_sent_does_not_pass_the_test_above(fo
 
 
 def test_who_opts_out_of_drafting_is_neither_held_nor_drafted_for(folder: Path) -> None:
-    served = Served(folder, build_draft_lengths(FixedLength(num_tokens=4), {"d": MAX_LEN}), chain=())
+    served = Served(folder, build_draft_lengths(DraftLengthConfig(kind="fixed", num_tokens=4), {"d": MAX_LEN}), chain=())
     commits = served.run(20)
     assert served.num_waits == 0
     assert not served.drafter.lens
@@ -209,7 +212,7 @@ def test_who_opts_out_of_drafting_is_neither_held_nor_drafted_for(folder: Path) 
     assert not served.drafts.sessions.num_shadows
     assert all(not plan.held for plan in served.plans)
     assert {commit.num_proposed for commit in commits} == {0}
-    drafted = Served(folder, build_draft_lengths(FixedLength(num_tokens=4), {"d": MAX_LEN})).run(20)
+    drafted = Served(folder, build_draft_lengths(DraftLengthConfig(kind="fixed", num_tokens=4), {"d": MAX_LEN})).run(20)
     assert max(commit.num_proposed for commit in drafted) == 4
     tokens = [token for commit in drafted for token in commit.token_ids]
     assert [token for commit in commits for token in commit.token_ids] == tokens[: len(commits)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import OutriderLength
+from cluster.config import DraftLengthConfig
 from cluster.types import StopRule
 from router.cost_model import TableCost
 from router.drafting.length import BatchState
@@ -72,7 +72,7 @@ def test_what_no_length_can_meet_costs_others_nothing_and_drafts_of_others_never
 class TestOutrider:
     @staticmethod
     def budgets(limits: RoundLimits, num_micro_batches: int = 1) -> dict[str, DraftBudget]:
-        lengths = build_draft_lengths(OutriderLength(), {"d": 8})
+        lengths = build_draft_lengths(DraftLengthConfig(), {"d": 8})
         batch = BatchState(COST, DRAFTERS, 0.25, 100.0, num_micro_batches, limits)
         return lengths.budgets([view("a"), view("b")], batch)
 

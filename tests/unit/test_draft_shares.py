@@ -1,12 +1,13 @@
 """Whether a drafter's drafts come in time: only rounds count that a draft could have been there for."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
-from cluster.config import ChainPolicy, HedgePolicy
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Proposal, Request, RoutingTable
@@ -17,9 +18,10 @@ from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy
+from router.drafter.hedge import Hedge
 from router.estimates.decayed import DecayedMean
 from router.estimates.draft_shares import OnTimeRates
+from router.papers.specrouter import ModelChains
 from router.plan import DraftBudget, Span
 from tests.support.observations import right_at
 
@@ -212,10 +214,14 @@ def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
 # ---- what policies make of it
 
 
-@pytest.mark.parametrize("config", [HedgePolicy(exploration=0.0, learning_rate=1000.0), ChainPolicy()], ids=lambda c: c.kind)
-def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring(config: HedgePolicy | ChainPolicy) -> None:
+@pytest.mark.parametrize(
+    "make", [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains], ids=["hedge", "chain"]
+)
+def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring(
+    make: Callable[[], AssignmentPolicy],
+) -> None:
     """Its drafts are long, and the rounds without them short: 130 tokens a second, where the other drafter makes 190."""
-    policy = build_policy(config)
+    policy = make()
     for number in range(200):
         policy.observe(
             [
@@ -229,13 +235,13 @@ def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring
 
 # ---- what outlives the policy
 
-CONFIGS = [HedgePolicy(exploration=0.0, learning_rate=1000.0), ChainPolicy()]
+MAKERS = [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains]
 POOL = [PoolMember("late", 8, 0.05), PoolMember("punctual", 8, 0.05)]
 
 
-def learned(config: HedgePolicy | ChainPolicy) -> AssignmentPolicy:
+def learned(make: Callable[[], AssignmentPolicy]) -> AssignmentPolicy:
     """The one is right, and late for all but a few rounds; the other is right less often."""
-    policy = build_policy(config)
+    policy = make()
     for number in range(60):
         policy.observe(
             [
@@ -258,17 +264,19 @@ def kept(policy: AssignmentPolicy) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_who_is_late_is_known_to_a_router_that_is_restarted(config: HedgePolicy | ChainPolicy) -> None:
-    before, fresh = learned(config), build_policy(config)
+@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
+def test_who_is_late_is_known_to_a_router_that_is_restarted(make: Callable[[], AssignmentPolicy]) -> None:
+    before, fresh = learned(make), make()
     fresh.restore(kept(before))
     assert chosen(fresh) == chosen(before) == "punctual"
     assert kept(fresh) == kept(before)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_drafters_of_which_nothing_but_their_lateness_is_known_are_known_for_it(config: HedgePolicy | ChainPolicy) -> None:
-    before, fresh = build_policy(config), build_policy(config)
+@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
+def test_drafters_of_which_nothing_but_their_lateness_is_known_are_known_for_it(
+    make: Callable[[], AssignmentPolicy],
+) -> None:
+    before, fresh = make(), make()
     assert before.snapshot() is None
     for number in range(60):
         before.observe([Observation(f"a{number}", "late", 20, 0, 0, 20, 1.0, num_missed=20)])
@@ -286,23 +294,25 @@ def test_drafters_of_which_nothing_but_their_lateness_is_known_are_known_for_it(
     assert kept(fresh) == kept(before)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(config: HedgePolicy | ChainPolicy) -> None:
-    policy = build_policy(config)
+@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
+def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(make: Callable[[], AssignmentPolicy]) -> None:
+    policy = make()
     policy.observe([Observation("a", "new", 1, 0, 0, 1, 1.0)])  # a first token
-    if config.kind == "chain":
+    if make is ModelChains:
         assert policy.snapshot() is None
     else:
         assert kept(policy)["rounds"] == {"new": [1.0, 1.0, 1.0, 1.0]}
         assert kept(policy)["in_time"] == {}
-        build_policy(config).restore(kept(policy))
+        make().restore(kept(policy))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(config: HedgePolicy | ChainPolicy) -> None:
-    older = kept(learned(config))
+@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
+def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(
+    make: Callable[[], AssignmentPolicy],
+) -> None:
+    older = kept(learned(make))
     del older["in_time"]
-    policy = learned(config)
+    policy = learned(make)
     policy.restore(older)
     assert kept(policy) == {**older, "in_time": {}}
     assert chosen(policy) == "late"  # nobody has seen it be late
@@ -312,10 +322,10 @@ def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew
     assert last == "punctual"
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
 @pytest.mark.parametrize("damage", [None, [], {"late": 1}, {"late": [1]}, {"late": [-1, -1]}, {"late": [1, 2]}])
-def test_what_cannot_be_is_refused_and_changes_nothing(config: HedgePolicy | ChainPolicy, damage: Any) -> None:
-    policy = learned(config)
+def test_what_cannot_be_is_refused_and_changes_nothing(make: Callable[[], AssignmentPolicy], damage: Any) -> None:
+    policy = learned(make)
     before = kept(policy)
     with pytest.raises(ValueError, match="in_time"):
         policy.restore({**before, "in_time": damage})

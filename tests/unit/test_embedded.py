@@ -11,7 +11,7 @@ import pytest
 
 from actors.gateway import LinkClient
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import DrafterConfig, FixedLength, NgramOptions
+from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
 from cluster.errors import LinkClosed, RankLost
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
@@ -40,7 +40,9 @@ def drafter(error: float = 0.2) -> PoolEntry:
 def cluster() -> Iterator[EmbeddedCluster]:
     """It awaits and verifies all drafts although a toy's pass takes no longer than a draft, and on a busy machine less."""
     pool, planner = {"a": drafter(), "b": drafter(0.9)}, StepPlanner(PlannerSettings("all", MAX_HOLD_S, overlap="barrier"))
-    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, pool, planner, draft_length=FixedLength()) as running:
+    with EmbeddedCluster(
+        ToyTarget(num_blocks=64), MODEL, COST, pool, planner, draft_length=DraftLengthConfig(kind="fixed")
+    ) as running:
         yield running
 
 

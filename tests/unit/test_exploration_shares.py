@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.config import HedgePolicy
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
-from router.drafter.policies import build_policy
+from router.drafter.hedge import Hedge
 from router.drafter.prompt_features import PromptClusters
 from router.estimates.request_acceptance import RequestAcceptance
 from tests.support.observations import right_at
 
-CONFIG = HedgePolicy(exploration=0.01, request_rounds=8)
-SELDOM = HedgePolicy(exploration=1e-9)
+SELDOM = 1e-9
 NUM_REQUESTS = 5000
 NUM_ROUNDS = 10  # of a slot
 SCORED = PoolMember("scored", 64, 0.01)
@@ -25,7 +23,7 @@ def explorers(num_rounds: list[float], num_drafts: list[float]) -> list[int]:
     requests = RequestAcceptance(np.random.default_rng(0))
     rows = requests.follow([RequestView(f"r{i}", 100, 120, (), ()) for i in range(NUM_REQUESTS)], PromptClusters(1))
     known = np.tile(np.array(num_rounds), (NUM_REQUESTS, 1))
-    return requests.draw_explorers(rows, known, np.array(num_drafts), CONFIG)[1].tolist()
+    return requests.draw_explorers(rows, known, np.array(num_drafts), 0.01)[1].tolist()
 
 
 def test_of_drafters_that_a_request_has_not_seen_the_least_known_is_tried() -> None:
@@ -57,11 +55,11 @@ def served(
     lens: dict[str, float],
     num_requests: int = 1,
     num_slots: int = 60,
-    config: HedgePolicy = SELDOM,
+    exploration: float = SELDOM,
     unscored: Callable[[str, str, float], Observation] = tokens,
 ) -> list[list[str]]:
     """Drafters of the requests by slot. Drafters that lead are scored. ``lens``: tokens of a round."""
-    policy: AssignmentPolicy = build_policy(config)
+    policy: AssignmentPolicy = Hedge(exploration=exploration)
     requests = [RequestView(f"r{i}", 50, 100, ()) for i in range(num_requests)]
     history = []
     for _ in range(num_slots):
@@ -114,7 +112,7 @@ def test_what_cannot_be_worth_it_is_not_tried() -> None:
 
 
 def test_without_exploration_nothing_is_tried() -> None:
-    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 1.4}, config=HedgePolicy(exploration=0.0))
+    history = served([SCORED, UNSCORED], {"scored": 2.0, "unscored": 1.4}, exploration=0.0)
     assert slots_with(history[1:], "unscored") == 0
 
 

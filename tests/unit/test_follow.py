@@ -53,7 +53,7 @@ async def test_addresses_are_followed_through_failures(
     following.cancel()
 
 
-QUICK = SupervisionConfig(health_period_ms=1, health_timeout_ms=2)
+QUICK = SupervisionConfig(health_timeout_ms=2)
 STATUS = ClusterStatus("toy", "fixed", 0, (), (), notes=("another",))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import HedgePolicy, LbssPolicy
+from cluster.config import PolicyConfig
 from router.assignment import (
     TARGET_ONLY,
     AssignmentPolicy,
@@ -21,11 +21,12 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.drafter.expiring_cache import GENERATION_SLOTS
-from router.drafter.policies import build_policy
+from router.drafter.hedge import Hedge
 from router.drafter.prompt_features import prompt_features
 from router.drafter.router import NEXT_REQUEST, Router
-from router.estimates.acceptance import AcceptanceModel
+from router.estimates.acceptance import AcceptanceModel, Smoothing
 from router.estimates.draft_shares import OnTimeRates
+from router.papers.spin import Lbss
 from tests.support.observations import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))
@@ -60,7 +61,7 @@ def chains_of(requests: list[RequestView]) -> dict[str, Chain]:
 
 def test_stages_follow_each_other_as_in_algorithm_1() -> None:
     """alpha slots of draws, one for each chunk of beta, then 2^k slots of one choice."""
-    policy = build_policy(LbssPolicy(exploration_slots=6, chunk_slots=2))
+    policy = Lbss(exploration_slots=6, chunk_slots=2)
     requests, pool = views(30), pool_of(30, 30, 30)
     history = []
     for _ in range(2 * 6 + 2 + 4):
@@ -75,7 +76,7 @@ def test_stages_follow_each_other_as_in_algorithm_1() -> None:
 
 
 def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
-    policy = build_policy(LbssPolicy(exploration_slots=400, chunk_slots=1))
+    policy = Lbss(exploration_slots=400, chunk_slots=1)
     requests, pool = views(30), pool_of(4, 30, 30)
     counts: Counter[Chain] = Counter()
     for _ in range(400):
@@ -90,7 +91,7 @@ def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
 
 def test_exploitation_is_the_best_matching_of_the_means() -> None:
     """Two places that both requests want: the sum decides, not who comes first."""
-    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    policy = Lbss(exploration_slots=2, chunk_slots=1)
     requests, pool = views(2), pool_of(1, 2)
     for _ in range(2):
         step(policy, requests, pool)
@@ -99,7 +100,7 @@ def test_exploitation_is_the_best_matching_of_the_means() -> None:
 
 
 def test_only_exploration_teaches() -> None:
-    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    policy = Lbss(exploration_slots=2, chunk_slots=1)
     requests, pool = views(1), pool_of(1, 1)
     for _ in range(2):
         requests = step(policy, requests, pool)
@@ -112,7 +113,7 @@ def test_only_exploration_teaches() -> None:
 
 
 def test_who_comes_during_exploitation_takes_the_best_that_is_free() -> None:
-    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    policy = Lbss(exploration_slots=2, chunk_slots=1)
     requests, pool = views(1), pool_of(1, 1, 1)
     for _ in range(2):
         requests = step(policy, requests, pool)
@@ -121,27 +122,16 @@ def test_who_comes_during_exploitation_takes_the_best_that_is_free() -> None:
     assert chains_of(step(policy, [*requests, RequestView("new", 5, 5, ())], pool)) == {"r0": ("d0",), "new": ("d2",)}
 
 
-def test_exploitation_can_be_bounded() -> None:
-    policy = build_policy(LbssPolicy(exploration_slots=1, chunk_slots=1, longest_exploitation=2))
-    requests, pool = views(40), pool_of(40, 40)
-    history = []
-    for _ in range(30):
-        requests = step(policy, requests, pool)
-        history.append(chains_of(requests))
-    assert all(history[slot] != history[slot - 1] for slot in range(3, 30, 3))  # every third explores
-
-
 def test_chunks_fill_an_exploration() -> None:
     with pytest.raises(ValidationError, match="must be a multiple of chunk_slots"):
-        LbssPolicy(exploration_slots=5, chunk_slots=2)
+        PolicyConfig(kind="lbss", exploration_slots=5, chunk_slots=2)
 
 
 # ---- hedge
 
 
-def taught(config: HedgePolicy, num_slots: int = 10) -> AssignmentPolicy:
+def taught(policy: AssignmentPolicy, num_slots: int = 10) -> AssignmentPolicy:
     """With scores alone for d1, which nobody was ever with, and would be right."""
-    policy = build_policy(config)
     requests, pool = [replace(r, chain=("d0",)) for r in views(8)], pool_of(8, 8)
     policy.assign(requests, pool)
     for _ in range(num_slots):
@@ -153,7 +143,7 @@ def taught(config: HedgePolicy, num_slots: int = 10) -> AssignmentPolicy:
 
 
 def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
-    policy = taught(HedgePolicy(exploration=0.0))
+    policy = taught(Hedge(exploration=0.0))
     requests = [replace(request, chain=("d0",)) for request in views(8)]
     assert set(policy.assign(requests, pool_of(8, 8)).values()) == {("d1",)}
     assert policy.assign([RequestView("new", 5, 5, ())], pool_of(8, 8)) == {"new": ("d1",)}
@@ -161,7 +151,7 @@ def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
 
 def test_regret_is_what_the_requests_without_the_best_drafter_miss() -> None:
     def regret(num_places: int) -> float:
-        policy = taught(HedgePolicy(exploration=0.0, hysteresis=0.0))
+        policy = taught(Hedge(exploration=0.0, hysteresis=0.0))
         policy.assign([replace(request, chain=("d0",)) for request in views(8)], pool_of(8, num_places))
         assert isinstance(policy, FullInformation)
         found = policy.regret()
@@ -174,30 +164,29 @@ def test_regret_is_what_the_requests_without_the_best_drafter_miss() -> None:
 
 
 def test_without_requests_there_is_no_regret() -> None:
-    policy = build_policy(HedgePolicy())
+    policy = Hedge()
     policy.assign([NEXT_REQUEST], pool_of(8, 8))
     assert isinstance(policy, FullInformation)
     assert policy.regret() is None
-    assert Router(build_policy(LbssPolicy()), pool_of(8, 8)).regret() is None  # a bandit does not know it
+    assert Router(Lbss(exploration_slots=16, chunk_slots=2), pool_of(8, 8)).regret() is None  # a bandit does not know it
 
 
 def test_a_tenth_of_a_token_decides_for_new_requests() -> None:
     """The noise is there for requests that no estimate tells apart."""
 
-    def share(config: HedgePolicy) -> float:
-        policy = build_policy(config)
+    def share(policy: Hedge) -> float:
         for _ in range(3):
             for name, num_tokens in (("d0", 1.8), ("d1", 1.9)):
                 policy.observe([seen(f"{name}{i}", name, num_tokens) for i in range(50)])
         chains = policy.assign([RequestView(f"r{i}", 10, 10, ()) for i in range(100)], pool_of(100, 100))
         return Counter(chains.values())["d1",] / len(chains)
 
-    assert share(HedgePolicy(exploration=0.0)) > 0.95
-    assert share(HedgePolicy(exploration=0.0, learning_rate=1.0)) < 0.8
+    assert share(Hedge(exploration=0.0)) > 0.95
+    assert share(Hedge(exploration=0.0, learning_rate=1.0)) < 0.8
 
 
 def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
-    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
+    policy = Hedge(exploration=0.0, learning_rate=100)
     slow = Observation("a", "d0", 100, 700, 100, 200, 30.0, Positions((100, 90), (90, 10)))
     fast = Observation("b", "d1", 100, 700, 80, 180, 10.0, Positions((100, 75), (75, 5)))
     for _ in range(3):  # one slot might be chance
@@ -207,7 +196,7 @@ def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
 
 def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_right() -> None:
     """Where it would be right is known from scores, and where nothing came nothing was wrong."""
-    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
+    policy = Hedge(exploration=0.0, learning_rate=100)
     requests = [replace(request, chain=("d0",)) for request in views(8)]
     pool = [replace(member, cost=0.01) for member in pool_of(8, 8)]
     policy.assign(requests, pool)
@@ -244,7 +233,7 @@ def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() ->
 
 
 def test_only_late_drafts_are_no_wrong_ones() -> None:
-    policy = build_policy(HedgePolicy())
+    policy = Hedge()
     policy.observe([Observation(f"r{i}", "d0", 10, 0, 0, 10, 1.0, num_missed=10) for i in range(9)])
     known = policy.snapshot()
     assert isinstance(known, dict)
@@ -260,7 +249,7 @@ def test_only_late_drafts_are_no_wrong_ones() -> None:
 
 
 def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
-    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100, num_clusters=2))
+    policy = Hedge(exploration=0.0, learning_rate=100, smoothing=Smoothing(num_clusters=2))
     kinds = {"x": prompt_features([1, 2, 3] * 20), "y": prompt_features(range(4000, 4060))}
     requests = [RequestView(f"{kind}{i}", 60, 60, (), features) for kind, features in kinds.items() for i in range(4)]
     policy.assign(requests, pool_of(20, 20))
@@ -276,7 +265,7 @@ def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
 
 
 def test_scarce_places_go_to_the_greatest_sum() -> None:
-    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=1000, hysteresis=0.0))
+    policy = Hedge(exploration=0.0, learning_rate=1000, hysteresis=0.0)
     requests, pool = views(6), pool_of(6, 2)
     policy.assign(requests, pool)
     for _ in range(20):
@@ -290,8 +279,8 @@ def test_scarce_places_go_to_the_greatest_sum() -> None:
 def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay(exploration: float) -> None:
     """Of drafters that are known: trials, which there are with any exploration, do not change that."""
 
-    def moves(config: HedgePolicy, costs: MemberCosts | None, committed_len: int = 1000) -> bool:
-        policy = build_policy(config)
+    def moves(costs: MemberCosts | None, committed_len: int = 1000, **changed: float) -> bool:
+        policy = Hedge(exploration=exploration, learning_rate=1000, **{"payback_s": 1.0} | changed)
         pool = [replace(member, costs=costs) for member in pool_of(4, 4)]
         request = RequestView("r", 10, committed_len, ("d0",))
         policy.assign([request], pool)
@@ -305,17 +294,16 @@ def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay(explora
             )
         return policy.assign([request], pool) == {"r": ("d1",)}
 
-    free = HedgePolicy(exploration=exploration, learning_rate=1000, payback_s=1.0)
     dear = MemberCosts(draft_s=((1, 0.01),), catch_up_s=0.0003, switch_s=0.01)
-    assert moves(free, None)  # 1.70 tokens a round for 1.50
-    assert not moves(free.model_copy(update={"hysteresis": 0.25}), None)
-    assert not moves(free, dear)  # 0.3 s of catching up within the second in which it must pay
-    assert moves(free, dear, committed_len=10)
-    assert moves(free.model_copy(update={"payback_s": 10.0}), dear)
+    assert moves(None)  # 1.70 tokens a round for 1.50
+    assert not moves(None, hysteresis=0.25)
+    assert not moves(dear)  # 0.3 s of catching up within the second in which it must pay
+    assert moves(dear, committed_len=10)
+    assert moves(dear, payback_s=10.0)
 
 
 def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
-    policy = build_policy(HedgePolicy(exploration=0.1, learning_rate=1000))
+    policy = Hedge(exploration=0.1, learning_rate=1000)
     requests, pool = [replace(r, chain=("d0",)) for r in views(1000)], pool_of(1000, 1000)
     policy.assign(requests, pool)
     for _ in range(3):
@@ -330,7 +318,7 @@ def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
 
 def test_requests_to_come_try_nothing() -> None:
     """What stands for them is given to all that come during a slot."""
-    policy = build_policy(HedgePolicy(exploration=1.0))
+    policy = Hedge(exploration=1.0)
     pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
     policy.observe([seen("r", "d1", 4.0, rounds=50), seen("r", "d0", 1.0, rounds=50)])
     for _ in range(4):
@@ -338,7 +326,7 @@ def test_requests_to_come_try_nothing() -> None:
 
 
 def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
-    model = AcceptanceModel(HedgePolicy(), np.random.default_rng(0))
+    model = AcceptanceModel(np.random.default_rng(0))
     for slot in range(6 * GENERATION_SLOTS):
         model.requests.next_slot()
         model.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)])
@@ -348,7 +336,7 @@ def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
 @pytest.mark.slow
 def test_lbss_explores_at_once_after_an_idle_hour() -> None:
     """Slots in which nobody is served are no part of an epoch."""
-    policy = build_policy(LbssPolicy(exploration_slots=4, chunk_slots=2))
+    policy = Lbss(exploration_slots=4, chunk_slots=2)
     pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
     to_come = RequestView("next", 0, 0, ())
     for _ in range(36_000):

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.config import FixedPolicy
-from cluster.config.draft_length import FixedLength
+from cluster.config import DraftLengthConfig
 from cluster.messages import OutcomeReport
 from cluster.sampling_params import SamplingParams
 from drafters.loop import REPORT_PERIOD_S
 from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy
+from router.drafter.seats import Fixed
 from router.drafting.outcomes import RunnerUpRates, StepTimes, num_prepared, outcomes
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
@@ -340,12 +339,12 @@ def simulated(max_outcomes: int, runner_up: float = 0.6) -> SimulationResult:
         TargetLimits(max_num_sequences=4, block_len=16, num_blocks=256, max_pass_tokens=512, max_model_len=1024),
         (DrafterSpec("small", 8, 4, max_outcomes=max_outcomes),),
         lambda: StepPlanner(PlannerSettings("all", 1.0, overlap="barrier")),
-        draft_length=FixedLength(num_tokens=4),
+        draft_length=DraftLengthConfig(kind="fixed", num_tokens=4),
     )
     family = Family(drafters={"small": DrafterFamily(acceptance=0.7, spread=0.0, runner_up=runner_up)}, common=0.0)
     random = np.random.default_rng(3)
     requests = [SimulatedRequest(f"r{i}", 0.0, 16, 800, family.answer(random, 800, 8)) for i in range(4)]
-    return simulate(spec, build_policy(FixedPolicy(chain=("small",))), in_turn(requests, 1))
+    return simulate(spec, Fixed(("small",)), in_turn(requests, 1))
 
 
 @pytest.mark.slow

@@ -7,23 +7,15 @@ from typing import get_args
 
 import pytest
 
-from cluster.config import (
-    CascadeOptions,
-    Config,
-    DrafterConfig,
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    GreedyLengthPolicy,
-    ModelOptions,
-    NgramOptions,
-    PolicyConfig,
-)
+from cluster.config import CascadeOptions, Config, DrafterConfig, ModelOptions, NgramOptions, PolicyConfig
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
 from router.drafter.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.drafter.policies import POLICIES, build_policy, build_pool
 from router.drafter.router import MAX_CHAINS, next_table
+from router.drafter.seats import Fixed
 from router.estimates.goodput import GoodputEstimates
+from router.papers.spin import EpsilonGreedy, GreedyLength
 
 
 def view(request_id: str, chain: tuple[str, ...] = (), prompt_len: int = 10) -> RequestView:
@@ -46,32 +38,32 @@ def advance(requests: list[RequestView], chains: dict[str, tuple[str, ...]]) -> 
 
 
 def test_fixed_fills_in_the_order_of_the_pool() -> None:
-    chains = build_policy(FixedPolicy()).assign([view(f"r{i}") for i in range(6)], pool_of(2, 3))
+    chains = Fixed().assign([view(f"r{i}") for i in range(6)], pool_of(2, 3))
     assert list(chains.values()) == [("d0",)] * 2 + [("d1",)] * 3 + [TARGET_ONLY]
 
 
 def test_a_fixed_chain_is_all_or_nothing() -> None:
-    policy = build_policy(FixedPolicy(chain=("d0", "d1")))
+    policy = Fixed(("d0", "d1"))
     requests = [view(f"r{i}") for i in range(3)]
     assert list(policy.assign(requests, pool_of(3, 2)).values()) == [("d0", "d1"), ("d0", "d1"), TARGET_ONLY]
     assert set(policy.assign(requests, pool_of(3)).values()) == {TARGET_ONLY}
-    assert set(build_policy(FixedPolicy(chain=())).assign(requests, pool_of(3)).values()) == {TARGET_ONLY}
+    assert set(Fixed(()).assign(requests, pool_of(3)).values()) == {TARGET_ONLY}
 
 
 def test_a_fixed_chain_takes_a_place_at_its_last_drafter_alone() -> None:
     """Who rides ahead does so in that drafter's process, under its configured name."""
     pool = [PoolMember("d0", 1, 0.1), PoolMember("d0/1", 1, 0.1), PoolMember("d1", 3, 0.2), PoolMember("d1/1", 1, 0.2)]
     requests = [view("stays", ("d0", "d1/1")), *(view(f"r{i}") for i in range(4))]
-    chains = build_policy(FixedPolicy(chain=("d0", "d1"))).assign(requests, pool)
+    chains = Fixed(("d0", "d1")).assign(requests, pool)
     assert list(chains.values()) == [("d0", "d1/1"), *[("d0", "d1")] * 3, TARGET_ONLY]
     closed = [replace(one, draining=one.name.startswith("d0")) for one in pool]
-    assert set(build_policy(FixedPolicy(chain=("d0", "d1"))).assign(requests, closed).values()) == {TARGET_ONLY}
+    assert set(Fixed(("d0", "d1")).assign(requests, closed).values()) == {TARGET_ONLY}
 
 
 def test_a_fixed_chain_stays_at_its_replica() -> None:
     pool = [PoolMember("d0", 1, 0.1), PoolMember("d0/1", 9, 0.1)]
     requests = [view("a", ("d0",)), view("b", ("d0/1",))]
-    assert build_policy(FixedPolicy(chain=("d0",))).assign(requests, pool) == {"a": ("d0",), "b": ("d0/1",)}
+    assert Fixed(("d0",)).assign(requests, pool) == {"a": ("d0",), "b": ("d0/1",)}
 
 
 # ---- greedy-length
@@ -80,20 +72,20 @@ def test_a_fixed_chain_stays_at_its_replica() -> None:
 def test_shorter_prompts_take_smaller_drafters() -> None:
     pool = [PoolMember("large", 30, 0.3), PoolMember("small", 30, 0.1), PoolMember("middle", 30, 0.2)]
     requests = [view(f"r{i}", prompt_len=1 + (i * 37) % 90) for i in range(90)]
-    chains = build_policy(GreedyLengthPolicy()).assign(requests, pool)
+    chains = GreedyLength().assign(requests, pool)
     for request in requests:
         assert chains[request.request_id] == (("small", "middle", "large")[(request.prompt_len - 1) // 30],)
 
 
 def test_a_wide_drafter_takes_a_wide_range_of_lengths() -> None:
     requests = [view(f"r{i}", prompt_len=1 + i) for i in range(40)]
-    chains = build_policy(GreedyLengthPolicy()).assign(requests, pool_of(300, 100))
+    chains = GreedyLength().assign(requests, pool_of(300, 100))
     assert Counter(chains.values()) == {("d0",): 30, ("d1",): 10}
 
 
 def test_a_full_drafter_passes_requests_on_to_its_neighbour() -> None:
     requests = [view(f"r{i}", prompt_len=1) for i in range(5)]  # all short, so all point at d0
-    assert Counter(build_policy(GreedyLengthPolicy()).assign(requests, pool_of(2, 2, 8)).values()) == {
+    assert Counter(GreedyLength().assign(requests, pool_of(2, 2, 8)).values()) == {
         ("d0",): 2,
         ("d1",): 2,
         ("d2",): 1,
@@ -101,7 +93,7 @@ def test_a_full_drafter_passes_requests_on_to_its_neighbour() -> None:
 
 
 def test_a_lone_prompt_is_short_or_long_by_what_came_before() -> None:
-    policy, pool = build_policy(GreedyLengthPolicy()), pool_of(100, 100)
+    policy, pool = GreedyLength(), pool_of(100, 100)
     policy.assign([view(f"r{i}", prompt_len=10 * i) for i in range(50)], pool)
     assert policy.assign([view("short", prompt_len=5)], pool) == {"short": ("d0",)}
     assert policy.assign([view("long", ("d0",), prompt_len=480)], pool) == {"long": ("d1",)}
@@ -137,7 +129,7 @@ def live(
 
 def test_epsilon_greedy_finds_what_suits_each_half_of_the_requests() -> None:
     goodput = {"x": {"d0": 3.0, "d1": 1.5}, "y": {"d0": 1.5, "d1": 3.0}}
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.1))
+    policy = EpsilonGreedy(epsilon=0.1)
     hits = live(policy, pool_of(64, 64), goodput, slots=120)
     assert hits["x"] >= 85
     assert hits["y"] >= 85
@@ -145,13 +137,13 @@ def test_epsilon_greedy_finds_what_suits_each_half_of_the_requests() -> None:
 
 def test_a_policy_that_does_not_learn_fails_that_test() -> None:
     goodput = {"x": {"d0": 3.0, "d1": 1.5}, "y": {"d0": 1.5, "d1": 3.0}}
-    for config in (FixedPolicy(), EpsilonGreedyPolicy(epsilon=1.0)):
+    for config in (PolicyConfig(kind="fixed"), PolicyConfig(kind="epsilon-greedy", epsilon=1.0)):
         hits = live(build_policy(config), pool_of(64, 64), goodput, slots=120)
         assert min(hits.values()) < 70
 
 
 def test_scarce_places_go_to_those_who_gain_most() -> None:
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0, hysteresis=0.0, prior_rounds=0.1))
+    policy = EpsilonGreedy(epsilon=0.0, hysteresis=0.0, prior_rounds=0.1)
     requests = [view(f"r{i}") for i in range(6)]
     policy.assign(requests, pool_of(6, 6))
     policy.observe([seen(f"r{i}", "d0", 1.0) for i in range(6)])
@@ -162,20 +154,20 @@ def test_scarce_places_go_to_those_who_gain_most() -> None:
 
 def test_hysteresis_holds_back_small_gains_and_lets_large_ones_pass() -> None:
     for gain, moves in ((1.05, False), (1.5, True)):
-        policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0, hysteresis=0.2))
+        policy = EpsilonGreedy(epsilon=0.0, hysteresis=0.2)
         policy.assign([view("r")], pool_of(4, 4))
         policy.observe([seen("r", "d0", 2.0, rounds=100), seen("r", "d1", 2.0 * gain, rounds=100)])
         assert (policy.assign([view("r", ("d0",))], pool_of(4, 4))["r"] == ("d1",)) is moves
 
 
 def test_a_newcomer_is_not_held_by_the_default_it_was_given() -> None:
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0, hysteresis=1.0))
+    policy = EpsilonGreedy(epsilon=0.0, hysteresis=1.0)
     policy.observe([seen("gone", "d0", 2.0), seen("gone", "d1", 2.2)])
     assert policy.assign([view("new", ("d0",))], pool_of(4, 4)) == {"new": ("d1",)}
 
 
 def test_exploration_is_as_frequent_as_asked() -> None:
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.25, seed=7))
+    policy = EpsilonGreedy(epsilon=0.25, seed=7)
     policy.observe([seen("gone", "d0", 3.0, rounds=1000), seen("gone", "d1", 1.0, rounds=1000)])
     chains = policy.assign([view(f"r{i}") for i in range(4000)], pool_of(4000, 4000))
     explored = sum(chain == ("d1",) for chain in chains.values()) / 4000
@@ -184,9 +176,7 @@ def test_exploration_is_as_frequent_as_asked() -> None:
 
 def test_seeds_differ() -> None:
     requests = [view(f"r{i}") for i in range(100)]
-    first, second = (
-        build_policy(EpsilonGreedyPolicy(epsilon=1.0, seed=seed)).assign(requests, pool_of(100, 100)) for seed in (1, 2)
-    )
+    first, second = (EpsilonGreedy(epsilon=1.0, seed=seed).assign(requests, pool_of(100, 100)) for seed in (1, 2))
     assert first != second
 
 
@@ -227,8 +217,10 @@ def test_what_nobody_asks_for_is_forgotten() -> None:
 
 
 def test_every_configured_policy_is_registered() -> None:
-    options = get_args(get_args(PolicyConfig)[0])
-    assert {option().kind for option in options} == set(POLICIES)
+    kinds = get_args(PolicyConfig.model_fields["kind"].annotation)
+    assert set(kinds) == set(POLICIES)
+    for kind in kinds:
+        build_policy(PolicyConfig(kind=kind))
 
 
 def test_the_pool_has_a_member_per_replica_and_orders_by_size() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.router import RouterActor
-from cluster.config import Config, DrafterConfig, FixedPolicy, HedgePolicy, NgramOptions, PolicyConfig, RouterConfig
+from cluster.config import Config, DrafterConfig, NgramOptions, PolicyConfig, RouterConfig
 from cluster.errors import LinkClosed
 from cluster.types import RoutingTable
 from router.assignment import RequestView
@@ -41,14 +41,14 @@ class OneTarget:
 def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     config = Config(
         drafters=(DrafterConfig(name="ngram", options=NgramOptions()),),
-        router=RouterConfig(policy=FixedPolicy(chain=("ngram",)), slot_ms=10),
+        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",)), slot_ms=10),
     )
     target = OneTarget(lambda: actor, ("ngram",))
     actor = RouterActor(config, Router(build_policy(config.router.policy), build_pool(config)), target)
     now_s = 0.0
     stop = threading.Event()
-    off = FixedPolicy(chain=())
-    steps: dict[int, tuple[PolicyConfig | None, float]] = {2: (off, 3.0), 8: (HedgePolicy(), 1e6), 9: (None, 0.0)}
+    off = PolicyConfig(kind="fixed", chain=())
+    steps: dict[int, tuple[PolicyConfig | None, float]] = {2: (off, 3.0), 8: (PolicyConfig(), 1e6), 9: (None, 0.0)}
 
     def clock() -> float:
         """Of the slots: a second each time that a slot begins and ends."""
@@ -100,7 +100,7 @@ async def test_only_operators_switch_and_only_what_they_saw(tmp_path: Path) -> N
     for headers, status in (({}, 401), ({"authorization": "Bearer sk-user"}, 401), (OPERATOR, 200)):
         response = await _ask(cluster, body, headers, tmp_path)
         assert response.status_code == status
-    assert asked == [(FixedPolicy(chain=()), 60.0)]
+    assert asked == [(PolicyConfig(kind="fixed", chain=()), 60.0)]
     assert (await _ask(cluster, None, OPERATOR, tmp_path)).status_code == 200, "an operator may read, too"
     refused = await _ask(cluster, {**body, "instead_of": "hedge"}, OPERATOR, tmp_path)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "policy_changed")

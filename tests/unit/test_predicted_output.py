@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import DrafterConfig, FixedLength, NgramOptions
+from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from cluster.types import MAX_DRAFT_LEN, PREDICTION, ModelInfo, Request, RoutingTable
@@ -114,7 +114,13 @@ def engine(tiny_model_folder: Path) -> NativeTarget:
 def running(engine: NativeTarget, pool: dict[str, PoolEntry]) -> EmbeddedCluster:
     planner = StepPlanner(PlannerSettings("all", 1.0, overlap="barrier"))
     return EmbeddedCluster(
-        engine, MODEL, COST, pool, planner, grammars=engine.grammars, draft_length=FixedLength(num_tokens=4)
+        engine,
+        MODEL,
+        COST,
+        pool,
+        planner,
+        grammars=engine.grammars,
+        draft_length=DraftLengthConfig(kind="fixed", num_tokens=4),
     )
 
 

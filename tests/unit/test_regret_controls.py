@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from cluster.config import HedgePolicy, LbssPolicy
 from router.assignment import AssignmentPolicy, Chain, Observation, PoolMember, RequestView, ScoreCounts
-from router.drafter.policies import build_policy
+from router.drafter.hedge import Hedge
+from router.papers.spin import Lbss
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 NUM_SLOTS = 4096
 FIRST = 64  # slots, by which every policy has seen something of everything
 SEEDS = range(6)
-LBSS = LbssPolicy(exploration_slots=8, chunk_slots=2)
 MAX_GROWTH = 0.5  # of regret per doubling, as an exponent: 0 like log T, 1 like T
 PERMUTED = 0.3
 
@@ -50,16 +49,16 @@ class FirstCome:
 class LastEpoch:
     """Forgets at the end of each epoch what was seen in it."""
 
-    def __init__(self, config: LbssPolicy) -> None:
-        self._config = config
-        self._policy = build_policy(config)
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._policy = lbss(seed)
         self._epoch: JsonValue = 1
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         snapshot = self._policy.snapshot()
         if isinstance(snapshot, dict) and snapshot["epoch"] != self._epoch:
             self._epoch = snapshot["epoch"]
-            self._policy = build_policy(self._config)
+            self._policy = lbss(self._seed)
             self._policy.restore({"epoch": self._epoch, "drafters": {}})
         return self._policy.assign(requests, pool)
 
@@ -109,7 +108,7 @@ def growth(found: Sequence[Floats]) -> float:
 
 
 def lbss(seed: int) -> AssignmentPolicy:
-    return build_policy(LBSS.model_copy(update={"seed": seed}))
+    return Lbss(exploration_slots=8, chunk_slots=2, seed=seed)
 
 
 @cache
@@ -136,7 +135,7 @@ def test_first_come_instead_of_matching_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_estimates_of_the_last_epoch_alone_fail() -> None:
-    assert fails(regrets(lambda seed: LastEpoch(LBSS.model_copy(update={"seed": seed}))))
+    assert fails(regrets(LastEpoch))
 
 
 def test_permuted_placements_fail() -> None:
@@ -145,7 +144,7 @@ def test_permuted_placements_fail() -> None:
 
 def test_hedge_with_permuted_placements_fails() -> None:
     def total(seed: int, broken: bool) -> float:
-        policy = build_policy(HedgePolicy())
+        policy = Hedge()
         made = Permuted(policy, seed) if broken else policy
         return float(run(made, arms(), 512, seed, full_information=True).regret[-1])
 

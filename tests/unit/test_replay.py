@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.replay_lens import replay_lens
-from cluster.config import FixedLength, NgramOptions
+from cluster.config import DraftLengthConfig, NgramOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
@@ -52,7 +52,7 @@ def test_a_replay_gets_accepted_what_the_engine_accepts(folder: Path, temperatur
     table = RoutingTable(version=0, defaults=(("ngram",),))
     planner = StepPlanner(PlannerSettings(verification="all", max_hold_s=60.0, overlap="barrier"))
     requests = [request(f"r{i}", 10 * i, temperature) for i in range(4)]
-    length = FixedLength(num_tokens=DRAFT_LEN)
+    length = DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN)
     with EmbeddedCluster(engine, info, PRECIOUS_PASSES, pool, planner, table, draft_length=length) as cluster:
         served = [cluster.complete([r])[0] for r in requests]
     recordings = [

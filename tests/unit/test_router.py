@@ -6,14 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import (
-    ChainPolicy,
-    CollapseConfig,
     Config,
     DrafterConfig,
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    HedgePolicy,
-    LbssPolicy,
     NgramOptions,
     PolicyConfig,
     RouterConfig,
@@ -31,13 +25,15 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy, keeps_in_step, member_costs
+from router.drafter.hedge import Hedge
+from router.drafter.policies import keeps_in_step, member_costs
 from router.drafter.router import FALLBACK_COST, Router, SlotReport
 from router.drafter.seats import Fixed
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
+from router.papers.spin import EpsilonGreedy
 
-EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))
 
 
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
@@ -57,18 +53,18 @@ def view(request_id: str, *chain: str) -> RequestView:
 
 
 def test_no_target_no_table() -> None:
-    assert Router(build_policy(FixedPolicy()), POOL).slot([]) is None
+    assert Router(Fixed(), POOL).slot([]) is None
 
 
 def test_a_request_that_opted_out_gets_the_target_alone() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL)
+    router = Router(Fixed(), POOL)
     table = router.slot([report(view("r"), replace(view("plain", "a"), opted_out=True))])
     assert table is not None
     assert table.chains == {"r": ("a",), "plain": ()}
 
 
 def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL)
+    router = Router(Fixed(), POOL)
     table = router.slot([report(view("r"))])
     assert table == RoutingTable(1, {"r": ("a",)}, (("a",),))
     assert router.slot([report(view("r", "a"), version=1)]) is None
@@ -78,7 +74,7 @@ def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
 
 
 def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL)
+    router = Router(Fixed(), POOL)
     table = router.slot([report(view("r", "a")), report(drafters=("b",))])
     assert table is not None
     assert table.chains == {"r": ("b",)}
@@ -90,7 +86,7 @@ def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
 
 
 def test_a_target_that_has_just_joined_takes_no_drafter_from_others() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL)
+    router = Router(Fixed(), POOL)
     table = router.slot([report(view("r", "a")), report(drafters=())])
     assert table is not None
     assert table.chains == {"r": ("a",)}
@@ -98,7 +94,7 @@ def test_a_target_that_has_just_joined_takes_no_drafter_from_others() -> None:
 
 def test_a_drafter_that_could_be_loaded_is_wished_for_and_its_requests_are_served_on() -> None:
     pool = (*POOL, PoolMember("lazy", 8, 0.01))
-    router = Router(Fixed(FixedPolicy(chain=("lazy",))), pool)
+    router = Router(Fixed(("lazy",)), pool)
     table = router.slot([report(view("r", "a"), view("s"))])
     assert table is not None
     assert table.chains == {"r": (), "s": ()}, "what nobody offers cannot be had"
@@ -122,7 +118,7 @@ def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:
             return super().assign(requests, pool)
 
     seen: list[dict[str, tuple[float, MemberCosts | None]]] = []
-    router = Router(Watched(FixedPolicy()), POOL)
+    router = Router(Watched(), POOL)
     reported = replace(report(view("r")), draft_costs={"a": 0.3, "b": 0.3}, member_costs={"a": costs, "b": costs})
     router.set_offered(frozenset(), frozenset({"b"}))
     router.slot([reported])
@@ -130,13 +126,13 @@ def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:
 
 
 def test_a_router_that_starts_over_is_heard() -> None:
-    table = Router(build_policy(FixedPolicy()), POOL).slot([report(view("r"), version=41)])
+    table = Router(Fixed(), POOL).slot([report(view("r"), version=41)])
     assert table is not None
     assert table.version == 42
 
 
 def test_what_targets_saw_decides_also_for_requests_to_come() -> None:
-    router = Router(build_policy(EpsilonGreedyPolicy(epsilon=0.0)), POOL)
+    router = Router(EpsilonGreedy(epsilon=0.0), POOL)
     seen = tuple(
         Observation(f"{drafter}{i}", drafter, 20, 80, accepted, 20 + accepted, 1.0)
         for drafter, accepted in (("a", 5), ("b", 60))
@@ -149,7 +145,7 @@ def test_what_targets_saw_decides_also_for_requests_to_come() -> None:
 
 
 def test_scores_of_all_targets_reach_the_policy() -> None:
-    router = Router(build_policy(HedgePolicy(exploration=0.0)), POOL)
+    router = Router(Hedge(exploration=0.0), POOL)
     views = [view(f"r{i}", "a") for i in range(4)]
     router.slot([report(*views)])
     scores = tuple(ScoreCounts(one.request_id, "b", Positions((50,), (49,))) for one in views)
@@ -160,8 +156,8 @@ def test_scores_of_all_targets_reach_the_policy() -> None:
 
 
 def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
-    watch = DriftDetector(CollapseConfig(quarantine_s=2.5, trial_places=1), 0.25)
-    router = Router(build_policy(FixedPolicy()), POOL, watch)
+    watch = DriftDetector(6.0)  # out for ten slots
+    router = Router(Fixed(), POOL, watch)
 
     def slot(number: int, num_right: int, num_seen: int = 4) -> dict[str, tuple[str, ...]]:
         requests = [view(f"r{number}-{i}", "a") for i in range(4)]
@@ -182,7 +178,7 @@ def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
     assert set(chains.values()) == {("b",)}
     for later in range(100, 109):
         assert set(slot(later, 0, num_seen=0).values()) == {("b",)}
-    assert sorted(slot(200, 10, num_seen=1).values()) == [("a",), ("b",), ("b",), ("b",)]  # on trial, which it passes
+    assert sorted(slot(200, 10, num_seen=1).values()) == [("a",), ("a",), ("b",), ("b",)]  # on trial, which it passes
     for later in range(300, 303):
         slot(later, 10, num_seen=1)
     assert set(slot(400, 10).values()) == {("a",)}
@@ -196,7 +192,7 @@ def test_what_catching_up_costs_reaches_the_policy() -> None:
             self.pool = pool
             return super().assign(requests, pool)
 
-    policy = Recorder(FixedPolicy())
+    policy = Recorder()
     costs = MemberCosts(((1, 0.01),), 1e-4, 0.02)
     Router(policy, (*POOL, PoolMember("a/1", 8, 0.1))).slot([replace(report(), member_costs={"a": costs})])
     assert {member.name: member.costs for member in policy.pool} == {"a": costs, "b": None, "a/1": costs}
@@ -210,7 +206,7 @@ def test_the_policy_knows_in_how_many_targets_a_companion_is() -> None:
             self.pool = pool
             return super().assign(requests, pool)
 
-    policy = Shown(FixedPolicy())
+    policy = Shown()
     pool = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2, leads=False))
     Router(policy, pool).slot([report(view("r"), drafters=("a", "b")), report(view("q"), drafters=("a", "b"))])
     assert {member.name: member.num_targets for member in policy.pool} == {"a": 1, "b": 2}
@@ -276,10 +272,12 @@ def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
     assert seen.num_rounds == 1
 
 
-@pytest.mark.parametrize("config", [HedgePolicy(), ChainPolicy(), LbssPolicy()], ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "config", [PolicyConfig(), PolicyConfig(kind="chain"), PolicyConfig(kind="lbss")], ids=lambda config: config.kind
+)
 def test_drafters_keep_in_step_for_policies_that_move_requests(config: PolicyConfig) -> None:
     assert keeps_in_step(config)
-    assert not keeps_in_step(FixedPolicy())
+    assert not keeps_in_step(PolicyConfig(kind="fixed"))
 
 
 def test_one_replica_of_each_drafter_keeps_in_step() -> None:
@@ -292,7 +290,7 @@ def test_one_replica_of_each_drafter_keeps_in_step() -> None:
     ]
     linked = ("a", "a/1", "b", "c/1")
     for in_step, scorers in ((False, ()), (True, ("a", "c/1"))):
-        table = Router(build_policy(HedgePolicy()), pool, in_step=in_step).slot([report(view("r"), drafters=linked)])
+        table = Router(Hedge(), pool, in_step=in_step).slot([report(view("r"), drafters=linked)])
         assert table is not None
         assert table.scorers == scorers
 
@@ -311,7 +309,7 @@ COMBINED = [PoolMember("both", 2, 0.1, leads=False, lookups=("a", "b")), PoolMem
 def test_nobody_chooses_among_lookups_that_a_combination_queries(
     num_requests: int, linked: tuple[str, ...], chosen: set[str], scorers: tuple[str, ...]
 ) -> None:
-    router = Router(build_policy(HedgePolicy()), COMBINED, in_step=True)
+    router = Router(Hedge(), COMBINED, in_step=True)
     requests = [view(f"r{i}") for i in range(num_requests)]
     given, last = set[str](), router.first_table()
     for _ in range(40):  # slots enough for every drafter to be explored, if it may

@@ -8,15 +8,7 @@ import pytest
 from pydantic import JsonValue
 
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
-from cluster.config import (
-    Config,
-    DrafterConfig,
-    EpsilonGreedyPolicy,
-    FixedPolicy,
-    ModelConfig,
-    RouterConfig,
-    SuffixOptions,
-)
+from cluster.config import Config, DrafterConfig, ModelConfig, PolicyConfig, RouterConfig, SuffixOptions
 from cluster.state import Document, StateUnavailable
 from cluster.state_file import FileStateStore
 from router.assignment import (
@@ -25,11 +17,12 @@ from router.assignment import (
     PoolMember,
     RequestView,
 )
-from router.drafter.policies import build_policy
 from router.drafter.router import SlotReport
+from router.drafter.seats import Fixed
+from router.papers.spin import EpsilonGreedy
 from tests.support.memory_store import MemoryStateStore
 
-EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))
 
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
 
@@ -48,7 +41,7 @@ def view(request_id: str, *chain: str) -> RequestView:
 
 
 def learned() -> AssignmentPolicy:
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0))
+    policy = EpsilonGreedy(epsilon=0.0)
     policy.observe([Observation("x", "a", 20, 80, 5, 25, 1.0), Observation("y", "b", 20, 80, 60, 80, 1.0)])
     return policy
 
@@ -61,10 +54,10 @@ def test_a_router_that_starts_over_knows_what_the_last_one_learned() -> None:
     assert store.keys() == ()  # nothing was learned yet worth an fsync
     memory.save(learned(), SAVE_PERIOD_S)
     memory.settle()
-    fresh = build_policy(EpsilonGreedyPolicy(epsilon=0.0))
+    fresh = EpsilonGreedy(epsilon=0.0)
     RouterMemory(store, Config()).recall(fresh)
     assert fresh.assign([view("new")], POOL) == {"new": ("b",)}
-    assert build_policy(EpsilonGreedyPolicy(epsilon=0.0)).assign([view("new")], POOL) == {"new": ("a",)}
+    assert EpsilonGreedy(epsilon=0.0).assign([view("new")], POOL) == {"new": ("a",)}
 
 
 def test_it_is_saved_once_a_period() -> None:
@@ -93,8 +86,8 @@ def test_other_models_and_policies_are_not_mixed_up() -> None:
     for config in (
         Config(router=EPSILON_GREEDY),
         Config(router=EPSILON_GREEDY, model=ModelConfig(name="/models/other")),
-        Config(router=RouterConfig(policy=EpsilonGreedyPolicy(epsilon=0.5))),
-        Config(router=RouterConfig(policy=FixedPolicy())),
+        Config(router=RouterConfig(policy=PolicyConfig(kind="epsilon-greedy", epsilon=0.5))),
+        Config(router=RouterConfig(policy=PolicyConfig(kind="fixed"))),
     ):
         memory = RouterMemory(store, config)
         memory.recall(learned())
@@ -152,14 +145,14 @@ def test_a_store_that_can_only_be_read_is_told_of(tmp_path: Path, monkeypatch: p
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         memory = RouterMemory(store, Config())
-        memory.recall(build_policy(FixedPolicy()))
+        memory.recall(Fixed())
         memory.settle()
         assert "somebody else has held" in str(memory.fault)
-        memory.save(build_policy(FixedPolicy()), 0.0)
-        memory.save(build_policy(FixedPolicy()), SAVE_PERIOD_S)
-    memory.save(build_policy(FixedPolicy()), 2 * SAVE_PERIOD_S)
+        memory.save(Fixed(), 0.0)
+        memory.save(Fixed(), SAVE_PERIOD_S)
+    memory.save(Fixed(), 2 * SAVE_PERIOD_S)
     memory.settle()
-    memory.save(build_policy(FixedPolicy()), 3 * SAVE_PERIOD_S)
+    memory.save(Fixed(), 3 * SAVE_PERIOD_S)
     memory.settle()
     assert memory.fault is None
 
@@ -173,7 +166,7 @@ def test_what_was_learned_is_recalled_late_and_not_lost_meanwhile() -> None:
     before.save(learned(), SAVE_PERIOD_S)
     before.close()
     store.is_away = True
-    after, policy = RouterMemory(store, Config()), build_policy(EpsilonGreedyPolicy(epsilon=0.0))
+    after, policy = RouterMemory(store, Config()), EpsilonGreedy(epsilon=0.0)
     after.recall(policy)
     after.save(policy, 0.0)
     store.is_away = False
@@ -214,7 +207,7 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(stored: JsonValue, c
     memory.settle()
     (key,) = store.keys()
     store.put(key, stored)
-    policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0))
+    policy = EpsilonGreedy(epsilon=0.0)
     before = policy.snapshot()
     RouterMemory(store, Config()).recall(policy)
     assert "it starts anew" in caplog.text

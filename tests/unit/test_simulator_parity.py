@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.record import agreement
-from cluster.config import DrafterConfig, FixedLength, FixedPolicy, NgramOptions
+from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
 from cluster.messages import Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
@@ -21,7 +21,7 @@ from drafters.replay import Recording
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy
+from router.drafter.seats import Fixed
 from router.drafting.policies import build_draft_lengths
 from router.plan import StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -45,7 +45,7 @@ class Cost(TableCost):
         return 1e-3 * draft_len
 
 
-LENGTHS = FixedLength(num_tokens=DRAFT_LEN)  # time, which differs here, decides no length
+LENGTHS = DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN)  # time, which differs here, decides no length
 COST = Cost((1, 64), (0.02, 0.02))
 
 
@@ -139,7 +139,7 @@ def simulated(requests: Sequence[Request], answers: Sequence[AgreementAnswer]) -
         SimulatedRequest(one.id, 0.0, len(one.prompt_token_ids), one.sampling.max_tokens, answer)
         for one, answer in zip(requests, answers, strict=True)
     ]
-    simulate(spec, build_policy(FixedPolicy(chain=("ngram",))), in_turn(simulated, len(simulated)))
+    simulate(spec, Fixed(("ngram",)), in_turn(simulated, len(simulated)))
     return planner.rounds()
 
 

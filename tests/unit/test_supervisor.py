@@ -221,7 +221,7 @@ async def test_a_drafter_that_is_ready_is_told_the_addresses_of_now(
 
 
 async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner: PretendedSpawner) -> None:
-    patient = SupervisionConfig(health_period_ms=50_000, health_timeout_ms=60_000)
+    patient = SupervisionConfig(health_timeout_ms=60_000)
     supervisor = Supervisor(Config(target=TargetConfig(replicas=2), drafters=(), supervision=patient), spawner)
     supervisor.start()
     try:

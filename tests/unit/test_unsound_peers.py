@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.unsound import Unsound
-from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
+from cluster.config import DrafterConfig, NgramOptions, PolicyConfig, SuffixOptions
 from cluster.errors import OutriderError
 from cluster.message_checks import MAX_UNSOUND
 from cluster.messages import (
@@ -77,7 +77,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [Router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [Router(build_policy(policy), pool, in_step=True) for policy in (PolicyConfig(), PolicyConfig(kind="chain"))]
 
 
 @pytest.mark.parametrize("seed", first(1, range(6)))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from cluster.config import AdaSpecLength
+from cluster.config import DraftLengthConfig
 from router.cost_model import TableCost
 from router.drafting.length import BatchState
 from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
@@ -74,7 +74,7 @@ def test_adaspec_verifies_nothing_where_no_round_meets_the_slo() -> None:
 @pytest.mark.parametrize(("tpot_s", "longest"), [(None, 8), (1.0, 8), (0.020, 1), (0.0221, 2), (0.016, 0)])
 def test_adaspec_drafts_no_further_than_a_round_within_the_slo(tpot_s: float | None, longest: int) -> None:
     """A round of s draft tokens takes 12 + 5 s ms."""
-    lengths = build_draft_lengths(AdaSpecLength(), {"d": 8})
+    lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
     batch = BatchState(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
     assert lengths.budgets([decoding("x", ())], batch)["x"].num_tokens == longest
 
