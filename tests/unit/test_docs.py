@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from benchmarks import BENCHES
 from benchmarks.simulate import names as scenario_names
 from cluster.config import Config
+from cluster.config.rules import Rule
 from deploy.cli import app
 from deploy.vllm_flags import FLAGS, NEEDLESS, SPECIAL
 from tests.support.metrics import exported
@@ -79,7 +80,9 @@ def _is_setting(section: Any, keys: list[str]) -> bool:
     for key in keys:
         models = [model for model in _models(section) if key in model.model_fields]
         if not models:
-            return False
+            return any(
+                key in known for model in _models(section) if issubclass(model, Rule) for known in model.table.values()
+            )
         section = models[0].model_fields[key].annotation
     return True
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import DrafterConfig, NgramOptions
+from cluster.config import DrafterConfig, NgramOptions, PolicyConfig
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
@@ -50,7 +50,7 @@ class Served:
     """Requests served by a toy target with the page's drafter, `ngram` and the page's policy."""
 
     def __init__(self, page: dict[str, Any], draft_lengths: DraftLengths | None = None) -> None:
-        self.policy: Any = build_policy(page["AlphabeticalPolicy"]())
+        self.policy: Any = build_policy(PolicyConfig.model_construct(kind="alphabetical"))
         self.router = Router(self.policy, [PoolMember("ngram", 8, 0.001), PoolMember("a-repeat", 8, 0.1)])
         self.network, self.mailbox = LocalNetwork(), Mailbox()
         self.network.listen(TARGET, self.mailbox, self._hello(Role.TARGET, "target"))
