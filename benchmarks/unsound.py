@@ -20,7 +20,7 @@ from cluster.messages import (
     Verified,
 )
 from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, FinishReason, Proposal, Request, Slo, TokenLogprobs
+from cluster.types import Commit, DraftTerms, FinishReason, Proposal, Request, Slo, TokenLogprobs
 
 LARGE = (2**31 - 1, 2**32 - 1, 2**20, 10**6)
 
@@ -48,7 +48,7 @@ class Unsound:
             self._rng.choice((0, 1, 2**64 - 1)),
             self._some(self._open),
             self._some(lambda: Extend(self._id(), self._int(), self._tokens())),
-            self._some(lambda: Budget(self._id(), self._int(), self._float())),
+            self._some(lambda: Budget(self._id(), DraftTerms(self._int(), self._float()))),
             self._some(self._id),
         )
 

@@ -129,14 +129,12 @@ def open_fault(opening: Open, vocab_size: int) -> str | None:
 
 
 def budget_fault(budget: Budget) -> str | None:
-    if not 0 <= budget.num_tokens <= MAX_DRAFT_LEN or not 0.0 <= budget.row_price <= 1.0:
-        return f"a budget of {budget.num_tokens} tokens (at most {MAX_DRAFT_LEN}) at a row price of {budget.row_price}"
-    stop = budget.stop
-    expected = 0.0 if stop.expected_confidence is None else stop.expected_confidence
-    if not (0.0 <= stop.second_price < inf and 0.0 <= stop.min_confidence <= 1.0 and 0.0 <= expected <= 1.0):
-        return f"a budget with {stop}: confidences are from 0 to 1, prices at least 0"
-    if not 0 <= budget.ahead_len <= MAX_DRAFT_LEN:
-        return f"a budget of {budget.ahead_len} tokens ahead, at most {MAX_DRAFT_LEN}"
+    terms = budget.terms
+    shares = terms.row_price, terms.min_confidence, terms.expected_confidence or 0.0
+    if not all(0.0 <= share <= 1.0 for share in shares) or not 0.0 <= terms.second_price < inf:
+        return f"a budget with {terms}: confidences and row prices are from 0 to 1, other prices at least 0"
+    if not (0 <= terms.num_tokens <= MAX_DRAFT_LEN and 0 <= terms.ahead_len <= MAX_DRAFT_LEN):
+        return f"a budget of {terms.num_tokens} tokens and {terms.ahead_len} ahead, at most {MAX_DRAFT_LEN}"
     return id_fault(budget.request_id)
 
 

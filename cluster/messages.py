@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
-from cluster.types import NO_STOP, Commit, Proposal, Request, StopRule
+from cluster.types import Commit, DraftTerms, Proposal, Request
 
 PROTOCOL_VERSION = 7
 
@@ -53,13 +53,10 @@ class Extend:
 
 @record
 class Budget:
-    """Limits of each proposal for a request. ``num_tokens`` 0: stay in sync, without drafting."""
+    """The terms of each proposal for a request from now on."""
 
     request_id: str
-    num_tokens: int
-    row_price: float = 0.0  # draft tokens with a lower survival probability will not be verified
-    stop: StopRule = NO_STOP
-    ahead_len: int = 0  # tokens to draft beyond a proposal while it is verified
+    terms: DraftTerms
 
 
 @record

@@ -12,27 +12,37 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 
 MAX_DRAFT_LEN = 64  # tokens of one proposal
+PRICE_SHARE = 0.5  # of a row price, below which nothing is drafted: both it and confidences are estimates
 # Drafters of each target's own, beside the pool: their drafts take no time.
 FORCED = "grammar"  # of tokens that a grammar forces
 PREDICTION = "prediction"  # of tokens that the caller predicted
 FREE_DRAFTERS = frozenset((FORCED, PREDICTION))
 
 
-@record
-class StopRule:
-    """When a draft ends before its budget beside where a row does not pay; decided after each draft token."""
+@dataclass(frozen=True, slots=True)
+class DraftTerms:
+    """What a draft of a request may spend: decided by the target, applied by the drafter (`router/drafting/stopping.py`).
+    Prices are in tokens that the target could decode instead."""
 
-    second_price: float = 0.0  # tokens that the request could be decoded in a second of drafting; 0: nobody waits for drafts
+    num_tokens: int = 0  # of a proposal, at most; 0: the drafter stays in step without drafting
+    row_price: float = 0.0  # of a row of the pass: a draft token that is less likely to survive is not worth its row
+    second_price: float = 0.0  # of a second of drafting, for this request; 0: nobody waits for drafts
     min_confidence: float = 0.0  # a draft ends with the first token of less confidence
     expected_confidence: float | None = None  # of the next token of any request: a batch ends as AdaSpec ends one
+    ahead_len: int = 0  # tokens that may be drafted beyond the proposal while it is verified
 
     @property
     def ends_drafts(self) -> bool:
         """Whether it ends drafts that take no time."""
         return self.min_confidence > 0.0 or self.expected_confidence is not None
 
+    @property
+    def least_survival(self) -> float:
+        """Survival below which lookups and cascades end a draft; lookups always keep the first token."""
+        return PRICE_SHARE * self.row_price
 
-NO_STOP = StopRule()
+
+NO_DRAFTS = DraftTerms()
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class CascadeDrafter:
         session.round = None
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        rounds = [_CascadeRound(demand.row_price) for demand in demands]
+        rounds = [_CascadeRound(demand.terms.row_price) for demand in demands]
         expected_lens = self._ensemble.query(demands)
         for member in range(self._num_free, len(self._members)):
             chosen = self._choose(member, demands, expected_lens)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import DraftScore
+from cluster.types import PRICE_SHARE, DraftTerms
 from drafters.protocol import Demand, Drafter, TokenByToken
-from router.drafting.stopping import PRICE_SHARE
 
 MAX_ROWS = 32  # per pass in spare time, for which a draft may have to wait
 
@@ -137,7 +137,7 @@ def _score_choices(
 def _score_drafts(drafter: Drafter, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
     """Real drafts, one virtual round of each request at a time."""
     beginning = [shadow for shadow in waiting if shadow.begins]
-    demands = [Demand(shadow.key, shadow.limit, row_price=shadow.row_price) for shadow in beginning]
+    demands = [Demand(shadow.key, shadow.limit, terms=DraftTerms(row_price=shadow.row_price)) for shadow in beginning]
     for shadow, draft in zip(beginning, drafter.propose(demands) if demands else (), strict=True):
         shadow.begin(draft.token_ids)
     found: list[tuple[str, DraftScore]] = []

@@ -61,9 +61,7 @@ class DraftStops:
         if self._calibration.num_records >= MIN_RECORDS:
             survival = demand.survival * self._calibration.survival([confidences])[0][-1]
         expected_len = sum(given)
-        return DraftProgress(
-            demand.row_price, demand.stop, survival, confidences[-1], given[-1], expected_len, len(confidences), is_open
-        )
+        return DraftProgress(demand.terms, survival, confidences[-1], given[-1], expected_len, len(confidences), is_open)
 
 
 def cut_lens(demands: Sequence[Demand], drafted: Sequence[Sequence[float]], stops: DraftStops) -> list[int]:

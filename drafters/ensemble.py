@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.protocol import Demand, Draft, Drafter
 from engine.acceptance import common_prefix_len
@@ -138,7 +139,7 @@ class PlainEnsemble:
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
         query = self._queries[place]
         own = self._survival[member]
-        return MemberDraft.of(member, draft, own, self._consensus, query.token_ids, query.demand.row_price)
+        return MemberDraft.of(member, draft, own, self._consensus, query.token_ids, query.demand.terms.row_price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
         """For each place: the free member with the best draft, and that draft with its splices."""
@@ -148,7 +149,7 @@ class PlainEnsemble:
         """A draft that lookups extend at its end; they replace the rest of a model's draft where they promise more."""
         demand = self._queries[place].demand
         token_ids, survival = self._with_splices(demand, draft)
-        least = max(MIN_SURVIVAL, demand.least_survival)
+        least = max(MIN_SURVIVAL, demand.terms.least_survival)
         kept = sum(probability >= least for probability in survival)  # survival never rises
         before = (1.0, *survival)
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
@@ -163,8 +164,8 @@ class PlainEnsemble:
         token_ids, survival = draft.token_ids, draft.survival
         place = len(token_ids) if draft.member in self._splicers else 1
         num_splices = 0
-        least = max(MIN_SPLICE_SURVIVAL, demand.row_price)  # later tokens survive less often
-        kept = max(MIN_SURVIVAL, demand.least_survival)
+        least = max(MIN_SPLICE_SURVIVAL, demand.terms.row_price)  # later tokens survive less often
+        kept = max(MIN_SURVIVAL, demand.terms.least_survival)
         while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < MAX_SPLICES:
             if survival[place - 1] < least:
                 break
@@ -180,8 +181,8 @@ class PlainEnsemble:
     def _continuation(self, demand: Demand, drafted: tuple[int, ...], survival: float) -> _Continuation:
         """The most promising lookup's tokens behind ``drafted``, which survives with probability ``survival``."""
         best: _Continuation = ((), ())
-        ahead, price = (*demand.ahead, *drafted), demand.row_price / survival
-        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), ahead, price)
+        ahead, price = (*demand.ahead, *drafted), demand.terms.row_price / survival
+        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), ahead, DraftTerms(row_price=price))
         for member, drafter in self._splicers.items():
             (draft,) = drafter.propose([behind])
             (chances,) = self._survival[member].survival([draft.confidences])

@@ -149,7 +149,7 @@ class DrafterLoop:
         return len(session.ahead) >= session.draft_len or (bool(session.ahead) and self._ahead_of(session) > 0)
 
     def _ahead_of(self, session: Session) -> int:
-        return max(self._ahead_len, session.ahead_len)
+        return max(self._ahead_len, session.terms.ahead_len)
 
     def _score(self, now_s: float) -> bool:
         """Scores once, if scoring has had less than its share of time. Returns whether it did."""
@@ -190,7 +190,7 @@ class DrafterLoop:
         demands = [one.demand(num_tokens) for one, num_tokens in batch]
         drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]
-        if not self._drafter.capabilities.stops and any(demand.stop.ends_drafts for demand in demands):
+        if not self._drafter.capabilities.stops and any(demand.terms.ends_drafts for demand in demands):
             lens = self._cut_lens(demands, [draft.confidences for draft in drafts])
         self._num_steps = max(1, *lens)
         for (one, num_tokens), draft, length in zip(batch, drafts, lens, strict=True):

@@ -268,6 +268,6 @@ class ModelDrafter:
             draft.confidences.append(confidence)
             draft.num_missing -= 1
             draft.survival *= confidence
-            is_doubtful = draft.survival < self.min_survival or confidence < draft.demand.stop.min_confidence
+            is_doubtful = draft.survival < self.min_survival or confidence < draft.demand.terms.min_confidence
             if is_doubtful or self._model.ends(draft.demand.request_id, token_id):
                 draft.num_missing = 0

@@ -130,7 +130,7 @@ class NgramDrafter:
         for place in range(1, demand.num_tokens):
             rate = self._rates[match_len, min(place, _NUM_PLACES - 1)]
             survival *= rate.value
-            if survival < demand.least_survival:
+            if survival < demand.terms.least_survival:
                 break
             rates.append(rate)
         token_ids = tuple(source[: len(rates)])

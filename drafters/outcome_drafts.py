@@ -133,8 +133,8 @@ class OutcomeDrafts:
         num_more = min(_draft_len(session), session.end_len - session.committed_len - len(assumed) - 1)
         if num_more <= 0 or not self._forks.fork(session.key, key, assumed, num_more):
             return None
-        stop = replace(session.stop, second_price=0.0)  # nobody waits for it
-        prepared = Prepared(key, assumed, session.row_price, stop, NUM_RUNNERS_UP, num_more)
+        terms = replace(session.terms, second_price=0.0)  # nobody waits for it
+        prepared = Prepared(key, assumed, terms, NUM_RUNNERS_UP, num_more)
         session.prepared.append(prepared)
         self._count(OutcomeReport(num_prepared=1))
         return prepared

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
-from cluster.types import NO_STOP, StopRule
-from router.drafting.stopping import PRICE_SHARE
+from cluster.types import NO_DRAFTS, DraftTerms
 
 if TYPE_CHECKING:
     from drafters.native.lookup import NativeLookup
@@ -21,15 +20,9 @@ class Demand:
     request_id: str
     num_tokens: int
     ahead: tuple[int, ...] = ()  # unverified: proposed before (drafting ahead), or chosen by the chain's verifier
-    row_price: float = 0.0  # cost of verifying one more token, in tokens: less likely ones need not be drafted
-    stop: StopRule = NO_STOP  # see ``Capabilities.stops``
+    terms: DraftTerms = NO_DRAFTS  # when it ends; ``num_tokens`` of this, which is never more, bounds it
     survival: float = 1.0  # of ``ahead``, as far as it is not proposed yet
     num_runners_up: int = 0  # of each token; only of a drafter that forks
-
-    @property
-    def least_survival(self) -> float:
-        """Survival below which lookups and cascades end a draft; lookups always keep the first token."""
-        return PRICE_SHARE * self.row_price
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class Capabilities:
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
     forks: "Forks | None" = None
-    stops: bool = False  # it applies ``Demand.stop`` at each draft token; the loop cuts the drafts of others
+    stops: bool = False  # it applies ``Demand.terms`` at each draft token; the loop cuts the drafts of others
 
 
 def salt_key(salt: str) -> int:

@@ -7,7 +7,7 @@ from math import prod
 
 from cluster.messages import DraftScore
 from cluster.transport.base import Link
-from cluster.types import NO_STOP, StopRule
+from cluster.types import NO_DRAFTS, DraftTerms
 from drafters.counterfactual import Shadow
 from drafters.protocol import Demand, Draft
 
@@ -33,11 +33,8 @@ class Session:
     request_id: str
     token_ids: list[int]
     end_len: int  # maximum committed length
-    budget: int  # draft tokens per proposal
-    row_price: float  # cost of verifying one of them, in tokens
+    terms: DraftTerms  # of its drafts
     last_message_s: float
-    stop: StopRule = NO_STOP
-    ahead_len: int = 0  # tokens to draft beyond a proposal while it is verified
     ahead: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
@@ -57,7 +54,7 @@ class Session:
     @property
     def draft_len(self) -> int:
         """Maximum tokens of a proposal now. The last token of a request needs no draft."""
-        return max(0, min(self.budget, self.end_len - len(self.token_ids) - 1))
+        return max(0, min(self.terms.num_tokens, self.end_len - len(self.token_ids) - 1))
 
     def commit(self, token_ids: Sequence[int]) -> "Prepared | None":
         """Appends committed tokens. Drafted tokens beyond them are kept if the drafted ones before agree; else those of the
@@ -91,14 +88,14 @@ class Session:
 
     def demand(self, num_tokens: int) -> Demand:
         """For tokens beyond ``ahead``. Nobody waits for those that are drafted while a proposal is verified."""
-        stop = replace(self.stop, second_price=0.0) if self.answered and self.stop.second_price else self.stop
+        terms = replace(self.terms, second_price=0.0) if self.answered and self.terms.second_price else self.terms
         survival = prod(self.confidences[self.num_sent :])
-        return Demand(self.key, num_tokens, tuple(self.ahead), self.row_price, stop, survival, self.num_runners_up)
+        return Demand(self.key, num_tokens, tuple(self.ahead), terms, survival, self.num_runners_up)
 
     def make_shadow(self, max_draft_len: int) -> None:
         """Scores it from now on, with drafts of up to ``max_draft_len`` tokens."""
         self.drop_ahead()
-        self.num_sent, self.answered, self.budget = 0, False, 0
+        self.num_sent, self.answered, self.terms = 0, False, NO_DRAFTS
         self.shadow = Shadow(self.key, self.request_id, self.committed_len, max_draft_len, self.end_len)
 
 
@@ -108,8 +105,7 @@ class Prepared:
 
     key: str  # of a branch of the drafter
     assumed: tuple[int, ...]
-    row_price: float
-    stop: StopRule
+    terms: DraftTerms
     num_runners_up: int
     draft_len: int  # maximum tokens
     token_ids: list[int] = field(default_factory=list)
@@ -119,7 +115,7 @@ class Prepared:
 
     def demand(self, num_tokens: int) -> Demand:
         ahead, survival = (*self.assumed, *self.token_ids), prod(self.confidences)
-        return Demand(self.key, num_tokens, ahead, self.row_price, self.stop, survival, self.num_runners_up)
+        return Demand(self.key, num_tokens, ahead, self.terms, survival, self.num_runners_up)
 
     def take(self, draft: Draft, length: int, num_tokens: int) -> None:
         """As ``Session.take``."""

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.message_checks import Inspection
 from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
+from cluster.types import DraftTerms
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
@@ -76,7 +77,7 @@ class TargetSessions:
         return [
             (peer, session)
             for peer, session in self._unanswered.values()
-            if session.budget and session.request_id not in peer.resyncs
+            if session.terms.num_tokens and session.request_id not in peer.resyncs
         ]
 
     def mark_answered(self, session: Session, now_s: float) -> None:
@@ -87,7 +88,7 @@ class TargetSessions:
         """Sessions that want drafts, and whose committed tokens are known to the end."""
         for peer in self.peers.values():
             for request_id, session in peer.sessions.items():
-                if session.budget and request_id not in peer.resyncs:
+                if session.terms.num_tokens and request_id not in peer.resyncs:
                     yield session
 
     def handle(self, event: Event, now_s: float) -> None:
@@ -173,7 +174,7 @@ class TargetSessions:
 
     def _receive(self, peer: TargetPeer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)
-        budgets = {budget.request_id: budget.num_tokens for budget in message.budgets}
+        budgets = {budget.request_id: budget.terms.num_tokens for budget in message.budgets}
         opened = {opening.request_id for opening in message.opens}
         # Releases come first, since opened requests may need their capacity; except of a request opened in the same round.
         ended = [request_id for request_id in message.releases if opened and request_id not in opened]
@@ -229,8 +230,7 @@ class TargetSessions:
             request_id=request_id,
             token_ids=list(opening.token_ids),
             end_len=opening.prompt_len + opening.sampling.max_tokens,
-            budget=self._limits.max_draft_len,
-            row_price=0.0,
+            terms=DraftTerms(self._limits.max_draft_len),
             last_message_s=now_s,
             num_runners_up=0 if self.outcomes is None else self.outcomes.num_runners_up,
         )
@@ -297,10 +297,10 @@ class TargetSessions:
     def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
         """A budget of 0 makes a session a shadow."""
         request_id = budget.request_id
-        if budget.num_tokens:
-            peer.row_price = budget.row_price
+        if budget.terms.num_tokens:
+            peer.row_price = budget.terms.row_price
         session = peer.sessions.get(request_id)
-        num_tokens = min(budget.num_tokens, self._limits.max_draft_len)
+        num_tokens = min(budget.terms.num_tokens, self._limits.max_draft_len)
         if session is None:
             if num_tokens and request_id in peer.ignored:
                 del peer.ignored[request_id]
@@ -321,9 +321,9 @@ class TargetSessions:
                 self._ignore(peer, request_id)
                 return
             self._make_shadow(session)
-        session.budget, session.row_price, session.stop = num_tokens, budget.row_price, budget.stop
-        session.ahead_len = budget.ahead_len
-        self.drafts_ahead |= session.ahead_len > 0
+        terms = budget.terms
+        session.terms = terms if num_tokens == terms.num_tokens else replace(terms, num_tokens=num_tokens)
+        self.drafts_ahead |= terms.ahead_len > 0
 
     def _make_shadow(self, session: Session) -> None:
         """Another drafter drives the request from now on. If this one is to draft again, it is alone."""

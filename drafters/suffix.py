@@ -187,7 +187,7 @@ class SuffixDrafter:
             survival *= confidence
             if survival < least:
                 break
-            least = max(self._min_survival, demand.least_survival)  # of all but the first
+            least = max(self._min_survival, demand.terms.least_survival)  # of all but the first
             expected_len += survival
             token_ids.append(token_id)
             confidences.append(confidence)

@@ -272,7 +272,7 @@ class TableDrafter:
                 break
             token_id, confidence = _choose(candidates, session.sampling, position)
             survival *= confidence
-            if confidence < self._min_confidence or (token_ids and survival < demand.least_survival):
+            if confidence < self._min_confidence or (token_ids and survival < demand.terms.least_survival):
                 break
             token_ids.append(token_id)
             confidences.append(confidence)

@@ -6,14 +6,14 @@ from functools import partial
 
 from cluster.fast_dataclass import record
 from cluster.messages import DraftScore, LevelReport, ProposalRound
-from cluster.types import FREE_DRAFTERS, Commit, Proposal
+from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, Proposal
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later
 from engine.draft_state import Candidate, DraftState
 from engine.sequences import LiveSequence
 from engine.telemetry import ObservedCommit, Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
-from router.plan import DraftBudget, DrafterView
+from router.plan import DrafterView
 
 Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
 
@@ -215,7 +215,7 @@ class _Round:
     sequence: LiveSequence
     commit: Commit
     drafter: str | None
-    budget: DraftBudget
+    budget: DraftTerms
     expects_draft: bool
 
 

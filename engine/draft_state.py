@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.grammar import GrammarKind
-from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, PREDICTION, Proposal
+from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, NO_DRAFTS, PREDICTION, DraftTerms, Proposal
 from engine.acceptance import common_prefix_len, judge
 from engine.predicted_output import PredictedOutput
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
-from router.plan import NO_DRAFTS, DraftBudget
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
@@ -34,7 +33,7 @@ class DraftState:
     prompt_len: int
     chain: Chain = ()  # of pool members, nearest to the target last
     drafter: str | None = None  # the last of the chain, which follows the request
-    budget: DraftBudget = NO_DRAFTS  # by the last plan
+    budget: DraftTerms = NO_DRAFTS  # by the last plan
     awaiting_since_s: float | None = None  # when the drafter was sent the newest commit; None: no proposal is awaited
     committed_s: float = 0.0  # when the drafter was last sent a commit, queried or not
     is_displaced: bool = False  # a free draft is verified in place of the drafter's, which is asked for none meanwhile
@@ -67,7 +66,7 @@ class DraftState:
             self.expect_nothing()
         return moved
 
-    def set_budget(self, budget: DraftBudget) -> bool:
+    def set_budget(self, budget: DraftTerms) -> bool:
         """Returns whether it changed."""
         if budget is self.budget or budget == self.budget:
             return False
@@ -83,7 +82,7 @@ class DraftState:
         return changed
 
     @property
-    def asked_budget(self) -> DraftBudget:
+    def asked_budget(self) -> DraftTerms:
         """What the drafter is told."""
         return NO_DRAFTS if self.is_displaced else self.budget
 

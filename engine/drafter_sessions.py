@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
-from cluster.types import FREE_DRAFTERS, Commit, Proposal, RoutingTable
+from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
@@ -15,7 +15,7 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput
 from engine.telemetry import Telemetry
 from router.assignment import Chain, drafter_of
-from router.plan import DraftBudget, DrafterView, StepPlan
+from router.plan import DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class DrafterSessions:
             self._sequences[request_id].draft.hold(now_s)
         self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
 
-    def set_budgets(self, budgets: Mapping[str, DraftBudget]) -> None:
+    def set_budgets(self, budgets: Mapping[str, DraftTerms]) -> None:
         """Sends new ones with the next message."""
         for request_id, budget in budgets.items():
             sequence = self._sequences[request_id]

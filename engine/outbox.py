@@ -5,10 +5,9 @@ from dataclasses import dataclass, field, replace
 from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.messages import Budget, CommitRound, DraftRound, Extend, Open
 from cluster.transport.base import Link
-from cluster.types import Commit
+from cluster.types import NO_DRAFTS, Commit, DraftTerms
 from engine.sequences import LiveSequence
 from router.assignment import drafter_of
-from router.plan import NO_DRAFTS, DraftBudget
 
 # Beyond these the other end is not reading, and its link is closed.
 MAX_PENDING_COMMITS = 16384
@@ -28,7 +27,7 @@ class DrafterOutbox:
     scoring: set[str] = field(default_factory=set)  # of those, the ones that another drafter drafts for
     _unopened: dict[str, None] = field(default_factory=dict)  # of those, the ones to be opened, or opened anew
     _extended: dict[str, None] = field(default_factory=dict)  # of those, the ones with commits since the last message
-    _budgets: dict[str, DraftBudget] = field(default_factory=dict)
+    _budgets: dict[str, DraftTerms] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
 
     def open(self, sequence: LiveSequence) -> None:
@@ -41,7 +40,7 @@ class DrafterOutbox:
         self._open(sequence, NO_DRAFTS)
         self.scoring.add(sequence.request.id)
 
-    def start_drafting(self, request_id: str, budget: DraftBudget) -> None:
+    def start_drafting(self, request_id: str, budget: DraftTerms) -> None:
         """The drafter is in step with the request, and drafts for it from now on."""
         self.scoring.discard(request_id)
         self._budgets[request_id] = budget
@@ -51,7 +50,7 @@ class DrafterOutbox:
         self.scoring.add(request_id)
         self._budgets[request_id] = NO_DRAFTS
 
-    def set_budget(self, request_id: str, budget: DraftBudget) -> None:
+    def set_budget(self, request_id: str, budget: DraftTerms) -> None:
         if request_id in self.followed:
             self._budgets[request_id] = budget
 
@@ -83,13 +82,7 @@ class DrafterOutbox:
                 table_version,
                 tuple([self._opening(self.followed[key].sequence) for key in opened]),
                 tuple([Extend(key, one.num_sent, tuple(one.sequence.token_ids[one.num_sent :])) for key, one in extended]),
-                tuple(
-                    [
-                        Budget(key, one.num_tokens, one.row_price, one.stop, one.ahead_len)
-                        for key, one in self._budgets.items()
-                        if key not in later
-                    ]
-                ),
+                tuple([Budget(key, terms) for key, terms in self._budgets.items() if key not in later]),
                 tuple(self._releases),
             )
             if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
@@ -108,7 +101,7 @@ class DrafterOutbox:
         if message.releases and _send(self.link, message, len(message.releases), MAX_PENDING_RELEASES):
             self._releases.clear()
 
-    def _open(self, sequence: LiveSequence, budget: DraftBudget) -> None:
+    def _open(self, sequence: LiveSequence, budget: DraftTerms) -> None:
         request_id = sequence.request.id
         self.followed[request_id] = _Session(sequence)
         self._releases.discard(request_id)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.client import DraftingEffect
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
-from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, InlineDrafters
 from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
@@ -29,7 +29,7 @@ from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.drafting.frontiers import Chunks
 from router.drafting.length import BatchState, DraftLengths
-from router.plan import Capacity, DraftBudget, DrafterView, SequenceView, StepPlan
+from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
 from router.planning.slo import NO_LIMITS, round_limits
@@ -313,14 +313,14 @@ class TargetLoop:
         self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
     ) -> None:
         """Of the drafts that answer what is committed next."""
-        budgets: Mapping[str, DraftBudget] = {}
+        budgets: Mapping[str, DraftTerms] = {}
         with self.telemetry.observing:
             budgets = self._budgets(plan, views, drafters, now_s)
         self._drafters.set_budgets(budgets)
 
     def _budgets(
         self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
-    ) -> Mapping[str, DraftBudget]:
+    ) -> Mapping[str, DraftTerms]:
         costs = self._pass_costs
         ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
         costs.plan(len(ready), sum([view.committed_len for view in ready]))

@@ -1,10 +1,10 @@
 """The planner's input and output: views of sequences and drafters, and the StepPlan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from cluster.fast_dataclass import record
-from cluster.types import MAX_DRAFT_LEN, NO_STOP, StopRule
+from cluster.types import MAX_DRAFT_LEN
 
 
 @record
@@ -46,19 +46,6 @@ class SequenceView:
     def num_left(self) -> int:
         """Tokens that it must compute until its next one is chosen."""
         return self.committed_len - self.computed_len - self.cached_len
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBudget:
-    """What a drafter may spend on the next proposal for a request."""
-
-    num_tokens: int  # of the proposal, at most
-    row_price: float = 0.0  # in tokens: a draft token that is less likely to survive is not worth its row of the pass
-    stop: StopRule = NO_STOP
-    ahead_len: int = 0  # tokens that may be drafted beyond the proposal while it is verified
-
-
-NO_DRAFTS = DraftBudget(0)
 
 
 @record

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
-from cluster.types import NO_STOP
+from cluster.types import NO_DRAFTS
 from drafters.draft_stops import DraftStops, cut_lens
 from drafters.loop import DrafterLoop, StepWork
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
@@ -100,7 +100,7 @@ class AgreementDrafter:
             found.append(_Found(one, start, is_right, num, num_right, confidences))
             num_behind = max(0, one.length - 1 - one.num_computed)
             works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.proposers))
-        if any(demand.row_price or demand.stop is not NO_STOP for demand in demands):
+        if any(demand.terms != NO_DRAFTS for demand in demands):
             lens = self._lens(demands, [draft.confidences[: draft.num] for draft in found])
             for draft, work, length in zip(found, works, lens, strict=True):
                 if length < draft.num:  # it ended by choice: the step in which it would have gone on was not made
@@ -119,13 +119,13 @@ class AgreementDrafter:
         lens = []
         for demand, confidences in zip(demands, drafted, strict=True):
             survivals = accumulate(confidences, mul)
-            doubtful = (i for i, survival in enumerate(survivals) if i and survival < demand.least_survival)
+            doubtful = (i for i, survival in enumerate(survivals) if i and survival < demand.terms.least_survival)
             lens.append(next(doubtful, len(confidences)))
         return lens
 
     def _ends_by_step(self, demands: Sequence[Demand]) -> bool:
         """Whether drafts end step by step; those that take no time are found at once, as lookups find theirs."""
-        return bool(self.seconds) or any(demand.stop.ends_drafts for demand in demands)
+        return bool(self.seconds) or any(demand.terms.ends_drafts for demand in demands)
 
     def _finished(self, demand: Demand, draft: "_Found") -> Draft:
         one, num_ahead = draft.followed, len(demand.ahead)

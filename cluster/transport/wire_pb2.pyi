@@ -167,28 +167,28 @@ class Extend(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Budget(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "row_price", "stop", "ahead_len")
+    __slots__ = ("request_id", "terms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    terms: DraftTerms
+    def __init__(self, request_id: _Optional[str] = ..., terms: _Optional[_Union[DraftTerms, _Mapping]] = ...) -> None: ...
+
+class DraftTerms(_message.Message):
+    __slots__ = ("num_tokens", "row_price", "second_price", "min_confidence", "expected_confidence", "ahead_len")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_LEN_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    num_tokens: int
-    row_price: float
-    stop: StopRule
-    ahead_len: int
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., row_price: _Optional[float] = ..., stop: _Optional[_Union[StopRule, _Mapping]] = ..., ahead_len: _Optional[int] = ...) -> None: ...
-
-class StopRule(_message.Message):
-    __slots__ = ("second_price", "min_confidence", "expected_confidence")
     SECOND_PRICE_FIELD_NUMBER: _ClassVar[int]
     MIN_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_LEN_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    row_price: float
     second_price: float
     min_confidence: float
     expected_confidence: float
-    def __init__(self, second_price: _Optional[float] = ..., min_confidence: _Optional[float] = ..., expected_confidence: _Optional[float] = ...) -> None: ...
+    ahead_len: int
+    def __init__(self, num_tokens: _Optional[int] = ..., row_price: _Optional[float] = ..., second_price: _Optional[float] = ..., min_confidence: _Optional[float] = ..., expected_confidence: _Optional[float] = ..., ahead_len: _Optional[int] = ...) -> None: ...
 
 class DraftRound(_message.Message):
     __slots__ = ("table_version", "opens", "extends", "budgets", "releases")

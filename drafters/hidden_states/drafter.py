@@ -140,7 +140,7 @@ class DSparkDrafter:
                 session.stop_ids,
                 session.scaling,
                 session.margin_scaling,
-                least_survival=job.demand.least_survival,
+                least_survival=job.demand.terms.least_survival,
             )
             for job, session in zip(part, sessions, strict=True)
         ]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.types import PRICE_SHARE
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.ensemble import MAX_SPLICES, MIN_SPLICE_SURVIVAL, MIN_SURVIVAL, MemberDraft
 from drafters.native.lookup import Drafts, Native, NativeLookup, PackedDemands, address
 from drafters.protocol import Demand, Draft
-from router.drafting.stopping import PRICE_SHARE
 from router.estimates.survival import OnlineSurvival
 
 MOST_MEMBERS = 8  # as in ensemble.c
@@ -107,7 +107,7 @@ class NativeEnsemble(Native):
 
     def query(self, demands: Sequence[Demand]) -> list[float]:
         self._demands = demands
-        prices = array("d", [demand.row_price for demand in demands])
+        prices = array("d", [demand.terms.row_price for demand in demands])
         expected_lens = array("d", [0.0]) * len(demands)
         at = self._batch.packed(demands, self.slots)
         if self._query(self.handle, at, address(prices), address(expected_lens)):
@@ -119,7 +119,7 @@ class NativeEnsemble(Native):
 
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
         references = tuple(self._read(place, lookup).token_ids for lookup in range(len(self._lookups)))
-        price = self._demands[place].row_price
+        price = self._demands[place].terms.row_price
         return MemberDraft.of(member, draft, self._survival[member], self._consensus, references, price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:

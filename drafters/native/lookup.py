@@ -110,7 +110,7 @@ class PackedDemands:
         self._arrays = (
             array("q", [slots[demand.request_id] for demand in demands]),
             array("q", [demand.num_tokens for demand in demands]),
-            array("d", [demand.least_survival for demand in demands]),
+            array("d", [demand.terms.least_survival for demand in demands]),
             ahead,
             ahead_ends,
         )

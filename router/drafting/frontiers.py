@@ -1,11 +1,12 @@
 """Which drafters work ahead of a frontier (FASER, 4.3), by how much, and the budgets of their requests."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
-from cluster.types import StopRule
+from cluster.types import DraftTerms
 from router.drafting.overlap_gains import Pipeline
 from router.estimates.decayed import DecayedMean
-from router.plan import DraftBudget, Frontier, SequenceView
+from router.plan import Frontier, SequenceView
 
 MAX_CHUNK_LEN = 16
 MARGIN = 0.05  # share of the time that a frontier must be expected to save before a drafter gets it
@@ -103,27 +104,25 @@ def _best(rate_of: Callable[[int], float]) -> tuple[int, float]:
     return best, best_rate
 
 
-_MAX_MADE = 4096
-
-
 class Chunks:
     """Cuts budgets to chunks. Equal budgets stay one object, so that comparing them is quick."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, float, StopRule, int], DraftBudget] = {}
+        self._cut: dict[tuple[DraftTerms, int], DraftTerms] = {}  # of the last round
 
     def limited(
-        self, budgets: Mapping[str, DraftBudget], frontiers: Mapping[str, Frontier], sequences: Iterable[SequenceView]
-    ) -> Mapping[str, DraftBudget]:
+        self, budgets: Mapping[str, DraftTerms], frontiers: Mapping[str, Frontier], sequences: Iterable[SequenceView]
+    ) -> Mapping[str, DraftTerms]:
         """The budgets of requests whose drafter has a frontier are at most a chunk, and allow to draft ahead."""
-        found = dict(budgets)
+        found, last, self._cut = dict(budgets), self._cut, {}
         for sequence in sequences:
             frontier = None if sequence.drafter is None else frontiers.get(sequence.drafter)
             budget = budgets.get(sequence.request_id)
             if frontier is not None and budget is not None and budget.num_tokens:
-                num_tokens = min(budget.num_tokens, frontier.chunk_len)
-                key = num_tokens, budget.row_price, budget.stop, frontier.ahead_len
-                if len(self._made) > _MAX_MADE:
-                    self._made.clear()
-                found[sequence.request_id] = self._made.setdefault(key, DraftBudget(*key))
+                key = budget, frontier.chunk_len
+                cut = self._cut.get(key) or last.get(key)
+                if cut is None:
+                    num_tokens = min(budget.num_tokens, frontier.chunk_len)
+                    cut = replace(budget, num_tokens=num_tokens, ahead_len=frontier.ahead_len)
+                found[sequence.request_id] = self._cut[key] = cut
         return found

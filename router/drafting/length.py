@@ -5,12 +5,12 @@ from dataclasses import field
 
 from cluster.config import DEFAULT_DRAFT_LEN
 from cluster.fast_dataclass import record
-from cluster.types import Commit, StopRule
+from cluster.types import Commit, DraftTerms
 from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.drafting.prices import PRICE_STEPS, QuotedPrice
 from router.estimates.drafter_stats import Judgement
-from router.plan import DraftBudget, DrafterView, SequenceView
+from router.plan import DrafterView, SequenceView
 from router.planning.slo import NO_LIMITS, RoundLimits
 
 _PRICE_SHARE = 0.1  # a quoted row price stays while the true one is so near
@@ -55,13 +55,13 @@ class DraftLengths:
     def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
         self._max_lens = dict(max_lens or {})
         self._row_price = QuotedPrice(_PRICE_SHARE, 1 / PRICE_STEPS)
-        self._last: dict[str, DraftBudget] = {}  # equal budgets are one object: comparing them is quick
+        self._last: dict[str, DraftTerms] = {}  # equal budgets are one object: comparing them is quick
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         """Of each request that has a drafter, for the proposal after the next pass. A budget of 0 tokens is plain decoding:
         nothing is drafted, awaited or verified, and the drafter stays in step."""
         self._row_price.follow(round(batch.row_price * PRICE_STEPS) / PRICE_STEPS)
-        of_drafter: dict[str, DraftBudget] = {}
+        of_drafter: dict[str, DraftTerms] = {}
         budgets = {}
         for sequence in sequences:
             drafter = sequence.drafter
@@ -78,8 +78,8 @@ class DraftLengths:
     def learn(self, feedback: PassFeedback) -> None:
         """Once for each pass that sampled."""
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
-        return DraftBudget(self.max_len(drafter), self.row_price)
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+        return DraftTerms(self.max_len(drafter), self.row_price)
 
     @property
     def row_price(self) -> float:
@@ -111,8 +111,8 @@ class Fixed(DraftLengths):
         super().__init__(max_lens)
         self._num_tokens = num_tokens
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
-        return DraftBudget(min(self._num_tokens, self.max_len(drafter)))
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+        return DraftTerms(min(self._num_tokens, self.max_len(drafter)))
 
 
 class Threshold(DraftLengths):
@@ -121,7 +121,7 @@ class Threshold(DraftLengths):
 
     def __init__(self, max_lens: Mapping[str, int], min_confidence: float) -> None:
         super().__init__(max_lens)
-        self._stop = StopRule(min_confidence=min_confidence)
+        self._min_confidence = min_confidence
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
-        return DraftBudget(self.max_len(drafter), stop=self._stop)
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+        return DraftTerms(self.max_len(drafter), min_confidence=self._min_confidence)

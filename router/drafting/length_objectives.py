@@ -8,26 +8,27 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from cluster.types import DraftTerms
 from router.drafting.overlap_gains import expected_tokens
-from router.plan import DraftBudget, SequenceView
+from router.plan import SequenceView
 from router.planning.slo import Stream
 
 _WEIGHT_STEPS = 4  # in each unit: a row price that changes is a message
 
 
 def weighted(
-    budgets: Mapping[str, DraftBudget],
+    budgets: Mapping[str, DraftTerms],
     drafted: Sequence[SequenceView],
     weights: Mapping[str, float],
     longest: Mapping[str, int],
-) -> dict[str, DraftBudget]:
+) -> dict[str, DraftTerms]:
     """Budgets of the decoding requests ``drafted`` by weight and drafter, others as they are. Equal ones are one object.
 
     Args:
         weights: of requests that fall behind, above 1.
         longest: the most draft tokens of a drafter; others are not limited.
     """
-    found, changed = dict(budgets), dict[tuple[DraftBudget, float, int], DraftBudget]()
+    found, changed = dict(budgets), dict[tuple[DraftTerms, float, int], DraftTerms]()
     steps = {request_id: round(_WEIGHT_STEPS * weight) for request_id, weight in weights.items()}
     total = sum([steps.get(sequence.request_id, _WEIGHT_STEPS) for sequence in drafted])
     mean = round(total / max(1, len(drafted)))  # in steps, too: else each change would be one of all prices

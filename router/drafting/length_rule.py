@@ -14,21 +14,20 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
-from cluster.types import StopRule
+from cluster.types import NO_DRAFTS, PRICE_SHARE, DraftTerms
 from router.assignment import drafter_of
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
 from router.drafting.length_objectives import longest_draft, weighted
 from router.drafting.overlap_gains import expected_tokens
 from router.drafting.prices import QuotedPrice
-from router.drafting.stopping import PRICE_SHARE
 from router.estimates.decayed import DecayedMean
 from router.estimates.trial import Pause
-from router.plan import NO_DRAFTS, UNKNOWN_DRAFTER, DraftBudget, DrafterView, SequenceView
+from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 from router.planning.slo import NO_LIMITS
 
 _SHARE = 0.1  # quoted prices of time stay while the true ones are so near
@@ -98,12 +97,12 @@ class _Terms:
             self._pause.reset()
             self._num_trial_rounds_left = 0
         if changed or second_changed:
-            stop = StopRule(second_price=self._second_price.value)
-            self.drafting, self.plain = DraftBudget(times.max_len, row_price, stop), DraftBudget(0, row_price, stop)
+            prices = row_price, self._second_price.value
+            self.drafting, self.plain = DraftTerms(times.max_len, *prices), DraftTerms(0, *prices)
         if times.view.shares_device:
             longest = times.best_len(self.usual, row_price)
             if longest != self.drafting.num_tokens:
-                self.drafting = DraftBudget(longest, row_price, self.drafting.stop)
+                self.drafting = replace(self.drafting, num_tokens=longest)
         return changed
 
 
@@ -197,7 +196,7 @@ class Outrider(DraftLengths):
         self._tokens_per_s, self._num_decoding, self._num_context = 0.0, 1, 0
         self._table: TableCost | None = None  # of this round
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         ready = decoding(sequences)
         self._num_decoding, self._num_context = max(1, len(ready)), sum([one.committed_len for one in ready])
@@ -223,8 +222,8 @@ class Outrider(DraftLengths):
         return budgets if batch.limits is NO_LIMITS else self._by_objectives(ready, batch, budgets)
 
     def _by_objectives(
-        self, ready: Sequence[SequenceView], batch: BatchState, budgets: dict[str, DraftBudget]
-    ) -> dict[str, DraftBudget]:
+        self, ready: Sequence[SequenceView], batch: BatchState, budgets: dict[str, DraftTerms]
+    ) -> dict[str, DraftTerms]:
         names = {sequence.request_id: sequence.drafter for sequence in ready if sequence.drafter is not None}
 
         def acceptance_of(request_id: str) -> float:
@@ -249,7 +248,7 @@ class Outrider(DraftLengths):
         usual, known = self._terms[drafter].usual, self._requests.get(request_id)
         return usual if known is None or known.drafter != drafter else known.acceptance.shrunk(usual, _PRIOR_TOKENS)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
         terms = self._terms.setdefault(drafter, _Terms())
         view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
         times = self._times(drafter, view, batch)
@@ -305,7 +304,7 @@ class Outrider(DraftLengths):
             else:
                 known.pause.reset()
 
-    def _decide_paused(self, request_id: str, drafter: str, budgets: dict[str, DraftBudget]) -> None:
+    def _decide_paused(self, request_id: str, drafter: str, budgets: dict[str, DraftTerms]) -> None:
         known, terms = self._requests[request_id], self._terms[drafter]
         if known.drafter != drafter:  # it was handed over: nothing is known of it there
             del self._requests[request_id]

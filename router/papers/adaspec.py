@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from cluster.types import StopRule
+from cluster.types import DraftTerms
 from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding, drafting_s
 from router.drafting.prices import QuotedPrice
 from router.drafting.ranking import throughputs
 from router.drafting.verification import PassRows, VerifyContext
 from router.estimates.decayed import LASTING, DecayedMean
-from router.plan import UNKNOWN_DRAFTER, DraftBudget, SequenceView
+from router.plan import UNKNOWN_DRAFTER, SequenceView
 
 _FIRST_CONFIDENCE = 0.8  # before any is known
 _SHARE = 0.1  # quoted figures stay while the true ones are so near
@@ -42,7 +42,7 @@ class AdaSpec(DraftLengths):
         self._quoted_confidence = QuotedPrice(0.0, 0.02)
         self._ready: list[SequenceView] = []
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         ready = self._ready = decoding(sequences)
         if ready:
@@ -56,9 +56,9 @@ class AdaSpec(DraftLengths):
         self._quoted_confidence.follow(expected)
         return super().budgets(sequences, batch)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
-        stop = StopRule(self._quoted_second.value, expected_confidence=self._quoted_confidence.value)
-        return DraftBudget(self._longest(drafter, batch), self._quoted_row.value, stop)
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+        prices, longest = (self._quoted_row.value, self._quoted_second.value), self._longest(drafter, batch)
+        return DraftTerms(longest, *prices, expected_confidence=self._quoted_confidence.value)
 
     def _longest(self, drafter: str, batch: BatchState) -> int:
         """The longest draft of all requests whose round meets the TPOT objective; without one, the drafter's longest."""

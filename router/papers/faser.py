@@ -23,9 +23,10 @@ from math import log2, sqrt
 
 import numpy as np
 
+from cluster.types import DraftTerms
 from router.drafter.matching import Floats
 from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
-from router.plan import DraftBudget, SequenceView
+from router.plan import SequenceView
 
 MAX_UPDATES = 4
 _LEN_SCALE = 2.0  # of the kernel, draft tokens
@@ -55,9 +56,9 @@ class Faser(DraftLengths):
         self._arms: dict[str, _Arms] = {}
         self._due: dict[str, None] = {}  # requests with new rounds, oldest first
         self._num_decoding, self._partition = 1, ""
-        self._of_length: dict[int, DraftBudget] = {}
+        self._of_length: dict[int, DraftTerms] = {}
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         self._num_decoding, self._partition = max(1, len(decoding(sequences))), batch.partition
         self._choose()
@@ -72,7 +73,7 @@ class Faser(DraftLengths):
                 length = self._length(sequence.request_id, sequence.drafter)
                 budget = of_length.get(length)
                 if budget is None:
-                    budget = of_length[length] = DraftBudget(length)
+                    budget = of_length[length] = DraftTerms(length)
                 budgets[sequence.request_id] = budget
         return budgets
 

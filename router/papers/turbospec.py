@@ -8,9 +8,10 @@ a: acceptance of a draft token, a moving average; here one for each drafter. The
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from cluster.types import DraftTerms
 from router.drafting.length import BatchState, DraftLengths, decoding, drafting_s
 from router.drafting.verification import PassRows, VerifyContext, survivals
-from router.plan import UNKNOWN_DRAFTER, DraftBudget, SequenceView
+from router.plan import UNKNOWN_DRAFTER, SequenceView
 
 
 class TurboSpec(DraftLengths):
@@ -19,13 +20,13 @@ class TurboSpec(DraftLengths):
 
     _best_len = 0
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         self._best_len = self._argmax(decoding(sequences) or sequences, batch)
         return super().budgets(sequences, batch)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftBudget:
-        return DraftBudget(min(self._best_len, self.max_len(drafter)))
+    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+        return DraftTerms(min(self._best_len, self.max_len(drafter)))
 
     def _argmax(self, ready: list[SequenceView], batch: BatchState) -> int:
         num_of = Counter(sequence.drafter for sequence in ready)

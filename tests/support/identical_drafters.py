@@ -3,6 +3,7 @@
 from random import Random
 
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.protocol import Demand, Drafter
 
 _REQUESTS = "abcd"
@@ -69,7 +70,8 @@ class IdenticalDrafters:
         demands = []
         for request_id in self._rng.choices(sorted(self._drafted), k=self._rng.randint(0, 4)):
             ahead = self._rng.choice(((), self._tokens(0, 8), self._drafted[request_id], self._drafted[request_id]))
-            demands.append(Demand(request_id, self._rng.randint(0, 9), tuple(ahead), self._rng.choice(_ROW_PRICES)))
+            terms = DraftTerms(row_price=self._rng.choice(_ROW_PRICES))
+            demands.append(Demand(request_id, self._rng.randint(0, 9), tuple(ahead), terms))
         wanted, found = (drafter.propose(demands) for drafter in self._both)
         assert found == wanted
         for demand, draft in zip(demands, wanted, strict=True):

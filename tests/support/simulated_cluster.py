@@ -11,13 +11,13 @@ from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
-from cluster.types import Commit, FinishReason, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, FinishReason, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.plan import DraftBudget, SequenceView
+from router.plan import SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_network import Faults, MemoryNetwork
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, ToyTarget
@@ -65,14 +65,14 @@ class RandomBudgets(DraftLengths):
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self._rng = rng
-        self._last: dict[str, DraftBudget] = {}
+        self._last: dict[str, DraftTerms] = {}
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
         rng, last = self._rng, self._last
         self._last = {
             s.request_id: last[s.request_id]
             if s.request_id in last and rng.random() < 0.9
-            else DraftBudget(rng.randint(1, 8), rng.random())
+            else DraftTerms(rng.randint(1, 8), rng.random())
             for s in sequences
             if s.drafter is not None
         }

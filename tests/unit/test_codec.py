@@ -31,7 +31,7 @@ from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
-from cluster.types import Commit, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs
+from cluster.types import Commit, DraftTerms, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,12 +83,14 @@ hellos = st.builds(
     protocol_version=uint32s,
 )
 greetings = st.builds(Greeting, hellos, st.binary(max_size=40), st.binary(max_size=40))
+chances = st.floats(0, 1)
+terms = st.builds(DraftTerms, uint32s, chances, chances, chances, st.none() | chances, uint32s)
 draft_rounds = st.builds(
     DraftRound,
     st.integers(0, 2**64 - 1),
     some(st.builds(Open, names, token_ids, uint32s, samplings, some(names), names)),
     some(st.builds(Extend, names, uint32s, token_ids)),
-    some(st.builds(Budget, names, uint32s, st.floats(0, 1))),
+    some(st.builds(Budget, names, terms)),
     some(names),
 )
 proposal_rounds = st.builds(

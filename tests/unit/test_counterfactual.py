@@ -12,7 +12,7 @@ from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOpt
 from cluster.messages import Budget, DraftRound, DraftScore, Extend, Hello, Message, Open, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.types import ModelInfo, Proposal
+from cluster.types import DraftTerms, ModelInfo, Proposal
 from drafters.counterfactual import Shadow
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
 from drafters.model import ModelDrafter
@@ -66,7 +66,7 @@ class Bench:
     def open(self, name: str, token_ids: Sequence[int], sampling: SamplingParams, budget: int) -> None:
         self.mail(
             opens=(Open(name, tuple(token_ids), min(len(PROMPT), len(token_ids)), sampling),),
-            budgets=(Budget(name, budget),),
+            budgets=(Budget(name, DraftTerms(budget)),),
         )
 
     def settle(self) -> None:
@@ -203,7 +203,7 @@ def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None
     bench.mail(extends=(Extend("r", 30, tuple(text[30:50])),))
     bench.settle()
     num_rows = model.num_rows
-    bench.mail(budgets=(Budget("r", MAX_DRAFT_LEN),), extends=(Extend("r", 50, tuple(text[50:52])),))
+    bench.mail(budgets=(Budget("r", DraftTerms(MAX_DRAFT_LEN)),), extends=(Extend("r", 50, tuple(text[50:52])),))
     bench.settle()
     (proposal,) = bench.proposals()
     assert (proposal.base_len, len(proposal.token_ids)) == (52, MAX_DRAFT_LEN)
@@ -212,7 +212,7 @@ def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None
     fresh.open("r", text[:52], SAMPLED, MAX_DRAFT_LEN)
     fresh.settle()
     assert fresh.proposals()[0].token_ids == proposal.token_ids
-    bench.mail(budgets=(Budget("r", 0),), extends=(Extend("r", 52, tuple(text[52:56])),))  # and back
+    bench.mail(budgets=(Budget("r", DraftTerms(0)),), extends=(Extend("r", 52, tuple(text[52:56])),))  # and back
     bench.settle()
     assert not bench.proposals()
     assert model.num_rows - num_rows <= 2 * MAX_DRAFT_LEN + 6
@@ -263,13 +263,13 @@ def test_room_is_kept_for_requests_that_want_drafts(folder: Path) -> None:
     bench.mail(extends=(Extend("c", len(PROMPT) + 2, (3,)),))
     bench.settle()
     assert not any(message.resyncs for message in bench.link.sent)  # nobody need know
-    bench.mail(budgets=(Budget("c", MAX_DRAFT_LEN),))
+    bench.mail(budgets=(Budget("c", DraftTerms(MAX_DRAFT_LEN)),))
     bench.settle()
     assert [message.resyncs for message in bench.link.sent] == [("c",)]
     bench.open("c", (*PROMPT, 1, 2, 3), SAMPLED, MAX_DRAFT_LEN)
     bench.settle()
     assert [p.request_id for p in bench.proposals()] == ["c"]
-    bench.mail(budgets=(Budget("a", MAX_DRAFT_LEN),))  # one too many
+    bench.mail(budgets=(Budget("a", DraftTerms(MAX_DRAFT_LEN)),))  # one too many
     bench.mail(extends=(Extend("a", len(PROMPT) + 2, (3,)),))
     bench.settle()
     assert [(p.request_id, p.token_ids) for p in bench.proposals()] == [("a", ())]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cluster.types import Commit
+from cluster.types import Commit, DraftTerms
 from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths
 from router.drafting.prices import PRICE_STEPS, DecodeRate, row_price
-from router.plan import DraftBudget, SequenceView
+from router.plan import SequenceView
 
 COST = TableCost((1, 8, 16, 32), (0.01, 0.01, 0.026, 0.042))
 
@@ -31,7 +31,7 @@ def test_a_price_that_hardly_moves_stays_the_same() -> None:
         for price in (0.25, 0.25 + 0.4 / PRICE_STEPS, 0.3)
     ]
     assert budgets[0] is budgets[1]
-    assert budgets[2] == DraftBudget(4, pytest.approx(0.3, abs=0.5 / PRICE_STEPS))
+    assert budgets[2] == DraftTerms(4, pytest.approx(0.3, abs=0.5 / PRICE_STEPS))
 
 
 def decoded_over_plain(rate: DecodeRate) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.config import DraftLengthConfig
-from cluster.types import Commit, FinishReason, StopRule
+from cluster.types import Commit, DraftTerms, FinishReason
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths, PassFeedback
 from router.drafting.length_rule import break_even_acceptance
@@ -17,7 +17,7 @@ from router.drafting.prices import QuotedPrice
 from router.estimates.drafter_stats import Judgement
 from router.estimates.trial import FIRST_PAUSE
 from router.papers.faser import MAX_UPDATES
-from router.plan import DraftBudget, DrafterView, SequenceView
+from router.plan import DrafterView, SequenceView
 
 FLAT = TableCost((1, 1024), (0.01, 0.01))
 MAX_LEN = 8
@@ -42,7 +42,7 @@ def passed(num_right: Mapping[str, int], drafted: int = 4, round_s: float = 0.02
     return PassFeedback(commits, judgements, 0.01, round_s)
 
 
-def lens(budgets: Mapping[str, DraftBudget]) -> dict[str, int]:
+def lens(budgets: Mapping[str, DraftTerms]) -> dict[str, int]:
     return {name: budget.num_tokens for name, budget in budgets.items()}
 
 
@@ -58,7 +58,7 @@ def test_a_threshold_is_told_to_the_drafter() -> None:
     budgets = policy(DraftLengthConfig(kind="threshold", min_confidence=0.3)).budgets(
         [view("a")], BatchState(FLAT, GOOD, row_price=0.9)
     )
-    assert budgets == {"a": DraftBudget(MAX_LEN, stop=StopRule(min_confidence=0.3))}
+    assert budgets == {"a": DraftTerms(MAX_LEN, min_confidence=0.3)}
 
 
 def test_a_quoted_price_stays_while_the_true_one_is_near_and_falls_to_nothing_at_once() -> None:
@@ -106,7 +106,7 @@ class TestOutrider:
     @staticmethod
     def after(num_right: Mapping[str, int], num_rounds: int, row_price: float) -> tuple[DraftLengths, dict[str, int]]:
         lengths, sequences = policy(DraftLengthConfig()), [view(name) for name in num_right]
-        budgets: Mapping[str, DraftBudget] = {}
+        budgets: Mapping[str, DraftTerms] = {}
         for _ in range(num_rounds):
             budgets = lengths.budgets(sequences, BatchState(FLAT, ADDING, row_price, 100.0))
             lengths.learn(passed({name: right for name, right in num_right.items() if budgets[name].num_tokens}))
@@ -194,7 +194,7 @@ class TestOutrider:
             for _ in range(30):
                 budgets = lengths.budgets(sequences, BatchState(FLAT, drafters, 0.3, 100.0))
                 assert lens(budgets) == {"bad": MAX_LEN}
-                assert budgets["bad"].stop.second_price == (100.0 if drafters is at_once else 0.0)
+                assert budgets["bad"].second_price == (100.0 if drafters is at_once else 0.0)
                 lengths.learn(passed({"bad": 0}))
 
     def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
@@ -268,7 +268,7 @@ class TestOutrider:
         for num_micro_batches, expected in ((1, 100.0), (2, 50.0)):
             batch = BatchState(FLAT, half, 0.0, 400.0, num_micro_batches)
             budgets = policy(DraftLengthConfig()).budgets(sequences, batch)
-            assert budgets["r0"].stop.second_price == pytest.approx(expected)
+            assert budgets["r0"].second_price == pytest.approx(expected)
 
     def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
         lengths, before = self.after({"a": 0}, 30, 0.3)
@@ -325,8 +325,8 @@ def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_me
     budget = lengths.budgets(sequences, BatchState(cost, GOOD))["a"]
     # Two requests take 20 ms, a row of each more 10 ms: a row is 5 ms of 100 tokens a second.
     assert budget.row_price == pytest.approx(0.5)
-    assert budget.stop.second_price == pytest.approx(50.0)
-    assert budget.stop.expected_confidence == pytest.approx(0.5, abs=0.02)
+    assert budget.second_price == pytest.approx(50.0)
+    assert budget.expected_confidence == pytest.approx(0.5, abs=0.02)
 
 
 class TestFaser:

@@ -10,7 +10,7 @@ from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, ModelInfo, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
@@ -22,7 +22,7 @@ from engine.round import TargetLoop
 from router.cost_model import TableCost
 from router.drafting.length import BatchState, DraftLengths
 from router.drafting.policies import build_draft_lengths
-from router.plan import DraftBudget, SequenceView, StepPlan
+from router.plan import SequenceView, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_model
 
@@ -77,8 +77,8 @@ class Switched(DraftLengths):
 
     num_tokens = MAX_LEN
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftBudget]:
-        return {s.request_id: DraftBudget(self.num_tokens) for s in sequences if s.drafter is not None}
+    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+        return {s.request_id: DraftTerms(self.num_tokens) for s in sequences if s.drafter is not None}
 
 
 class Served:

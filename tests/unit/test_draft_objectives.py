@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import DraftLengthConfig
-from cluster.types import StopRule
+from cluster.types import DraftTerms
 from router.cost_model import TableCost
 from router.drafting.length import BatchState
 from router.drafting.length_objectives import longest_draft, weighted
 from router.drafting.policies import build_draft_lengths
-from router.plan import DraftBudget, DrafterView, SequenceView
+from router.plan import DrafterView, SequenceView
 from router.planning.slo import NO_LIMITS, RoundLimits, Stream
 
 COST = TableCost((1, 1001), (0.01, 0.01))
 DRAFTERS = {"d": DrafterView(0.04, 4.0, 0.8, draft_s=0.04, batch=2.0, draft_len=8.0)}  # 5 ms for each token of a batch
-BUDGET = DraftBudget(8, 0.2, StopRule(100.0))
+BUDGET = DraftTerms(8, 0.2, 100.0)
 
 
 def view(name: str, drafter: str | None = "d") -> SequenceView:
@@ -48,7 +48,7 @@ def test_rows_of_a_request_that_falls_behind_cost_it_less_and_others_more() -> N
 
 
 def test_requests_that_are_not_drafted_for_stay_so() -> None:
-    paused, plain = DraftBudget(0, 0.2), view("plain", None)
+    paused, plain = DraftTerms(0, 0.2), view("plain", None)
     views = [view("paused"), view("behind"), plain]
     found = weighted({"paused": paused, "behind": BUDGET}, views[:2], {"behind": 2.0, "paused": 3.0}, {"d": 5})
     assert found["paused"] is paused
@@ -71,7 +71,7 @@ def test_what_no_length_can_meet_costs_others_nothing_and_drafts_of_others_never
 
 class TestOutrider:
     @staticmethod
-    def budgets(limits: RoundLimits, num_micro_batches: int = 1) -> dict[str, DraftBudget]:
+    def budgets(limits: RoundLimits, num_micro_batches: int = 1) -> dict[str, DraftTerms]:
         lengths = build_draft_lengths(DraftLengthConfig(), {"d": 8})
         batch = BatchState(COST, DRAFTERS, 0.25, 100.0, num_micro_batches, limits)
         return lengths.budgets([view("a"), view("b")], batch)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import DraftTerms, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
@@ -22,7 +22,7 @@ from router.drafter.hedge import Hedge
 from router.estimates.decayed import DecayedMean
 from router.estimates.draft_shares import OnTimeRates
 from router.papers.specrouter import ModelChains
-from router.plan import DraftBudget, Span
+from router.plan import Span
 from tests.support.observations import right_at
 
 COST = TableCost((1,), (0.02,))
@@ -59,7 +59,7 @@ class Target:
 
     def _allow(self, sequence: LiveSequence) -> None:
         """As a plan does: without a budget nothing is asked for."""
-        self.drafters.set_budgets({sequence.request.id: DraftBudget(4)})
+        self.drafters.set_budgets({sequence.request.id: DraftTerms(4)})
 
     def hear(self, sequence: LiveSequence, *token_ids: int) -> None:
         """A proposal for what is committed."""

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 import engine
-from cluster.types import Proposal
+from cluster.types import NO_DRAFTS, DraftTerms, Proposal
 from engine.draft_state import MAX_AWAITED, DraftState
-from router.plan import NO_DRAFTS, DraftBudget
 
 
 def start(*committed: int) -> DraftState:
@@ -110,12 +109,12 @@ def test_a_hold_that_runs_out_says_how_long_it_waited() -> None:
 
 def test_only_another_drafter_ends_what_is_expected() -> None:
     draft = start()
-    draft.set_budget(DraftBudget(4, 0.25))
+    draft.set_budget(DraftTerms(4, 0.25))
     draft.offer(propose(3, 5))
     draft.expect(1.0, is_queried=True)
     assert not draft.switch(("b", "d"))
     assert (draft.chain, draft.drafter, draft.proposal) == (("b", "d"), "d", propose(3, 5))
-    assert (draft.awaiting_since_s, draft.expects_draft, draft.budget) == (1.0, True, DraftBudget(4, 0.25))
+    assert (draft.awaiting_since_s, draft.expects_draft, draft.budget) == (1.0, True, DraftTerms(4, 0.25))
     assert draft.switch(("e",))
     assert (draft.drafter, draft.proposal, draft.budget) == ("e", None, NO_DRAFTS)
     assert (draft.awaiting_since_s, draft.expects_draft) == (None, False)
@@ -125,9 +124,9 @@ def test_only_another_drafter_ends_what_is_expected() -> None:
 
 def test_a_budget_says_whether_it_changed() -> None:
     draft = start()
-    assert draft.set_budget(DraftBudget(4, 0.25))
-    assert not draft.set_budget(DraftBudget(4, 0.25))
-    assert draft.set_budget(DraftBudget(4, 0.5))
+    assert draft.set_budget(DraftTerms(4, 0.25))
+    assert not draft.set_budget(DraftTerms(4, 0.25))
+    assert draft.set_budget(DraftTerms(4, 0.5))
 
 
 def test_the_times_of_the_newest_commits_are_kept() -> None:

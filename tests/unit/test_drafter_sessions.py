@@ -7,7 +7,7 @@ import pytest
 
 from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, OutcomeReport, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
@@ -15,7 +15,6 @@ from engine.telemetry import Telemetry
 from router import assignment
 from router.assignment import Positions
 from router.cost_model import TableCost
-from router.plan import DraftBudget
 
 COST = TableCost((1,), (0.02,))
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -68,7 +67,7 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
     drafters.link_up(link)
     sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=10_000), arrival_s=0.0))
     drafters.assign(sequence)
-    drafters.set_budgets({"r": DraftBudget(4)})
+    drafters.set_budgets({"r": DraftTerms(4)})
     for _ in range(100):
         base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))  # decoded plainly, while the drafter drafts
@@ -125,10 +124,10 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
         drafters.link_up(link)
     sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0))
     drafters.assign(sequence)
-    drafters.set_budgets({"r": DraftBudget(4)})
+    drafters.set_budgets({"r": DraftTerms(4)})
     drafters.flush()
     rounds = {name: sent_to(link) for name, link in links.items()}
-    assert {name: [b.num_tokens for b in one.budgets] for name, one in rounds.items()} == {
+    assert {name: [b.terms.num_tokens for b in one.budgets] for name, one in rounds.items()} == {
         "a": [4], "b": [0], "c": [], "c/1": [0], "d": []
     }  # fmt: skip
     assert dict(drafters.num_followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
@@ -147,19 +146,19 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     assert sequence.draft.proposal is None
     drafters.flush()
     again = sent_to(links["b"])
-    assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([5], [0])
+    assert ([len(o.token_ids) for o in again.opens], [b.terms.num_tokens for b in again.budgets]) == ([5], [0])
     drafters.follow(RoutingTable(1, {"r": ("b",)}, scorers=("a", "b")))
-    drafters.set_budgets({"r": DraftBudget(4, 0.25)})
+    drafters.set_budgets({"r": DraftTerms(4, 0.25)})
     drafters.flush()
-    assert sent_to(links["a"]).budgets == (Budget("r", 0),)  # it stays in step
-    assert (taken := sent_to(links["b"])).budgets == (Budget("r", 4, 0.25),)
+    assert sent_to(links["a"]).budgets == (Budget("r", DraftTerms(0)),)  # it stays in step
+    assert (taken := sent_to(links["b"])).budgets == (Budget("r", DraftTerms(4, 0.25)),)
     assert not taken.opens
     assert sent_to(links["c/1"]).releases == ("r",)
     drafters.follow(RoutingTable(2, {"r": ("b",)}))
-    drafters.set_budgets({"r": DraftBudget(6, 0.5)})
+    drafters.set_budgets({"r": DraftTerms(6, 0.5)})
     drafters.flush()
     assert sent_to(links["a"]).releases == ("r",)
-    assert sent_to(links["b"]).budgets == (Budget("r", 6, 0.5),)
+    assert sent_to(links["b"]).budgets == (Budget("r", DraftTerms(6, 0.5)),)
     drafters.release(sequence)
     drafters.flush()
     assert sent_to(links["b"]).releases == ("r",)
@@ -187,7 +186,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     bias = ((5, 1.0 if says_something else 100.0),)
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
     drafters.assign(sequence)
-    drafters.set_budgets({"r": DraftBudget(4)})
+    drafters.set_budgets({"r": DraftTerms(4)})
     drafters.publish([(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1))], 1.0)
     drafters.flush()
     drafters.learning.learn()
@@ -210,7 +209,7 @@ def test_a_reply_counts_from_the_commit_to_its_arrival() -> None:
     drafters.link_up(link)
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0), 0.0)
     drafters.assign(sequence)
-    sequence.draft.set_budget(DraftBudget(1))
+    sequence.draft.set_budget(DraftTerms(1))
     sequence.draft.expect(1.0, is_queried=True)
     drafters.receive(link, ProposalRound(0, (Proposal("r", 2, (5,), (0.9,), "a"),)), 1.004, after_pass=True)
     assert telemetry.drafter("a").view.reply_s == pytest.approx(0.004)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cluster.config import SuffixOptions
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
@@ -277,7 +278,7 @@ def test_where_rows_cost_a_draft_ends_where_it_is_not_worth_them(make: Callable[
     survival = list(accumulate(free.confidences, mul))
     assert len(free.token_ids) == 8
     for price, num_tokens in ((2 * survival[4], 5), (2.0, 1)):
-        (dear,) = drafter.propose([Demand("a", 8, row_price=price)])
+        (dear,) = drafter.propose([Demand("a", 8, terms=DraftTerms(row_price=price))])
         assert dear.token_ids == free.token_ids[:num_tokens], "as far as half of its price, and at least one"
         assert dear.confidences == free.confidences[:num_tokens]
 

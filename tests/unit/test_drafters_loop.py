@@ -8,7 +8,7 @@ import pytest
 
 from cluster.messages import Budget, LevelReport, Open
 from cluster.transport.base import LinkUp
-from cluster.types import Proposal
+from cluster.types import DraftTerms, Proposal
 from drafters.loop import DrafterLoop
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.sessions import SessionLimits
@@ -45,27 +45,27 @@ def test_drafts_all_requests_of_all_links_as_one_batch_and_sends_one_message_to_
 def test_the_row_price_of_a_budget_reaches_the_drafter_and_an_unsound_one_changes_nothing() -> None:
     bench = Bench(ahead_len=4)
     bench.open("a", 10)
-    bench.mail(budgets=(Budget("a", 2, 0.25),))
+    bench.mail(budgets=(Budget("a", DraftTerms(2, 0.25)),))
     bench.settle()
-    assert {demand.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
-    for unsound in (Budget("a", 65, 0.5), Budget("a", 2, 1.5), Budget("a", 2, float("nan")), Budget("a", 2, -0.5)):
-        bench.mail(budgets=(unsound,))
+    assert {demand.terms.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
+    for unsound in (DraftTerms(65, 0.5), DraftTerms(2, 1.5), DraftTerms(2, float("nan")), DraftTerms(2, -0.5)):
+        bench.mail(budgets=(Budget("a", unsound),))
     bench.extend("a", 10, 10)
     bench.drafter.batches.clear()
     bench.settle()
-    assert {demand.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
+    assert {demand.terms.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
 
 
 def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() -> None:
     bench = Bench()
     bench.open("a", 10, max_tokens=8)
-    bench.mail(budgets=(Budget("a", 2), Budget("unknown", 3)))
+    bench.mail(budgets=(Budget("a", DraftTerms(2)), Budget("unknown", DraftTerms(3))))
     bench.settle()
     assert [len(p.token_ids) for p in bench.link.take()] == [2]
     bench.extend("a", 10, 10)
     bench.settle()
     assert [len(p.token_ids) for p in bench.link.take()] == [2]
-    bench.mail(budgets=(Budget("a", 64),))
+    bench.mail(budgets=(Budget("a", DraftTerms(64)),))
     bench.extend("a", 11, 11)
     bench.settle()
     assert [len(p.token_ids) for p in bench.link.take()] == [4]
@@ -75,7 +75,7 @@ def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() ->
     bench.extend("a", 14, 14, 15, 16)
     bench.settle()
     assert bench.link.take() == [Proposal("a", 17, (), (), "counting", unfinished=True)]
-    bench.mail(budgets=(Budget("a", 0),))
+    bench.mail(budgets=(Budget("a", DraftTerms(0)),))
     bench.extend("a", 17, 17)
     bench.settle()
     assert bench.link.take() == []
@@ -87,17 +87,17 @@ def test_a_budget_that_comes_alone_holds_from_the_next_proposal_on(ahead_len: in
     bench.open("a", 10)
     bench.settle()
     bench.link.take()
-    bench.mail(budgets=(Budget("a", 2),))
+    bench.mail(budgets=(Budget("a", DraftTerms(2)),))
     bench.settle()
     assert bench.link.sent == [], "this commit is answered already"
     bench.extend("a", 10, 10)
     bench.settle()
     assert [p.token_ids for p in bench.link.take()] == [(11, 12)]
-    bench.mail(budgets=(Budget("a", 0),))
+    bench.mail(budgets=(Budget("a", DraftTerms(0)),))
     bench.extend("a", 11, 11)
     bench.settle()
     assert bench.link.take() == []
-    bench.mail(budgets=(Budget("a", 3),))
+    bench.mail(budgets=(Budget("a", DraftTerms(3)),))
     bench.settle()
     assert [p.token_ids for p in bench.link.take()] == [(12, 13, 14)], "a commit that nothing was said to"
 
@@ -141,7 +141,7 @@ class TestMailDuringABatch:
 
     def test_a_draft_of_which_more_is_at_hand_than_is_sent_is_unfinished(self) -> None:
         bench = Bench(limit=3, max_draft_len=6)
-        bench.drafter.meanwhile = lambda: bench.mail(budgets=(Budget("a", 2),))
+        bench.drafter.meanwhile = lambda: bench.mail(budgets=(Budget("a", DraftTerms(2)),))
         bench.open("a", 10)
         bench.settle()
         assert [(p.token_ids, p.unfinished) for p in bench.link.take()] == [((10, 11), True)]
@@ -175,7 +175,7 @@ class TestAhead:
         bench.settle()
         assert [p.token_ids for p in bench.link.take()] == [(10, 11, 12, 13)]
         assert [len(batch) for batch in bench.drafter.batches] == [1, 1, 1, 1, 1]
-        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 20)), survival=0.5**6)]
+        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 20)), DraftTerms(4), survival=0.5**6)]
         bench.extend("a", 10, 10, 11, 12, 13, 14)
         assert bench.step()
         assert len(bench.drafter.batches) == 5, "nothing was drafted for this answer"
@@ -197,7 +197,7 @@ class TestAhead:
         bench.link.take()
         bench.extend("a", 10, 10, 11, 99)
         bench.step()
-        assert bench.drafter.batches[-1] == [Demand("0/a", 4)]
+        assert bench.drafter.batches[-1] == [Demand("0/a", 4, terms=DraftTerms(4))]
         assert [(p.base_len, p.token_ids) for p in bench.link.take()] == [(13, (13, 14, 15, 16))]
 
     def test_mail_waits_for_one_batch_at_most(self) -> None:
@@ -276,7 +276,7 @@ def test_a_chain_that_another_drafter_replaces_is_no_chain_when_it_drafts_again(
     (key,) = drafter.proposers
     assert drafter.proposers[key] == ("a",)
     for num_tokens in (0, 4):  # in step with another, then drafting, as the target says it of a drafter in step
-        bench.mail(budgets=(Budget("r", num_tokens),))
+        bench.mail(budgets=(Budget("r", DraftTerms(num_tokens)),))
         bench.settle()
         assert drafter.proposers[key] == ()
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import Budget, DraftRound, Extend, Open, SubmitRound
 from cluster.transport.base import LinkDown, LinkUp, Received
-from cluster.types import Proposal
+from cluster.types import DraftTerms, Proposal
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.quick import first
 
@@ -246,7 +246,7 @@ class Truth:
         text = self.texts.get(name)
         if text is None:
             self.texts[name] = [self.token(name, t) for t in range(self.rng.randint(1, 5))]
-            self.say(opens=(self.opening(name),), budgets=(Budget(name, self.rng.randrange(6)),))
+            self.say(opens=(self.opening(name),), budgets=(Budget(name, DraftTerms(self.rng.randrange(6))),))
         elif self.rng.random() < 0.15:
             del self.texts[name]
             self.say(releases=(name,))

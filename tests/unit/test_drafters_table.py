@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.sampling_params import SamplingParams
-from cluster.types import ModelInfo
+from cluster.types import DraftTerms, ModelInfo
 from drafters.protocol import Demand, Draft
 from drafters.table import EMPTY, FrequencyTable, TableDrafter, count_frequencies
 
@@ -42,7 +42,7 @@ def test_where_rows_cost_it_ends_where_its_draft_is_not_worth_them() -> None:
     drafter = opened(count_frequencies([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100), (9, 1, 2))
     first, second, _ = draft(drafter).confidences
     for price, token_ids in ((2 * first * second, (3, 4)), (2.0, (3,))):
-        assert drafter.propose([Demand("r", 4, row_price=price)])[0].token_ids == token_ids
+        assert drafter.propose([Demand("r", 4, terms=DraftTerms(row_price=price))])[0].token_ids == token_ids
 
 
 def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:

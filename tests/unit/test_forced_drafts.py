@@ -10,14 +10,13 @@ import pytest
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import FORCED, MAX_DRAFT_LEN, Commit, ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import FORCED, MAX_DRAFT_LEN, Commit, DraftTerms, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.draft_state import DraftState
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router.cost_model import TableCost
-from router.plan import DraftBudget
 
 PEER = Hello(Role.DRAFTER, "d", 100, "f")
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=8192, eos_token_ids=(99,), tokenizer_fingerprint="f")
@@ -101,7 +100,7 @@ class Rounds:
         sampling = SamplingParams(max_tokens=8000, grammar=Grammar(GrammarKind.REGEX, "5*"))
         sequence = self._sequences.add(Request("r", (1, 2), sampling, 0.0))
         self._drafters.assign(sequence)
-        self._drafters.set_budgets({"r": DraftBudget(3)})
+        self._drafters.set_budgets({"r": DraftTerms(3)})
         sequence.draft.follow(self.grammar, drafts=True)
         self._drafters.offer_free(sequence)
         return sequence

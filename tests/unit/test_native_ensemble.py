@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.native.lookup import compiled, load_library
@@ -110,10 +111,15 @@ def serve(drafters: Sequence[CascadeDrafter], texts: dict[str, list[int]], row_p
             live[request_id] = 4
             for drafter in drafters:
                 drafter.open(request_id, texts[request_id][:4], 4, sampling)
-        demands = [Demand(r, min(NUM_TOKENS, len(texts[r]) - n - 1), (), row_price) for r, n in live.items()]
+        demands = [
+            Demand(r, min(NUM_TOKENS, len(texts[r]) - n - 1), (), DraftTerms(row_price=row_price)) for r, n in live.items()
+        ]
         plain, native = ([*drafter.propose(demands)] for drafter in drafters)
         assert_alike(plain, native)
-        ahead = [Demand(d.request_id, 3, draft.token_ids, row_price) for d, draft in zip(demands, plain, strict=True)]
+        ahead = [
+            Demand(d.request_id, 3, draft.token_ids, DraftTerms(row_price=row_price))
+            for d, draft in zip(demands, plain, strict=True)
+        ]
         some_ahead = [demand for demand in ahead if rng.random() < 0.2]
         assert_alike(*([*drafter.propose(some_ahead)] for drafter in drafters))
         for request_id, draft in zip(list(live), plain, strict=True):

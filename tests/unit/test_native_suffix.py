@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.native import lookup
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft
@@ -33,7 +34,7 @@ def tokens(draw: st.DrawFn, alphabet: int, max_size: int = 30) -> list[int]:
 @st.composite
 def demands(draw: st.DrawFn, alphabet: int) -> Demand:
     price = draw(st.sampled_from([0.0, 0.1, 0.9]))
-    return Demand(draw(names), draw(st.integers(0, 9)), tuple(draw(tokens(alphabet, 5))), price)
+    return Demand(draw(names), draw(st.integers(0, 9)), tuple(draw(tokens(alphabet, 5))), DraftTerms(row_price=price))
 
 
 @st.composite
@@ -186,7 +187,10 @@ def test_text_as_it_is_written(library: ctypes.CDLL) -> None:
                 both.extend(f"{name}{generation}", came)
                 written += came
                 ahead = tuple(rng.choices(vocabulary, cum_weights=weights, k=rng.randrange(3)))
-                wanted += [Demand(f"{name}{generation}", 16), Demand(f"{name}{generation}", 8, ahead, rng.random())]
+                wanted += [
+                    Demand(f"{name}{generation}", 16),
+                    Demand(f"{name}{generation}", 8, ahead, DraftTerms(row_price=rng.random())),
+                ]
             num_drafted += sum(len(draft.token_ids) for draft in both.propose(*wanted))
         for name in "abc":
             both.release(f"{name}{generation}")

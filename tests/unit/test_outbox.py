@@ -9,11 +9,10 @@ from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import Adapter, Commit, Request
+from cluster.types import Adapter, Commit, DraftTerms, Request
 from engine import outbox
 from engine.outbox import DrafterOutbox, GatewayOutbox
 from engine.sequences import LiveSequence
-from router.plan import DraftBudget
 
 
 class FakeLink:
@@ -153,10 +152,10 @@ def test_a_new_bound_reaches_those_that_are_followed() -> None:
     port = DrafterOutbox(link)
     port.open(sequence("a"))
     port.flush(1)
-    port.set_budget("a", DraftBudget(3, 0.5))
+    port.set_budget("a", DraftTerms(3, 0.5))
     port.flush(2)
     assert isinstance(link.sent[-1], DraftRound)
-    assert link.sent[-1].budgets == (Budget("a", 3, 0.5),)
+    assert link.sent[-1].budgets == (Budget("a", DraftTerms(3, 0.5)),)
 
 
 @pytest.mark.parametrize("error", [WireError("too many bytes"), LinkClosed("gone")])

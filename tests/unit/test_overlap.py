@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from cluster.types import DraftTerms
 from router.cost_model import TableCost
 from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Chunks, Frontiers
 from router.drafting.overlap_gains import Pipeline, expected_tokens, remote_bound
 from router.drafting.policies import OVERLAP_POLICIES
-from router.plan import Capacity, DraftBudget, DrafterView, Frontier, SequenceView
+from router.plan import Capacity, DrafterView, Frontier, SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 
 # A pass costs 20 ms and 1 ms for each row; drafts 5 ms for each request.
@@ -264,11 +265,11 @@ def test_a_frontier_pays_with_a_drafter_that_drafts_less_than_two_tokens_a_pass(
 
 
 def test_budgets_are_cut_to_chunks() -> None:
-    budgets = {"a": DraftBudget(7, 0.25), "b": DraftBudget(7, 0.25), "off": DraftBudget(0)}
+    budgets = {"a": DraftTerms(7, 0.25), "b": DraftTerms(7, 0.25), "off": DraftTerms(0)}
     sequences = [view("a"), view("b", drafter="other"), view("off")]
     chunks, frontiers = Chunks(), {"d": Frontier(3)}
     found = chunks.limited(budgets, frontiers, sequences)
-    assert found == {"a": DraftBudget(3, 0.25, ahead_len=4), "b": budgets["b"], "off": DraftBudget(0)}
+    assert found == {"a": DraftTerms(3, 0.25, ahead_len=4), "b": budgets["b"], "off": DraftTerms(0)}
     assert chunks.limited(budgets, frontiers, sequences)["a"] is found["a"]
 
 

@@ -10,7 +10,7 @@ from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, Submi
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, Request, RoutingTable
 from engine.loop_status import StepReport
 from engine.request_spans import RequestSpans
 from engine.round import TargetLoop
@@ -57,11 +57,11 @@ def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when
                 rounds.append(event.message)
         clock.now_s += 0.06  # a hold is over by then
     assert [opened.request_id for opened in rounds[0].opens] == ["r"]
-    assert rounds[0].budgets == (Budget("r", 5),)
+    assert rounds[0].budgets == (Budget("r", DraftTerms(5)),)
     repeated = [budget for message in rounds[1:] for budget in message.budgets]
-    assert {budget.num_tokens for budget in repeated} == {5}
-    assert repeated[0].row_price == pytest.approx(row_s * 1 / PASS_S, abs=0.5 / PRICE_STEPS), "of plain decoding"
-    falling = [budget.row_price for budget in repeated]
+    assert {budget.terms.num_tokens for budget in repeated} == {5}
+    assert repeated[0].terms.row_price == pytest.approx(row_s * 1 / PASS_S, abs=0.5 / PRICE_STEPS), "of plain decoding"
+    falling = [budget.terms.row_price for budget in repeated]
     assert falling == sorted(falling, reverse=True)
     measured = row_s * 1 / (PASS_S + 0.06)
     assert measured < falling[-1] < falling[0], "the price of the last passes, told only when it has changed by much"

@@ -41,7 +41,7 @@ from cluster.transport.codec import MAX_PARTS, decode, encode
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 from cluster.transport.rpc import _frames
 from cluster.transport.stream import MAX_HANDSHAKE_BYTES, StreamLink
-from cluster.types import Adapter, Commit, FinishReason, Prefill, Proposal, Request, Slo, StopRule, TokenLogprobs
+from cluster.types import Adapter, Commit, DraftTerms, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs
 from tests.support.drafter_bench import FakeLink
 
 VOCAB_SIZE = 100
@@ -77,7 +77,7 @@ SEEDS: tuple[Frame, ...] = (
         5,
         (Open("request-1", (1, 2, 3, 4), 3, SAMPLING, ("ngram", "small"), "salt", "trace"),),
         (Extend("request-2", 8, (5, 6)),),
-        (Budget("request-2", 4, 0.25, StopRule(0.1, 0.3, 0.6), 2),),
+        (Budget("request-2", DraftTerms(4, 0.25, 0.1, 0.3, 0.6, 2)),),
         ("request-3",),
     ),
     ProposalRound(
