@@ -24,7 +24,7 @@ from benchmarks.recovery import Metrics, routes_again
 from benchmarks.redis_server import RedisServer
 from benchmarks.report import Cell
 from benchmarks.server import ServerProcess
-from cluster.config import Config, FileStateConfig, RedisStateConfig, Resources
+from cluster.config import Config, Resources, StateConfig
 from cluster.errors import OutriderError
 from deploy.local_ray import free_port
 
@@ -136,7 +136,7 @@ class Measured:
 
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
     """At a port of its own. Its processes are restarted soon, however often they end."""
-    state = FileStateConfig(folder=folder / "rows") if redis is None else RedisStateConfig(url=redis.url)
+    state = StateConfig(folder=folder / "rows") if redis is None else StateConfig(kind="redis", url=redis.url)
     supervision = {"quarantine_restarts": 1000, "max_restart_backoff_ms": 1000}
     return config.model_copy(
         update={

@@ -34,7 +34,7 @@ from benchmarks.recovery import drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import Config, FileStateConfig, PolicyConfig, RouterConfig
+from cluster.config import Config, PolicyConfig, RouterConfig
 from engine.models.prepare import ensure_model
 from router.planning.planner import MAX_CHUNK_S
 
@@ -149,7 +149,7 @@ class _FaultBench(DisturbedServer):
 
     def all_faults(self, asks: Sequence[LoadRequest]) -> FaultOutcome:
         config = self.server.config
-        assert isinstance(config.cluster.state, FileStateConfig)
+        assert config.cluster.state.kind == "file"
         assert config.cluster.token_file is not None
         secret, state = config.cluster.token_file.read_text(), config.cluster.state.folder / config.cluster.namespace
         with self.phase("undisturbed"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import redis
 
-from cluster.config import RedisStateConfig
+from cluster.config import StateConfig
 from cluster.state import open_store
 from deploy.local_ray import free_port
 
@@ -19,14 +19,15 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    def config(self, deadline_s: float = 5.0) -> RedisStateConfig:
-        return RedisStateConfig(url=self.url, deadline_s=deadline_s)
+    @property
+    def config(self) -> StateConfig:
+        return StateConfig(kind="redis", url=self.url)
 
     def start(self) -> None:
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "yes"}
         command = ["redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        store = open_store(self.config(deadline_s=20.0), "outrider")
+        store = open_store(self.config, "outrider", deadline_s=20.0)
         store.keys()  # waits until it answers
         store.close()
 

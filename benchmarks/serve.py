@@ -21,7 +21,7 @@ from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
-from cluster.config import ApiConfig, Config, FileStateConfig, ModelConfig, TargetConfig
+from cluster.config import ApiConfig, Config, ModelConfig, StateConfig, TargetConfig
 from cluster.errors import OutriderError
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -95,7 +95,7 @@ def local_config(model: str, target: TargetConfig | None = None) -> Config:
 
 def with_state(config: Config, folder: Path) -> Config:
     """Its state in ``folder``: what an earlier server learned is not known."""
-    cluster = config.cluster.model_copy(update={"state": FileStateConfig(folder=folder)})
+    cluster = config.cluster.model_copy(update={"state": StateConfig(folder=folder)})
     return config.model_copy(update={"cluster": cluster})
 
 

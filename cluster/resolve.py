@@ -7,7 +7,6 @@ from cluster.config import (
     Config,
     DrafterConfig,
     DrafterOptions,
-    FileStateConfig,
     LayersOptions,
     Resources,
     TargetConfig,
@@ -52,8 +51,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         raise InvalidField("transport.kind", kind, f"must be grpc or auto: the cluster has {len(inventory.nodes)} machines")
     host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
     state = config.cluster.state
-    if isinstance(state, FileStateConfig):
-        state = state.model_copy(update={"folder": state.folder.expanduser()})
+    state = state.model_copy(update={"folder": state.folder.expanduser()})
     kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
     resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
     engine = "native" if target.engine == "auto" else target.engine

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from cluster.config import FileStateConfig, StateConfig
+from cluster.config import StateConfig
 from cluster.errors import InvalidField, OutriderError
 
 MAX_DOCUMENT_BYTES = 2**20
@@ -63,15 +63,16 @@ class StateStore(Protocol):
         """Idempotent."""
 
 
-def open_store(config: StateConfig, namespace: str) -> StateStore:
-    """The store of a resolved configuration. Does no I/O: an unusable store shows at the first call."""
-    if isinstance(config, FileStateConfig):
+def open_store(config: StateConfig, namespace: str, deadline_s: float = 2.0) -> StateStore:
+    """The store of a resolved configuration. ``deadline_s`` of each call to Redis. Does no I/O: an
+    unusable store shows at the first call."""
+    if config.kind == "file":
         from cluster.state_file import FileStateStore
 
         return FileStateStore(config.folder / namespace)
     from cluster.state_redis import RedisStateStore
 
-    return RedisStateStore(config, namespace)
+    return RedisStateStore(config, namespace, deadline_s)
 
 
 def state_fault(store: StateStore) -> str | None:

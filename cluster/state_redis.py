@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.retry import Retry
 
-from cluster.config import RedisStateConfig
+from cluster.config import StateConfig
 from cluster.state import Document, StateConflict, StateUnavailable, check_key, encode
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ return {1, found + 1}
 class RedisStateStore:
     """Reconnects within the deadline of a call, with exponential, jittered back-off."""
 
-    def __init__(self, config: RedisStateConfig, namespace: str) -> None:
+    def __init__(self, config: StateConfig, namespace: str, deadline_s: float) -> None:
         self._config = config
-        self._url, self._deadline_s = config.url, config.deadline_s
-        self._attempt_s = config.deadline_s / NUM_SLOW_ATTEMPTS
+        self._url, self._deadline_s = config.url, deadline_s
+        self._attempt_s = deadline_s / NUM_SLOW_ATTEMPTS
         self._prefix = f"{namespace}:state:"
 
     @cached_property
@@ -112,7 +112,7 @@ class RedisStateStore:
                 raise StateUnavailable(f"Redis at {self._url} refused: {error}") from error
 
 
-def _password(config: RedisStateConfig) -> str | None:
+def _password(config: StateConfig) -> str | None:
     if config.password_file is None:
         return None
     try:

@@ -165,9 +165,6 @@ class DrafterConfig(Replicated):
     options: DrafterOptions
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
-    # Outcomes of a verification that a drafter of kind model or layers prepares for a request while it waits. None: 4 on a
-    # GPU, and 0 on a CPU, whose cores the target may need.
-    max_outcomes: Annotated[int, Field(ge=0, le=16)] | None = None
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1  # at start
     min_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as replicas
     max_replicas: Count | None = None
@@ -175,7 +172,7 @@ class DrafterConfig(Replicated):
     # start: loaded at start if there is room, and evictable; lazy: loaded on demand; pinned: loaded at start, never evicted.
     load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
-    removed = frozenset({"ahead_len", "spare_share"})
+    removed = frozenset({"ahead_len", "max_outcomes", "spare_share"})
 
     @property
     def has_model(self) -> bool:
@@ -184,8 +181,8 @@ class DrafterConfig(Replicated):
 
     @property
     def num_outcomes(self) -> int:
-        if self.max_outcomes is not None:
-            return self.max_outcomes
+        """Outcomes of a verification that it prepares for a request while it waits; none on a CPU, whose cores the target
+        may need."""
         return 4 if self.device == "cuda" and self.options.traits.can_fork else 0
 
     @property
@@ -202,8 +199,6 @@ class DrafterConfig(Replicated):
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_colocated and self.replicas != 1:
             raise ValueError(f"replicas must be 1 for a drafter in the target's process, got {self.replicas}")
-        if self.max_outcomes and not self.options.traits.can_fork:
-            raise ValueError(f"max_outcomes must be 0 for a drafter of kind {self.options.kind}, got {self.max_outcomes}")
         if self.most == 0:
             raise ValueError("max_replicas must be set for a drafter with replicas: 0, or it would never start")
         if self.scales and (self.is_colocated or self.load == "lazy"):

@@ -197,7 +197,6 @@ class ApiConfig(Section):
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight in all replicas; further calls are queued
     max_queued_requests: Count = 256  # queued calls in all replicas; more are refused with 429
-    max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = (
         2  # of a stream whose target is lost, for another if there is none; a link that only broke is back by then
@@ -210,6 +209,7 @@ class ApiConfig(Section):
     reasoning_parser: ReasoningParser | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
     at_most = (("replicas", "max_concurrent_requests"), ("replicas", "max_queued_requests"))
+    removed = frozenset({"max_choices"})
 
 
 class ObservabilityConfig(Section):
@@ -222,20 +222,17 @@ class ObservabilityConfig(Section):
     audit_log_file: Path | None = None  # one JSON line for each call, without prompts and answers
 
 
-class FileStateConfig(Section):
-    """State in files of a folder."""
-
-    kind: Literal["file"] = "file"
-    folder: Path = Path("~/.local/state/outrider")
+_REDIS = "redis://127.0.0.1:6379/0"
 
 
-class RedisStateConfig(Section):
-    """State in Redis, for clusters that must survive the loss of the head."""
+class StateConfig(Section):
+    """Where the cluster keeps its state."""
 
-    kind: Literal["redis"] = "redis"
-    url: str = "redis://127.0.0.1:6379/0"
-    password_file: Path | None = None  # keeps the secret out of this file
-    deadline_s: Seconds = 2  # per call
+    kind: Literal["file", "redis"] = "file"  # redis: for clusters that must survive the loss of the head
+    folder: Path = Path("~/.local/state/outrider")  # file
+    url: str = _REDIS  # redis
+    password_file: Path | None = None  # of Redis: keeps the secret out of this file
+    removed = frozenset({"deadline_s"})
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -244,10 +241,9 @@ class RedisStateConfig(Section):
             raise ValueError(f"url must start with redis://, rediss:// or unix://, got {parts.scheme!r}")
         if parts.password is not None:
             raise ValueError("url must not hold a password: put it into a file and name that in password_file")
+        if self.kind == "file" and (self.password_file, self.url) != (None, _REDIS):
+            raise ValueError("url and password_file are of kind redis: set kind, or leave them out")
         return self
-
-
-StateConfig = Annotated[FileStateConfig | RedisStateConfig, Field(discriminator="kind")]
 
 
 class TlsConfig(Section):
@@ -266,7 +262,7 @@ class ClusterConfig(Section):
     ray_auth: Literal["token", "none"] = "token"  # none: also joins a cluster that runs code for whoever reaches it
     token_file: Path | None = None  # shared secret of all links; None: random at each launch
     tls: TlsConfig | None = None  # None: links are authenticated by the secret, and not encrypted
-    state: StateConfig = FileStateConfig()
+    state: StateConfig = StateConfig()
 
 
 class SupervisionConfig(Section):

@@ -13,6 +13,7 @@ from cluster.sampling_params import SCALARS, SamplingParams
 
 # Calls beyond those running or queued: bodies being received, answers being sent.
 SPARE_CALLS = 64
+MAX_CHOICES = 16  # n of one call
 _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
 _UNOBSERVED = ObservabilityConfig()
@@ -31,7 +32,7 @@ class ApiSettings:
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
     max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for admission
-    max_n: int = _DEFAULTS.max_choices
+    max_n: int = MAX_CHOICES
     max_sequences: int = 64  # of one call
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # fields of SamplingParams
     body_timeout_s: float = 30.0  # to receive the whole request body
@@ -63,7 +64,7 @@ class ApiSettings:
         max_concurrent, max_queued = (
             limit // config.replicas for limit in (config.max_concurrent_requests, config.max_queued_requests)
         )
-        max_sequences = min(max(cls().max_sequences, config.max_choices), max_concurrent)
+        max_sequences = min(max(cls().max_sequences, MAX_CHOICES), max_concurrent)
         return cls(
             num_replicas=config.replicas,
             api_keys_file=config.api_keys_file,
@@ -75,7 +76,7 @@ class ApiSettings:
             max_concurrent=max_concurrent,
             max_queued=max_queued,
             max_sequences=max_sequences,
-            max_n=min(config.max_choices, max_sequences),
+            max_n=min(MAX_CHOICES, max_sequences),
             request_timeout_s=float(config.request_deadline_s),
             unknown_fields=config.unknown_fields,
             tool_call_parser=config.tool_call_parser,

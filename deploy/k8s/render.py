@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 from cluster.config import (
     Config,
     DrafterConfig,
-    FileStateConfig,
-    RedisStateConfig,
     Resources,
     Section,
+    StateConfig,
     SuffixOptions,
     TlsConfig,
 )
@@ -77,7 +76,7 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
         values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}
     if secrets := _secrets(config, options.secret):
         values["secrets"] = secrets
-    if isinstance(config.cluster.state, RedisStateConfig):
+    if config.cluster.state.kind == "redis":
         values["gcsFaultTolerance"] = _on_redis(config.cluster.state, secrets)
         values["networkPolicy"] = {"redis": _egress_to_redis(config.cluster.state)}
     if options.image is not None:
@@ -99,9 +98,9 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     cpus = WITH_GPU_CPUS if device == "cuda" else options.cpus
     resources = _given(target.resources, device, cpus, "target")
     state = config.cluster.state
-    if isinstance(state, RedisStateConfig) and state.password_file is not None:
+    if state.password_file is not None:
         state = state.model_copy(update={"password_file": Path(SECRETS, "redis-password")})
-    elif isinstance(state, FileStateConfig):  # of the pod, as its file system is read-only elsewhere
+    elif state.kind == "file":  # of the pod, as its file system is read-only elsewhere
         state = state.model_copy(update={"folder": Path("/home/outrider/state")})
     token = config.cluster.token_file and Path(SECRETS, "link-token")
     tls = config.cluster.tls and _TLS
@@ -311,14 +310,14 @@ def _secrets(config: Config, name: str) -> dict[str, Any]:
     used = {
         "apiKeys": (config.api.api_keys_file, "api-keys"),
         "operatorKeys": (config.api.operator_keys_file, "operator-keys"),
-        "redisPassword": (isinstance(state, RedisStateConfig) and state.password_file, "redis-password"),
+        "redisPassword": (state.password_file, "redis-password"),
         "linkToken": (config.cluster.token_file, "link-token"),
     }
     found: dict[str, Any] = {key: {"name": name, "key": file} for key, (path, file) in used.items() if path}
     return found | ({"tls": {"name": f"{name}-tls"}} if config.cluster.tls else {})
 
 
-def _on_redis(state: RedisStateConfig, secrets: dict[str, Any]) -> dict[str, Any]:
+def _on_redis(state: StateConfig, secrets: dict[str, Any]) -> dict[str, Any]:
     """Fault tolerance of Ray's GCS on the Redis of the state store."""
     parts = urlsplit(state.url)
     if parts.scheme == "unix":
@@ -328,7 +327,7 @@ def _on_redis(state: RedisStateConfig, secrets: dict[str, Any]) -> dict[str, Any
     return found | ({"redisPassword": secrets["redisPassword"]} if "redisPassword" in secrets else {})
 
 
-def _egress_to_redis(state: RedisStateConfig) -> dict[str, Any]:
+def _egress_to_redis(state: StateConfig) -> dict[str, Any]:
     """Of the network policy: the port of the URL and, unless the host is a name of the pods' own namespace, the peers."""
     parts = urlsplit(state.url)
     host, found = parts.hostname or "", {"port": parts.port or 6379}

@@ -21,9 +21,9 @@ from cluster.config import (
     ApiConfig,
     ClusterConfig,
     Config,
-    FileStateConfig,
     ModelConfig,
     SloConfig,
+    StateConfig,
     TargetConfig,
 )
 from deploy.local_ray import free_port
@@ -60,7 +60,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             {"classes": {"interactive": {"ttft_ms": 2000, "tpot_ms": 80}, "batch": {}}, "shed": False}
         ),
         api=ApiConfig(port=free_port(), api_keys_file=keys, operator_keys_file=keys),
-        cluster=ClusterConfig(state=FileStateConfig(folder=folder / "state")),
+        cluster=ClusterConfig(state=StateConfig(folder=folder / "state")),
     )
     with served(config) as server:
         yield server

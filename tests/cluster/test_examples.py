@@ -11,7 +11,7 @@ from ray.util import placement_group_table
 
 from actors.processes import Process, ProcessEnded
 from actors.ray_pool import Deployment, RaySpawner
-from cluster.config import Config, FileStateConfig, ModelConfig, ModelOptions, load
+from cluster.config import Config, ModelConfig, ModelOptions, StateConfig, load
 from cluster.inventory import Inventory
 from cluster.placement import PlacementError
 from cluster.types import ModelInfo
@@ -75,7 +75,7 @@ def served_here(name: str, cluster: Cluster, model: Path, state: Path) -> Config
         "ray_auth": "none",
         "token_file": None,
         "tls": None,
-        "state": FileStateConfig(folder=state),
+        "state": StateConfig(folder=state),
     }
     return config.model_copy(
         update={

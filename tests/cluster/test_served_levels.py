@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ApiConfig, ClusterConfig, Config, FileStateConfig, ModelConfig
+from cluster.config import ApiConfig, ClusterConfig, Config, ModelConfig, StateConfig
 from deploy.local_ray import free_port
 from engine.cpu_level import cpu_level, machine_level
 from tests.support.cpu_levels import LOWER_LEVELS, NO_COMPILER, environment_of
@@ -21,7 +21,7 @@ def test_the_server_answers_as_its_plain_target_does(case: str, model_folder: Pa
     config = Config(
         model=ModelConfig(name=str(model_folder)),
         api=ApiConfig(port=free_port()),
-        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path / "state")),
+        cluster=ClusterConfig(state=StateConfig(folder=tmp_path / "state")),
     )
     with served(config, CASES[case]) as server, server.client() as client:
         (model,) = (one["id"] for one in client.get("/v1/models").json()["data"])

@@ -11,7 +11,7 @@ import redis
 from redis.commands.core import Script
 
 from benchmarks.redis_server import RedisServer
-from cluster.config import FileStateConfig
+from cluster.config import StateConfig
 from cluster.errors import InvalidField
 from cluster.state import (
     MAX_DOCUMENT_BYTES,
@@ -50,7 +50,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     def open_one() -> StateStore:
         if request.param == "memory":
             return memory
-        config = server.config() if server is not None else FileStateConfig(folder=tmp_path / "state")
+        config = server.config if server is not None else StateConfig(folder=tmp_path / "state")
         opened.append(open_store(config, NAMESPACE))
         return opened[-1]
 
@@ -181,7 +181,7 @@ def test_no_update_is_lost_between_threads(opener: Opener) -> None:
 def test_a_damaged_hash_counts_as_absent_with_a_warning(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture, fields: dict[str, str | bytes]
 ) -> None:
-    store = open_store(redis_server.config(), NAMESPACE)
+    store = open_store(redis_server.config, NAMESPACE)
     with redis.Redis(port=redis_server.port) as client:
         client.hset(f"{NAMESPACE}:state:damaged", mapping=fields)
     assert store.get("damaged") is None
@@ -204,7 +204,7 @@ def fragile_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[RedisSe
 
 @pytest.mark.redis
 def test_redis_comes_back_and_the_store_with_it(fragile_redis: RedisServer) -> None:
-    store = open_store(fragile_redis.config(deadline_s=1.5), NAMESPACE)
+    store = open_store(fragile_redis.config, NAMESPACE, deadline_s=1.5)
     store.put("k", 1)
     fragile_redis.stop()
     with pytest.raises(StateUnavailable, match=r"Redis at redis://127.0.0.1:\d+/0 did not answer in 1.5 s"):
@@ -216,7 +216,7 @@ def test_redis_comes_back_and_the_store_with_it(fragile_redis: RedisServer) -> N
 
 @pytest.mark.redis
 def test_a_call_outlasts_a_short_absence(fragile_redis: RedisServer) -> None:
-    store = open_store(fragile_redis.config(deadline_s=30.0), NAMESPACE)
+    store = open_store(fragile_redis.config, NAMESPACE, deadline_s=30.0)
     store.put("k", 1)
     fragile_redis.stop()
     back = threading.Thread(target=fragile_redis.start)
@@ -228,7 +228,7 @@ def test_a_call_outlasts_a_short_absence(fragile_redis: RedisServer) -> None:
 
 @pytest.mark.redis
 def test_a_redis_that_hangs_is_given_up_and_found_again(fragile_redis: RedisServer) -> None:
-    store = open_store(fragile_redis.config(deadline_s=1.0), NAMESPACE)
+    store = open_store(fragile_redis.config, NAMESPACE, deadline_s=1.0)
     store.put("k", 1)
     fragile_redis.signal(signal.SIGSTOP)
     try:
@@ -236,7 +236,7 @@ def test_a_redis_that_hangs_is_given_up_and_found_again(fragile_redis: RedisServ
             store.put("k", 2)
     finally:
         fragile_redis.signal(signal.SIGCONT)
-    patient = open_store(fragile_redis.config(), NAMESPACE)
+    patient = open_store(fragile_redis.config, NAMESPACE, deadline_s=5.0)
     assert patient.get("k") is not None
     assert store.put("k", 3) >= 2
     store.close()
@@ -247,7 +247,7 @@ def test_a_redis_that_hangs_is_given_up_and_found_again(fragile_redis: RedisServ
 def test_a_retry_of_a_write_that_was_carried_out_is_no_conflict(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = RedisStateStore(redis_server.config(), NAMESPACE)
+    store = RedisStateStore(redis_server.config, NAMESPACE, 2.0)
     store.put("retried", "old")
     call, lost = Script.__call__, []
 
@@ -270,7 +270,7 @@ def test_a_retry_of_a_write_that_was_carried_out_is_no_conflict(
 def test_a_password_comes_from_its_file(fragile_redis: RedisServer, tmp_path: Path) -> None:
     fragile_redis.require_password("right")
     (tmp_path / "secret").write_text("right\n")
-    config = fragile_redis.config().model_copy(update={"password_file": tmp_path / "secret"})
+    config = fragile_redis.config.model_copy(update={"password_file": tmp_path / "secret"})
     store = open_store(config, NAMESPACE)
     assert store.put("k", 1) == 1
     store.close()

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.arms import AUTO, OFF, Rounds, Turn
 from benchmarks.serve import local_config, with_state
-from cluster.config import FileStateConfig, load, show
+from cluster.config import load, show
 
 
 def played(speeds: dict[str, float], num_rounds: int, noise: float, seed: int = 1) -> Rounds:
@@ -52,5 +52,5 @@ def test_a_server_has_a_state_folder_of_its_own(tmp_path: Path) -> None:
     config = with_state(local_config("smollm2-135m"), tmp_path)
     (tmp_path / "outrider.yaml").write_text(show(config))
     state = load(tmp_path / "outrider.yaml").cluster.state
-    assert isinstance(state, FileStateConfig)
+    assert state.kind == "file"
     assert state.folder == tmp_path

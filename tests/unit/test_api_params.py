@@ -235,7 +235,7 @@ def test_choice_seeds_are_valid_and_stable(seed: int, index: int) -> None:
 
 
 def test_settings_follow_the_configuration() -> None:
-    config = ApiConfig(api_keys_file=Path("keys"), max_body_bytes=2048, max_concurrent_requests=8, max_choices=16)
+    config = ApiConfig(api_keys_file=Path("keys"), max_body_bytes=2048, max_concurrent_requests=8)
     settings = ApiSettings.from_config(config)
     assert (settings.max_request_bytes, settings.max_concurrent) == (2048, 8)
     assert settings.max_n == settings.max_sequences == 8

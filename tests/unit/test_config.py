@@ -144,7 +144,6 @@ zzz: 1
             "'grammar' is the name of a drafter that each",
         ),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
-        ("drafters:\n- {name: a, max_outcomes: 2, options: {kind: ngram}}", "drafters[0]", 2, "max_outcomes must be 0"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}, resources: {gpus: 1}}",
             "drafters[0]",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
+from cluster.config import ClusterConfig, Config, ModelConfig, StateConfig, TargetConfig
 from engine import loading
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
@@ -76,7 +76,7 @@ def test_a_restart_only_checks(tiny_model_folder: Path, tmp_path: Path, monkeypa
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path)),
+        cluster=ClusterConfig(state=StateConfig(folder=tmp_path)),
     )
     first = load_target(config, remembers=True)[2]
     monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
@@ -93,7 +93,7 @@ def test_costs_that_a_check_contradicts_are_measured_again(
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path)),
+        cluster=ClusterConfig(state=StateConfig(folder=tmp_path)),
     )
     monkeypatch.setattr(loading, "measure_cost", lambda engine: STEEP)
     assert load_target(config, remembers=True)[2].base == STEEP
@@ -110,7 +110,7 @@ def test_a_state_folder_that_cannot_be_used_stops_no_target(
     config = Config(
         model=ModelConfig(name=str(tiny_model_folder)),
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
-        cluster=ClusterConfig(state=FileStateConfig(folder=Path("/proc/outrider"))),  # nobody can write there
+        cluster=ClusterConfig(state=StateConfig(folder=Path("/proc/outrider"))),  # nobody can write there
     )
     assert loading.stored_profile(config) is None
     assert load_target(config, remembers=True)[2].step_s(1, 0) > 0

@@ -14,11 +14,11 @@ from cluster.config import (
     Config,
     DrafterConfig,
     NgramOptions,
-    RedisStateConfig,
     Resources,
     ScalingConfig,
     SloClass,
     SloConfig,
+    StateConfig,
     TargetConfig,
     load,
 )
@@ -161,7 +161,7 @@ def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
     )
     assert volume["projected"]["defaultMode"] & stat.S_IRWXO == 0, "processes refuse a key that everybody may read"
     state, tls = config.cluster.state, config.cluster.tls
-    assert isinstance(state, RedisStateConfig)
+    assert state.kind == "redis"
     assert tls is not None
     named = [config.api.api_keys_file, config.api.operator_keys_file, state.password_file, config.cluster.token_file]
     named += [tls.cert_file, tls.key_file, tls.ca_file]
@@ -189,7 +189,7 @@ IN_NAMESPACE = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "redi
 def test_the_network_policy_lets_pods_reach_the_redis_of_the_file(
     url: str, port: int, to: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config(cluster=ClusterConfig(state=RedisStateConfig(kind="redis", url=url)))
+    config = Config(cluster=ClusterConfig(state=StateConfig(kind="redis", url=url)))
     manifests = render(values_for(config))
     assert [problem for manifest in manifests for problem in problems(manifest)] == []
     (policy,) = [m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-redis"]

@@ -14,11 +14,11 @@ from cluster.config import (
     Config,
     DrafterConfig,
     DSparkOptions,
-    FileStateConfig,
     ModelConfig,
     ModelOptions,
     NgramOptions,
     Resources,
+    StateConfig,
     SuffixOptions,
     TargetConfig,
 )
@@ -187,7 +187,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
             DrafterConfig(name="lookup", options=SuffixOptions(), max_draft_len=4),
             DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions(), blocks)), max_draft_len=4),
         ),
-        cluster=ClusterConfig(state=FileStateConfig(folder=folder / "state")),
+        cluster=ClusterConfig(state=StateConfig(folder=folder / "state")),
     )
     return resolve(wanted, Inventory((Node("here", 4.0),)))
 

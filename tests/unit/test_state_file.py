@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import FileStateConfig
+from cluster.config import StateConfig
 from cluster.state import (
     Document,
     StateUnavailable,
@@ -25,7 +25,7 @@ NAMESPACE = "test"
 
 
 def test_namespaces_do_not_meet(tmp_path: Path) -> None:
-    config = FileStateConfig(folder=tmp_path)
+    config = StateConfig(folder=tmp_path)
     open_store(config, "one").put("k", 1)
     assert open_store(config, "two").get("k") is None
 
