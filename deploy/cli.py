@@ -129,11 +129,19 @@ def config(
         str | None,
         typer.Option("--from", metavar="COMMAND", help="A command line of `vllm serve`, to be written as a file."),
     ] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Print every setting with its default and meaning: docs/settings.yaml.")
+    ] = False,
 ) -> None:
     """Validate a configuration, given as to `outrider serve`, and print every setting, with defaults."""
     from cluster.config import show
     from drafters.shipped import with_shipped
 
+    if reference:
+        from cluster.config.reference import reference as of_settings
+
+        print(of_settings(), end="")
+        return
     if command is not None:
         from deploy.command_line import as_file
 

@@ -198,9 +198,8 @@ class ApiConfig(Section):
     max_concurrent_requests: Count = 256  # sequences in flight in all replicas; further calls are queued
     max_queued_requests: Count = 256  # queued calls in all replicas; more are refused with 429
     request_deadline_s: Seconds = 600
-    resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = (
-        2  # of a stream whose target is lost, for another if there is none; a link that only broke is back by then
-    )
+    # Of a stream whose target is lost, for another if there is none; a link that only broke is back by then.
+    resume_wait_s: Annotated[float, Field(ge=0, le=3600)] = 2
     # For requests under way when the server is told to stop; what is not complete then ends with an error.
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 10
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header

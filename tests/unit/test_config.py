@@ -1,13 +1,16 @@
 """The configuration file: what it refuses and how it says so, and how "auto" becomes values."""
 
 import pickle
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cluster.config import Config, DraftLengthConfig, NgramOptions, PlannerConfig, load, show
+from cluster.config.reference import reference
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
@@ -382,3 +385,26 @@ def test_passes_are_long_where_they_have_a_fixed_cost(text: str, num_gpus: int, 
     assert (target.max_pass_tokens, target.prefill_chunk_len) == (rows, chunk_len)
     with_device = config.target.model_copy(update={"device": target.device})
     assert (with_device.longest_pass, with_device.longest_chunk) == (rows, chunk_len)
+
+
+# ---- the reference
+
+
+def test_the_reference_of_settings_is_current_and_has_the_defaults() -> None:
+    page = Path(__file__).parents[2] / "docs" / "settings.yaml"
+    assert page.read_text("utf-8") == reference(), "outrider config --reference > docs/settings.yaml"
+    assert parsed(reference()) == Config()
+
+
+def test_every_setting_is_in_the_reference() -> None:
+    def sections(annotation: object) -> Iterator[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+            for field in annotation.model_fields.values():
+                yield from sections(field.annotation)
+        for part in get_args(annotation):
+            yield from sections(part)
+
+    text, all_of_them = reference(), set(sections(Config))
+    assert len(all_of_them) > 20
+    assert [name for one in all_of_them for name in one.model_fields if not re.search(rf"\b{name}\b:", text)] == []
