@@ -16,8 +16,8 @@ from cluster.config.file import Config
 from cluster.config.rules import Rule
 
 HEAD = """\
-# Every setting with its default. Optional sections, and elements of lists, are comments. `outrider config --reference` writes
-# this file from `cluster/config/`.
+# Every setting with its default. Optional sections and elements of lists are comments. Written from `cluster/config/` by
+# `outrider config --reference`.
 """
 _MOST_CHOICES = 8  # that are listed
 
