@@ -28,8 +28,9 @@ from router.cost_model import TableCost, monotone
 from router.drafter.policies import build_policy
 from router.drafter.prompt_features import prompt_features
 from router.drafter.router import Router, SlotReport
-from router.drafting.length import BatchState, PassFeedback
+from router.drafting.length import PassFeedback
 from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
+from router.drafting.value import DraftingValue
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
@@ -219,7 +220,7 @@ def round_times(num_rounds: int, config: DraftLengthConfig) -> DecisionTimes:
             batch = batches[i % len(batches)]
             with times.one():
                 planner.plan(batch, views, capacity, cost, 0.0)
-                lengths.budgets(batch, BatchState(cost, views, price, tokens_per_s))
+                lengths.budgets(batch, DraftingValue(cost, views, price, tokens_per_s))
                 lengths.learn(feedbacks[i % len(batches)])
     return times
 

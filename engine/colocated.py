@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 from cluster.types import Commit
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.drafting.break_even import BreakEvenGate, saved_s
+from router.drafting.break_even import BreakEvenGate
+from router.drafting.value import saved_s
 
 logger = logging.getLogger(__name__)
 

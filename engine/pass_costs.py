@@ -10,7 +10,7 @@ from engine.drafting_monitor import DraftingMonitor
 from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
-from router.drafting.prices import DecodeRate, row_price
+from router.drafting.value import DecodeRate, row_price
 from router.estimates.decayed import RECENT, DecayedMean
 
 

@@ -28,7 +28,8 @@ from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.drafting.frontiers import Chunks
-from router.drafting.length import BatchState, DraftLengths
+from router.drafting.length import DraftLengths
+from router.drafting.value import DraftingValue
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
@@ -327,7 +328,7 @@ class TargetLoop:
         has_slo = any(view.slo is not None for view in ready)
         limits = round_limits(ready, (), self._cost, now_s) if has_slo else NO_LIMITS
         rates = costs.row_price, costs.planned.tokens_per_s
-        batch = BatchState(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
+        batch = DraftingValue(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
         budgets = self._draft_lengths.budgets(views, batch)
         return self._chunks.limited(budgets, plan.frontiers, views) if plan.frontiers else budgets
 

@@ -26,10 +26,10 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome
 from engine.telemetry import Telemetry
 from router.drafting.frontiers import Chunks, Frontiers
-from router.drafting.length import BatchState, PassFeedback
+from router.drafting.length import PassFeedback
 from router.drafting.length_rule import Outrider
 from router.drafting.overlap_gains import Pipeline
-from router.drafting.prices import DecodeRate, row_price
+from router.drafting.value import DecodeRate, DraftingValue, row_price
 from router.drafting.wait import batch_held_until
 from router.plan import SequenceView, Span, StepPlan
 from router.planning.planner import PlannerSettings
@@ -171,7 +171,7 @@ class DraftersElsewhere:
         tokens_per_s = num / cost.at(num) * (1.0 if over_plain is None else over_plain)
         num_rows = num + sum(self._lengths.verified.values())
         drafters = self._drafters.views()
-        state = BatchState(cost, drafters, row_price(tokens_per_s, num_rows, 0, cost), tokens_per_s)
+        state = DraftingValue(cost, drafters, row_price(tokens_per_s, num_rows, 0, cost), tokens_per_s)
         frontiers = self._frontiers.choose(Pipeline(views, drafters, cost))
         self._drafters.set_budgets(self._chunks.limited(self._rule.budgets(views, state), frontiers, views))
         return tokens_per_s

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from router.cost_model import CostModel
 from router.estimates.decayed import UNUSUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 
@@ -200,31 +199,3 @@ class BreakEvenGate:
         if self.is_queried:
             self._asked, self._of_trial = self._situation, self._situation.on_trial
         self._was_queried = self.is_queried
-
-
-def saved_s(
-    num_sequences: int,
-    num_verified: int,
-    num_accepted: int,
-    num_context: int,
-    cost: CostModel,
-    num_prompt_rows: int = 0,
-) -> float:
-    """Time that drafts saved in a pass over so many sequences: what their accepted tokens would have added to plain passes,
-    less what verifying them added to this one.
-
-    Args:
-        num_prompt_rows: that this pass had and later ones will have. Where prompts fill passes anyway, fewer rounds save the
-            rows of decoding alone.
-    """
-
-    def pass_s(num_rows: int) -> float:
-        seconds = cost.step_s(num_rows, num_context)
-        if num_prompt_rows:
-            seconds += cost.prefill_s(num_rows + num_prompt_rows, 0) - cost.prefill_s(num_rows, 0)
-        return seconds
-
-    plain_s = pass_s(num_sequences)
-    without_s = cost.prefill_s(num_prompt_rows, 0) if num_prompt_rows else 0.0
-    token_s = max(0.0, plain_s - without_s) / num_sequences
-    return num_accepted * token_s - (pass_s(num_sequences + num_verified) - plain_s)

@@ -1,32 +1,16 @@
 """What a draft-length policy reads, returns and learns from; the base of the policies; and the two without estimates."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
 
 from cluster.config import DEFAULT_DRAFT_LEN
 from cluster.fast_dataclass import record
 from cluster.types import Commit, DraftTerms
 from router.assignment import drafter_of
-from router.cost_model import CostModel
-from router.drafting.prices import PRICE_STEPS, QuotedPrice
+from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice
 from router.estimates.drafter_stats import Judgement
-from router.plan import DrafterView, SequenceView
-from router.planning.slo import NO_LIMITS, RoundLimits
+from router.plan import SequenceView
 
 _PRICE_SHARE = 0.1  # a quoted row price stays while the true one is so near
-
-
-@record
-class BatchState:
-    """What a policy reads beside the sequences."""
-
-    cost: CostModel
-    drafters: Mapping[str, DrafterView] = field(default_factory=dict)  # those that are linked and draft for a request
-    row_price: float = 0.0  # in tokens, as `prices.row_price`
-    tokens_per_s: float | None = None  # that the present batch decodes; None: not known yet
-    num_micro_batches: int = 1  # of the present plan; with more than one, drafts are made while others are verified
-    limits: RoundLimits = NO_LIMITS  # what the objectives of decoding requests leave a round
-    partition: str = ""  # compute partition of the drafters in the target's process; "": they have none of their own
 
 
 @record
@@ -57,10 +41,10 @@ class DraftLengths:
         self._row_price = QuotedPrice(_PRICE_SHARE, 1 / PRICE_STEPS)
         self._last: dict[str, DraftTerms] = {}  # equal budgets are one object: comparing them is quick
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         """Of each request that has a drafter, for the proposal after the next pass. A budget of 0 tokens is plain decoding:
         nothing is drafted, awaited or verified, and the drafter stays in step."""
-        self._row_price.follow(round(batch.row_price * PRICE_STEPS) / PRICE_STEPS)
+        self._row_price.follow(round(value.row_price * PRICE_STEPS) / PRICE_STEPS)
         of_drafter: dict[str, DraftTerms] = {}
         budgets = {}
         for sequence in sequences:
@@ -68,7 +52,7 @@ class DraftLengths:
             if drafter is not None:
                 budget = of_drafter.get(drafter)
                 if budget is None:
-                    budget = self.budget_of(drafter, batch)
+                    budget = self.budget_of(drafter, value)
                     last = self._last.get(drafter)
                     budget = of_drafter[drafter] = last if last == budget and last is not None else budget
                 budgets[sequence.request_id] = budget
@@ -78,7 +62,7 @@ class DraftLengths:
     def learn(self, feedback: PassFeedback) -> None:
         """Once for each pass that sampled."""
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
         return DraftTerms(self.max_len(drafter), self.row_price)
 
     @property
@@ -95,15 +79,6 @@ def decoding(sequences: Iterable[SequenceView]) -> list[SequenceView]:
     return [s for s in sequences if s.running and s.committed_len - s.computed_len == 1]
 
 
-def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
-    """Seconds in which a drafter drafts ``length`` tokens for each of its requests: as profiled, else in proportion to the
-    length of its replies."""
-    profiled_s = cost.draft_s(drafter_of(drafter), num_requests, length)
-    if profiled_s is not None:
-        return profiled_s
-    return view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
-
-
 class Fixed(DraftLengths):
     """``num_tokens`` for every request, or what its drafter can; a row costs nothing."""
 
@@ -111,7 +86,7 @@ class Fixed(DraftLengths):
         super().__init__(max_lens)
         self._num_tokens = num_tokens
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
         return DraftTerms(min(self._num_tokens, self.max_len(drafter)))
 
 
@@ -123,5 +98,5 @@ class Threshold(DraftLengths):
         super().__init__(max_lens)
         self._min_confidence = min_confidence
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
         return DraftTerms(self.max_len(drafter), min_confidence=self._min_confidence)

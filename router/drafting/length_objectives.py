@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.types import DraftTerms
-from router.drafting.overlap_gains import expected_tokens
+from router.drafting.value import expected_tokens
 from router.plan import SequenceView
 from router.planning.slo import Stream
 

@@ -12,22 +12,17 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
   each expensive member, not here. Their drafts are as long as gains most, by the profiled time of a batch of drafts.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from math import inf
+from functools import partial
 
-from cluster.types import NO_DRAFTS, PRICE_SHARE, DraftTerms
-from router.assignment import drafter_of
-from router.cost_model import TableCost
-from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
+from cluster.types import NO_DRAFTS, DraftTerms
+from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.length_objectives import longest_draft, weighted
-from router.drafting.overlap_gains import expected_tokens
-from router.drafting.prices import QuotedPrice
+from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
 from router.estimates.decayed import DecayedMean
 from router.estimates.trial import Pause
-from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
+from router.plan import UNKNOWN_DRAFTER, SequenceView
 from router.planning.slo import NO_LIMITS
 
 _SHARE = 0.1  # quoted prices of time stay while the true ones are so near
@@ -40,7 +35,6 @@ _TRIAL_TOKENS = 16.0  # what was learned of a request before a trial counts for 
 _TRIAL_ROUNDS = 8  # in which one request tries a drafter that pays for none
 _RESUME = 1.1  # a request resumes where its acceptance exceeds the break-even so far
 _RETAIN = 0.9  # share of its price that a drafter in use must gain
-_PRECISION = 1e-6  # of a break-even acceptance
 _SLACK = 256  # requests that may be remembered beyond twice the live ones
 
 
@@ -58,7 +52,7 @@ class _Request:
         self.num_drafts_left = _TRIAL_DRAFTS
 
 
-class _Terms:
+class _Drafter:
     """What one drafter is told, whether it pays, and the acceptance from which on a request joins its batch."""
 
     def __init__(self) -> None:
@@ -68,119 +62,33 @@ class _Terms:
         self.drafting = self.plain = NO_DRAFTS
         self._second_price = QuotedPrice(_SHARE, _LEAST_PER_S)
         self._join = QuotedPrice(_SHARE, _LEAST_JOIN)
-        self._row_price = 0.0
-        self._pause = Pause()
-        self._num_trial_rounds_left = 0
+        self._pause = Pause(num_rounds=_TRIAL_ROUNDS)
 
-    def tries(self) -> bool:
-        """Whether one request tries a drafter that does not pay. Once a round."""
-        if self._num_trial_rounds_left:
-            self._num_trial_rounds_left -= 1
-            return True
-        if self._pause.count_round():
-            self._num_trial_rounds_left = _TRIAL_ROUNDS - 1
-            return True
-        return False
-
-    def follow(self, times: "_DraftTimes", row_price: float, tokens_per_s: float) -> bool:
-        """``tokens_per_s``: decoded while drafts are waited for. Returns whether the break-even may have moved."""
-        self.usual = times.view.acceptance
-        self._row_price, former = row_price, self._row_price
-        second_changed = self._second_price.follow(tokens_per_s / times.num_requests)
-        changed = self._join.follow(times.request_s * tokens_per_s) or row_price != former or self.drafting is NO_DRAFTS
+    def follow(self, name: str, value: DraftingValue, num_requests: int, num_context: int, most: DraftTerms) -> bool:
+        """``most``: the longest draft, and the row price as quoted. Returns whether the break-even may have moved."""
+        rate, row_price, max_len = value.waiting_rate(name), most.row_price, most.num_tokens
+        self.usual = value.view(name).acceptance
+        second_changed = self._second_price.follow(rate / num_requests)
+        join = value.request_s(name, num_requests) * rate if rate else 0.0
+        changed = self._join.follow(join) or row_price != self.plain.row_price or self.drafting is NO_DRAFTS
         if changed:
             join = self._join.value
-            self.least_acceptance = break_even_acceptance(row_price, join, times.max_len) if join else 0.0
-        second_price = tokens_per_s / times.num_requests
-        self.pays = not tokens_per_s or times.pay(self.usual, second_price * (_RETAIN if self.pays else 1.0))
+            self.least_acceptance = break_even_acceptance(row_price, join, max_len) if join else 0.0
+        if changed or second_changed:
+            self.drafting = replace(most, second_price=self._second_price.value)
+            self.plain = replace(self.drafting, num_tokens=0)
+        self.pays = value.pays(name, num_requests, num_context, max_len, _RETAIN if self.pays else 1.0)
         if self.pays:
             self._pause.reset()
-            self._num_trial_rounds_left = 0
-        if changed or second_changed:
-            prices = row_price, self._second_price.value
-            self.drafting, self.plain = DraftTerms(times.max_len, *prices), DraftTerms(0, *prices)
-        if times.view.shares_device:
-            longest = times.best_len(self.usual, row_price)
+        if value.view(name).shares_device:
+            longest = value.best_len(name, num_requests, max_len, row_price)
             if longest != self.drafting.num_tokens:
                 self.drafting = replace(self.drafting, num_tokens=longest)
         return changed
 
-
-class _DraftTimes:
-    """Times of a drafter's batches of drafts for ``num_requests``: profiled, else as measured.
-
-    Args:
-        table: of a pass over one micro-batch of the requests.
-    """
-
-    def __init__(
-        self,
-        drafter: str,
-        view: DrafterView,
-        num_requests: int,
-        table: TableCost,
-        max_len: int,
-        batch: BatchState,
-    ) -> None:
-        self.view = view
-        self.num_requests = num_requests
-        self.max_len = max_len
-        self._name, self._cost = drafter_of(drafter), batch.cost
-        self._usual_len = view.draft_len or max_len
-        self._table = table
-        self._num_passes = batch.num_micro_batches
-        self._tokens_per_s = batch.tokens_per_s or 0.0
-
-    def batch_s(self, length: int) -> float:
-        """Drafts of so many tokens each. Without a profile proportional to the length, as in TurboSpec."""
-        profiled_s = self._cost.draft_s(self._name, self.num_requests, length)
-        if profiled_s is not None:
-            return profiled_s
-        return (self.view.drafts_s(self.num_requests) or self.view.reply_s) * length / self._usual_len
-
-    def pay(self, acceptance: float, second_price: float) -> bool:
-        """Whether drafts of any length, for all requests, gain more than the wait for them costs.
-
-        A pass verifies as many of the draft tokens as gains most: the sum over the likeliest k of a^i, less the tokens that
-        could be decoded in the time that k rows add. At the price of a row they might gain nothing: at a knee of the cost,
-        where rows are scarce, those before it are worth more than they cost.
-        """
-        num, table = -(-self.num_requests // self._num_passes), self._table
-        start, plain_s = num, table.at(num)
-        survivals, best = 0.0, 0.0
-        for length in range(1, self.max_len + 1):
-            survival, end = acceptance**length, start + num
-            # The gain is linear between the table's points, so that the most is at one of them or at an end.
-            for rows in (*table.rows[bisect_right(table.rows, start) : bisect_left(table.rows, end)], end):
-                lost = self._tokens_per_s * (table.at(rows) - plain_s)
-                best = max(best, survivals + survival * (rows - start) - lost)
-            if best > num * second_price * self.batch_s(length):
-                return True
-            survivals, start = survivals + survival * num, end
-        return False
-
-    def best_len(self, acceptance: float, row_price: float) -> int:
-        """The length at which drafts for all requests gain most, all of whom wait for the longest; at least 1. Without a
-        profile the longest: what one token more takes is not known.
-
-        Profiled times count by the share of them that was measured: a cascade is profiled as its most expensive member,
-        which it may query seldom.
-        """
-        usual_s = self._cost.draft_s(self._name, self.num_requests, max(1, round(self._usual_len)))
-        if not usual_s:
-            return self.max_len
-        share = min(1.0, (self.view.drafts_s(self.num_requests) or usual_s) / usual_s)
-        tokens_per_s = share * self._tokens_per_s
-        gains = accumulate(max(0.0, acceptance**k - PRICE_SHARE * row_price) for k in range(1, self.max_len + 1))
-        nets = [self.num_requests * gain - tokens_per_s * self.batch_s(k) for k, gain in enumerate(gains, 1)]
-        return 1 + nets.index(max(nets))
-
-    @property
-    def request_s(self) -> float:
-        """What one request more adds."""
-        length = max(1, round(self._usual_len))
-        more_s = self._cost.draft_s(self._name, self.num_requests + 1, length)
-        return self.view.request_s if more_s is None else max(0.0, more_s - self.batch_s(length))
+    def tries(self) -> bool:
+        """Whether one request tries a drafter that does not pay. Once a round."""
+        return self._pause.count_round()
 
 
 class Outrider(DraftLengths):
@@ -190,24 +98,22 @@ class Outrider(DraftLengths):
         super().__init__(max_lens)
         self._requests: dict[str, _Request] = {}
         self._paused: set[str] = set()
-        self._terms: dict[str, _Terms] = {}
+        self._drafters: dict[str, _Drafter] = {}
         self._moved: set[str] = set()  # drafters whose break-even moved in this round
         self._tried: set[str] = set()  # drafters that one request tries in this round
-        self._tokens_per_s, self._num_decoding, self._num_context = 0.0, 1, 0
-        self._table: TableCost | None = None  # of this round
+        self._num_decoding, self._num_context = 1, 0
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         ready = decoding(sequences)
         self._num_decoding, self._num_context = max(1, len(ready)), sum([one.committed_len for one in ready])
-        self._tokens_per_s, self._table = batch.tokens_per_s or 0.0, None
         self._moved.clear()
         self._tried.clear()
-        budgets = super().budgets(sequences, batch)
+        budgets = super().budgets(sequences, value)
         if self._moved:
             for request_id, known in self._requests.items():
                 if known.drafter in self._moved:
-                    self._reconsider(request_id, known, self._terms[known.drafter])
+                    self._reconsider(request_id, known, self._drafters[known.drafter])
         if len(self._requests) > 2 * len(sequences) + _SLACK:  # some were aborted
             live = {sequence.request_id for sequence in sequences}
             self._requests = {key: one for key, one in self._requests.items() if key in live}
@@ -218,11 +124,11 @@ class Outrider(DraftLengths):
         for sequence in sequences if self._tried else ():
             if sequence.drafter in self._tried and sequence.running and sequence.max_new_tokens > 1:
                 self._tried.discard(sequence.drafter)
-                budgets[sequence.request_id] = self._terms[sequence.drafter].drafting
-        return budgets if batch.limits is NO_LIMITS else self._by_objectives(ready, batch, budgets)
+                budgets[sequence.request_id] = self._drafters[sequence.drafter].drafting
+        return budgets if value.limits is NO_LIMITS else self._by_objectives(ready, value, budgets)
 
     def _by_objectives(
-        self, ready: Sequence[SequenceView], batch: BatchState, budgets: dict[str, DraftTerms]
+        self, ready: Sequence[SequenceView], value: DraftingValue, budgets: dict[str, DraftTerms]
     ) -> dict[str, DraftTerms]:
         names = {sequence.request_id: sequence.drafter for sequence in ready if sequence.drafter is not None}
 
@@ -230,47 +136,34 @@ class Outrider(DraftLengths):
             return self._acceptance(request_id, names[request_id]) if request_id in names else 0.0
 
         longest = {}
-        for drafter in set(names.values()) if batch.limits.streams and batch.num_micro_batches == 1 else ():
-            view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
-            times = self._times(drafter, view, batch)
-
-            def round_s(length: int, times: _DraftTimes = times) -> float:
-                num_accepted = len(names) * (expected_tokens(times.view.acceptance, length) - 1.0)
-                pass_s = batch.cost.step_s(len(ready) + round(num_accepted), self._num_context)
-                return pass_s + times.batch_s(length) if length else pass_s
-
-            longest[drafter] = longest_draft(batch.limits.streams, acceptance_of, round_s, times.max_len)
+        for drafter in set(names.values()) if value.limits.streams and value.num_micro_batches == 1 else ():
+            round_s = partial(value.round_s, drafter, len(ready), len(names), self._num_context)
+            longest[drafter] = longest_draft(value.limits.streams, acceptance_of, round_s, self.max_len(drafter))
         drafted = [sequence for sequence in ready if sequence.request_id in names]
-        return weighted(budgets, drafted, batch.limits.weights, longest)
+        return weighted(budgets, drafted, value.limits.weights, longest)
 
     def _acceptance(self, request_id: str, drafter: str) -> float:
         """Of its draft tokens, as far as it is known."""
-        usual, known = self._terms[drafter].usual, self._requests.get(request_id)
+        usual, known = self._drafters[drafter].usual, self._requests.get(request_id)
         return usual if known is None or known.drafter != drafter else known.acceptance.shrunk(usual, _PRIOR_TOKENS)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
-        terms = self._terms.setdefault(drafter, _Terms())
-        view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
-        times = self._times(drafter, view, batch)
-        exposure = 0.0 if view.shares_device else view.exposure if batch.num_micro_batches > 1 else 1.0
-        if terms.follow(times, self.row_price, exposure * self._tokens_per_s):
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
+        known = self._drafters.get(drafter)
+        if known is None:
+            known = self._drafters[drafter] = _Drafter()
+        if known.follow(drafter, value, self._num_decoding, self._num_context, super().budget_of(drafter, value)):
             self._moved.add(drafter)
-        if terms.pays:
-            return terms.drafting
-        if terms.tries():
+        if known.pays:
+            return known.drafting
+        if known.tries():
             self._tried.add(drafter)
-        return terms.plain
-
-    def _times(self, drafter: str, view: DrafterView, batch: BatchState) -> _DraftTimes:
-        if self._table is None:
-            self._table = batch.cost.table(self._num_context // batch.num_micro_batches)
-        return _DraftTimes(drafter, view, self._num_decoding, self._table, self.max_len(drafter), batch)
+        return known.plain
 
     def learn(self, feedback: PassFeedback) -> None:
-        all_terms, requests = self._terms, self._requests
+        drafters, requests = self._drafters, self._requests
         for request_id, judgement in feedback.judgements.items():
             drafter, num_right, num_judged = judgement.drafter, judgement.num_right, len(judgement.confidences)
-            terms = all_terms.get(drafter)
+            terms = drafters.get(drafter)
             if terms is None or not num_judged:
                 continue
             known = requests.get(request_id)
@@ -291,7 +184,7 @@ class Outrider(DraftLengths):
                 self._requests.pop(commit.request_id, None)
                 self._paused.discard(commit.request_id)
 
-    def _reconsider(self, request_id: str, known: _Request, terms: _Terms) -> None:
+    def _reconsider(self, request_id: str, known: _Request, terms: _Drafter) -> None:
         """Pauses or resumes a request by what is known of it."""
         acceptance = known.acceptance.shrunk(terms.usual, _PRIOR_TOKENS)
         if request_id in self._paused:
@@ -305,7 +198,7 @@ class Outrider(DraftLengths):
                 known.pause.reset()
 
     def _decide_paused(self, request_id: str, drafter: str, budgets: dict[str, DraftTerms]) -> None:
-        known, terms = self._requests[request_id], self._terms[drafter]
+        known, terms = self._requests[request_id], self._drafters[drafter]
         if known.drafter != drafter:  # it was handed over: nothing is known of it there
             del self._requests[request_id]
             self._paused.discard(request_id)
@@ -314,26 +207,3 @@ class Outrider(DraftLengths):
             self._paused.discard(request_id)
         else:
             budgets[request_id] = terms.plain
-
-
-def break_even_acceptance(row_price: float, price: float, max_len: int) -> float:
-    """The acceptance a of a draft token above which drafting gains: sum over k = 1 .. ``max_len`` of max(0, a^k - row price)
-    exceeds ``price``, in tokens. Above 1: none does."""
-    if max_len * (1.0 - row_price) <= price:
-        return inf
-    if price <= _PRECISION:
-        return row_price
-    # The sum is convex and rises with a, so that Newton's method descends to the root from above.
-    acceptance = 1.0
-    while True:
-        survival, gain, slope = 1.0, 0.0, 0.0
-        for k in range(1, max_len + 1):
-            slope_k, survival = k * survival, survival * acceptance
-            if survival <= row_price:
-                break
-            gain += survival - row_price
-            slope += slope_k
-        step = (gain - price) / slope
-        acceptance -= step
-        if step < _PRECISION:
-            return acceptance

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 
-from router.assignment import drafter_of
 from router.cost_model import CostModel, TableCost
+from router.drafting.value import drafting_s, expected_tokens
 from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 
 MAX_MICRO_BATCHES = 8
@@ -92,15 +92,12 @@ class Pipeline:
         return pass_s >= (1.0 - MICRO_BATCH_MARGIN) * self.round_s(1)
 
     def _drafts_s(self, name: str, batch: int) -> float:
-        """Of a batch of drafts; 0: not known. As measured, and by the profile for a batch of another size: while batches are
-        alike, measurements say little of others."""
+        """Of a batch of drafts of the usual length; 0: not known."""
         found = self._batch_s.get((name, batch))
         if found is None:
-            drafter, own = self.drafters[name][0], drafter_of(name)
-            usual, length = max(1, round(drafter.batch)), max(1, round(drafter.draft_len))
-            profiled_s = self._cost.draft_s(own, batch, length) if drafter.draft_s else None
-            usual_s = self._cost.draft_s(own, usual, length) if profiled_s is not None else None
-            found = drafter.draft_s * profiled_s / usual_s if profiled_s and usual_s else drafter.drafts_s(batch)
+            drafter = self.drafters[name][0]
+            length = max(1, round(drafter.draft_len))
+            found = drafting_s(name, drafter, batch, length, self._cost) if drafter.draft_s else 0.0
             self._batch_s[name, batch] = found
         return found
 
@@ -147,13 +144,6 @@ class Pipeline:
 
 def _own_len(drafter: DrafterView, draft_len: int) -> int:
     return min(draft_len, max(1, round(drafter.draft_len)))
-
-
-def expected_tokens(acceptance: float, draft_len: float) -> float:
-    """L(c) = (1 - a^(c+1)) / (1 - a)."""
-    if acceptance >= 1.0:
-        return draft_len + 1.0
-    return float((1.0 - acceptance ** (draft_len + 1)) / (1.0 - acceptance))
 
 
 def remote_bound(draft_len: int, token_s: float, pass_s: float) -> float:

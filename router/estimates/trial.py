@@ -125,19 +125,24 @@ class Pause:
 
     first: int = FIRST_PAUSE
     longest: int = LONGEST_PAUSE
+    num_rounds: int = 1  # of a trial
     _num_doubled: int = 0
     _num_passed: int = 0
+    _num_left: int = 0  # rounds of the present trial
 
     def reset(self) -> None:
         """The drafter pays."""
-        self._num_doubled = self._num_passed = 0
+        self._num_doubled = self._num_passed = self._num_left = 0
 
     def count_round(self) -> bool:
-        """Counts a round. Returns whether it is a trial."""
+        """Counts a round. Returns whether it is one of a trial."""
+        if self._num_left:
+            self._num_left -= 1
+            return True
         self._num_passed += 1
         if self._num_passed < min(self.first << self._num_doubled, self.longest):
             return False
-        self._num_passed = 0
+        self._num_passed, self._num_left = 0, self.num_rounds - 1
         if self.first << self._num_doubled < self.longest:
             self._num_doubled += 1
         return True

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from cluster.types import DraftTerms
-from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding, drafting_s
-from router.drafting.prices import QuotedPrice
+from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.ranking import throughputs
+from router.drafting.value import DraftingValue, QuotedPrice, drafting_s
 from router.drafting.verification import PassRows, VerifyContext
 from router.estimates.decayed import LASTING, DecayedMean
 from router.plan import UNKNOWN_DRAFTER, SequenceView
@@ -42,35 +42,35 @@ class AdaSpec(DraftLengths):
         self._quoted_confidence = QuotedPrice(0.0, 0.02)
         self._ready: list[SequenceView] = []
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         ready = self._ready = decoding(sequences)
         if ready:
             num, context = len(ready), sum(s.committed_len for s in ready)
-            plain_s = batch.cost.step_s(num, context)
-            row_s = (batch.cost.step_s(2 * num, context) - plain_s) / num
+            plain_s = value.cost.step_s(num, context)
+            row_s = (value.cost.step_s(2 * num, context) - plain_s) / num
             # A plain pass decodes a token of each request in plain_s.
             self._quoted_row.follow(min(1.0, row_s * num / plain_s))
             self._quoted_second.follow(1.0 / plain_s)
         expected = self._confidence.value if self._confidence.is_known else _FIRST_CONFIDENCE
         self._quoted_confidence.follow(expected)
-        return super().budgets(sequences, batch)
+        return super().budgets(sequences, value)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
-        prices, longest = (self._quoted_row.value, self._quoted_second.value), self._longest(drafter, batch)
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
+        prices, longest = (self._quoted_row.value, self._quoted_second.value), self._longest(drafter, value)
         return DraftTerms(longest, *prices, expected_confidence=self._quoted_confidence.value)
 
-    def _longest(self, drafter: str, batch: BatchState) -> int:
+    def _longest(self, drafter: str, value: DraftingValue) -> int:
         """The longest draft of all requests whose round meets the TPOT objective; without one, the drafter's longest."""
-        longest, tpot_s = self.max_len(drafter), batch.limits.tpot_s
+        longest, tpot_s = self.max_len(drafter), value.limits.tpot_s
         if tpot_s is None or not self._ready:
             return longest
         num, context = len(self._ready), sum([s.committed_len for s in self._ready])
         num_own = max(1, sum([s.drafter == drafter for s in self._ready]))
-        view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
+        view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
         for length in range(longest, 0, -1):
-            verify_s = batch.cost.step_s(num * (1 + length), context)
-            if drafting_s(drafter, view, num_own, length, batch.cost) + verify_s <= tpot_s:
+            verify_s = value.cost.step_s(num * (1 + length), context)
+            if drafting_s(drafter, view, num_own, length, value.cost) + verify_s <= tpot_s:
                 return length
         return 0
 

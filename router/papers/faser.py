@@ -25,7 +25,8 @@ import numpy as np
 
 from cluster.types import DraftTerms
 from router.drafter.matching import Floats
-from router.drafting.length import BatchState, DraftLengths, PassFeedback, decoding
+from router.drafting.length import DraftLengths, PassFeedback, decoding
+from router.drafting.value import DraftingValue
 from router.plan import SequenceView
 
 MAX_UPDATES = 4
@@ -58,9 +59,9 @@ class Faser(DraftLengths):
         self._num_decoding, self._partition = 1, ""
         self._of_length: dict[int, DraftTerms] = {}
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
-        self._num_decoding, self._partition = max(1, len(decoding(sequences))), batch.partition
+        self._num_decoding, self._partition = max(1, len(decoding(sequences))), value.partition
         self._choose()
         if len(self._arms) > 2 * len(sequences) + _SLACK:  # some were aborted
             live = {sequence.request_id for sequence in sequences}

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cluster.types import DraftTerms
-from router.drafting.length import BatchState, DraftLengths, decoding, drafting_s
+from router.drafting.length import DraftLengths, decoding
+from router.drafting.value import DraftingValue, drafting_s
 from router.drafting.verification import PassRows, VerifyContext, survivals
 from router.plan import UNKNOWN_DRAFTER, SequenceView
 
@@ -20,15 +21,15 @@ class TurboSpec(DraftLengths):
 
     _best_len = 0
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
-        self._best_len = self._argmax(decoding(sequences) or sequences, batch)
-        return super().budgets(sequences, batch)
+        self._best_len = self._argmax(decoding(sequences) or sequences, value)
+        return super().budgets(sequences, value)
 
-    def budget_of(self, drafter: str, batch: BatchState) -> DraftTerms:
+    def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:
         return DraftTerms(min(self._best_len, self.max_len(drafter)))
 
-    def _argmax(self, ready: list[SequenceView], batch: BatchState) -> int:
+    def _argmax(self, ready: list[SequenceView], value: DraftingValue) -> int:
         num_of = Counter(sequence.drafter for sequence in ready)
         longest = max((self.max_len(drafter) for drafter in num_of if drafter is not None), default=0)
         context = sum(sequence.committed_len for sequence in ready)
@@ -40,10 +41,10 @@ class TurboSpec(DraftLengths):
                 num_rows += num * (own_len + 1)
                 tokens += num
                 if drafter is not None and own_len:
-                    view = batch.drafters.get(drafter, UNKNOWN_DRAFTER)
+                    view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
                     tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
-                    draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, batch.cost))
-            goodput = tokens / (draft_s + batch.cost.step_s(num_rows, context))
+                    draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, value.cost))
+            goodput = tokens / (draft_s + value.cost.step_s(num_rows, context))
             if goodput > best_goodput:
                 best, best_goodput = length, goodput
         return best

@@ -15,8 +15,9 @@ from cluster.types import Commit, DraftTerms, FinishReason, Request, RoutingTabl
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.drafting.length import BatchState, DraftLengths
+from router.drafting.length import DraftLengths
 from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.value import DraftingValue
 from router.plan import SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_network import Faults, MemoryNetwork
@@ -67,7 +68,7 @@ class RandomBudgets(DraftLengths):
         self._rng = rng
         self._last: dict[str, DraftTerms] = {}
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         rng, last = self._rng, self._last
         self._last = {
             s.request_id: last[s.request_id]

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 
 from router.cost_model import TableCost
-from router.drafting.break_even import BreakEvenGate, saved_s
+from router.drafting.break_even import BreakEvenGate
+from router.drafting.value import saved_s
 from tests.support.quick import first
 
 COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))

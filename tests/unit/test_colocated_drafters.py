@@ -16,7 +16,7 @@ from drafters.protocol import Capabilities, Demand, Draft
 from engine.colocated import ColocatedDrafters
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
-from router.drafting.prices import DecodeRate
+from router.drafting.value import DecodeRate
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.waiting import eventually

@@ -5,8 +5,8 @@ import pytest
 from cluster.types import Commit, DraftTerms
 from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
-from router.drafting.length import BatchState, DraftLengths
-from router.drafting.prices import PRICE_STEPS, DecodeRate, row_price
+from router.drafting.length import DraftLengths
+from router.drafting.value import PRICE_STEPS, DecodeRate, DraftingValue, row_price
 from router.plan import SequenceView
 
 COST = TableCost((1, 8, 16, 32), (0.01, 0.01, 0.026, 0.042))
@@ -19,7 +19,7 @@ def view(name: str, drafter: str | None) -> SequenceView:
 def test_each_request_is_drafted_for_as_far_as_its_drafter_goes() -> None:
     lengths = DraftLengths({"a": 4, "b": 12})
     sequences = [view("r", "a"), view("s", "b/1"), view("t", None), view("u", "unknown"), view("v", "a")]
-    budgets = lengths.budgets(sequences, BatchState(COST, row_price=0.25))
+    budgets = lengths.budgets(sequences, DraftingValue(COST, row_price=0.25))
     assert {key: budget.num_tokens for key, budget in budgets.items()} == {"r": 4, "s": 12, "u": 8, "v": 4}
     assert {budget.row_price for budget in budgets.values()} == {0.25}
 
@@ -27,7 +27,7 @@ def test_each_request_is_drafted_for_as_far_as_its_drafter_goes() -> None:
 def test_a_price_that_hardly_moves_stays_the_same() -> None:
     lengths = DraftLengths({"a": 4})
     budgets = [
-        lengths.budgets([view("r", "a")], BatchState(COST, row_price=price))["r"]
+        lengths.budgets([view("r", "a")], DraftingValue(COST, row_price=price))["r"]
         for price in (0.25, 0.25 + 0.4 / PRICE_STEPS, 0.3)
     ]
     assert budgets[0] is budgets[1]

@@ -10,10 +10,9 @@ import pytest
 from cluster.config import DraftLengthConfig
 from cluster.types import Commit, DraftTerms, FinishReason
 from router.cost_model import TableCost
-from router.drafting.length import BatchState, DraftLengths, PassFeedback
-from router.drafting.length_rule import break_even_acceptance
+from router.drafting.length import DraftLengths, PassFeedback
 from router.drafting.policies import build_draft_lengths
-from router.drafting.prices import QuotedPrice
+from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
 from router.estimates.drafter_stats import Judgement
 from router.estimates.trial import FIRST_PAUSE
 from router.papers.faser import MAX_UPDATES
@@ -48,7 +47,7 @@ def lens(budgets: Mapping[str, DraftTerms]) -> dict[str, int]:
 
 def test_a_fixed_length_is_at_most_that_of_the_drafter_and_rows_are_free() -> None:
     budgets = policy(DraftLengthConfig(kind="fixed", num_tokens=3)).budgets(
-        [view("a"), view("b", "short"), view("c", None)], BatchState(FLAT, GOOD, row_price=0.9)
+        [view("a"), view("b", "short"), view("c", None)], DraftingValue(FLAT, GOOD, row_price=0.9)
     )
     assert lens(budgets) == {"a": 3, "b": 2}
     assert budgets["a"].row_price == 0.0
@@ -56,7 +55,7 @@ def test_a_fixed_length_is_at_most_that_of_the_drafter_and_rows_are_free() -> No
 
 def test_a_threshold_is_told_to_the_drafter() -> None:
     budgets = policy(DraftLengthConfig(kind="threshold", min_confidence=0.3)).budgets(
-        [view("a")], BatchState(FLAT, GOOD, row_price=0.9)
+        [view("a")], DraftingValue(FLAT, GOOD, row_price=0.9)
     )
     assert budgets == {"a": DraftTerms(MAX_LEN, min_confidence=0.3)}
 
@@ -72,7 +71,7 @@ def test_a_quoted_price_stays_while_the_true_one_is_near_and_falls_to_nothing_at
 def test_the_row_price_of_a_batch_that_wavers_about_a_threshold_is_sent_once() -> None:
     lengths = policy(DraftLengthConfig())
     prices = [0.3, 0.31, 0.29, 0.31, 0.29, 0.4, 0.39]
-    quoted = [lengths.budgets([view("a")], BatchState(FLAT, GOOD, price))["a"].row_price for price in prices]
+    quoted = [lengths.budgets([view("a")], DraftingValue(FLAT, GOOD, price))["a"].row_price for price in prices]
     assert len(set(quoted)) == 2
     control = [round(price * 64) / 64 for price in prices]
     assert len(set(control)) > 2
@@ -108,7 +107,7 @@ class TestOutrider:
         lengths, sequences = policy(DraftLengthConfig()), [view(name) for name in num_right]
         budgets: Mapping[str, DraftTerms] = {}
         for _ in range(num_rounds):
-            budgets = lengths.budgets(sequences, BatchState(FLAT, ADDING, row_price, 100.0))
+            budgets = lengths.budgets(sequences, DraftingValue(FLAT, ADDING, row_price, 100.0))
             lengths.learn(passed({name: right for name, right in num_right.items() if budgets[name].num_tokens}))
         return lengths, lens(budgets)
 
@@ -122,7 +121,7 @@ class TestOutrider:
         knee = TableCost((1, 4 + num_free, 12 + num_free), (0.01, 0.01, 0.09))
         drafters = {"d": DrafterView(0.008, 1.5, 0.6, draft_s=0.008, batch=4.0, draft_len=8.0)}
         budgets = policy(DraftLengthConfig()).budgets(
-            [view(name) for name in "abcd"], BatchState(knee, drafters, 0.55, 400.0)
+            [view(name) for name in "abcd"], DraftingValue(knee, drafters, 0.55, 400.0)
         )
         assert all(lens(budgets).values()) is is_drafted
 
@@ -137,7 +136,7 @@ class TestOutrider:
             table = TableCost(tuple(map(int, points)), tuple(map(float, pass_s)))
             acceptance, reply_s = float(chance.uniform(0.1, 0.95)), float(chance.choice([0.0005, 0.005, 0.05]))
             drafters = {"d": DrafterView(reply_s, 3.0, acceptance)}
-            batch = BatchState(table, drafters, 0.0, tokens_per_s, num_micro_batches)
+            batch = DraftingValue(table, drafters, 0.0, tokens_per_s, num_micro_batches)
             budgets = policy(DraftLengthConfig()).budgets([view(f"r{i}") for i in range(num_requests)], batch)
 
             num = ceil(num_requests / num_micro_batches)
@@ -178,7 +177,7 @@ class TestOutrider:
             draft_s = measured_over_profiled * (cost.draft_s("d", num_requests, MAX_LEN) or 0.005)
             one = DrafterView(draft_s, 2.0, 0.67, draft_s=draft_s, batch=num_requests, shares_device=shares_device)
             requests = [view(f"r{i}") for i in range(num_requests)]
-            budgets = policy(DraftLengthConfig()).budgets(requests, BatchState(cost, {"d": one}, row_price, 100.0))
+            budgets = policy(DraftLengthConfig()).budgets(requests, DraftingValue(cost, {"d": one}, row_price, 100.0))
             return max(lens(budgets).values())
 
         assert longest(1.0) == expected
@@ -192,14 +191,14 @@ class TestOutrider:
         on_device = {"d": DrafterView(0.05, 3.0, 0.8, draft_s=0.05, request_s=0.01, draft_len=8.0, shares_device=True)}
         for drafters in (at_once, on_device):
             for _ in range(30):
-                budgets = lengths.budgets(sequences, BatchState(FLAT, drafters, 0.3, 100.0))
+                budgets = lengths.budgets(sequences, DraftingValue(FLAT, drafters, 0.3, 100.0))
                 assert lens(budgets) == {"bad": MAX_LEN}
                 assert budgets["bad"].second_price == (100.0 if drafters is at_once else 0.0)
                 lengths.learn(passed({"bad": 0}))
 
     def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, seen = BatchState(FLAT, ADDING, 0.3, 100.0), []
+        batch, seen = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
         for _ in range(FIRST_PAUSE + 20):
             num_tokens = lengths.budgets([view("a")], batch)["a"].num_tokens
             seen.append(num_tokens)
@@ -211,7 +210,7 @@ class TestOutrider:
 
     def test_a_trial_in_vain_doubles_the_pause(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, drafted = BatchState(FLAT, ADDING, 0.3, 100.0), []
+        batch, drafted = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
         for number in range(4 * FIRST_PAUSE):
             if lengths.budgets([view("a")], batch)["a"].num_tokens:
                 drafted.append(number)
@@ -222,31 +221,33 @@ class TestOutrider:
     def test_a_lower_price_resumes_at_once(self) -> None:
         lengths, before = self.after({"a": 1}, 60, 0.8)
         assert before == {"a": 0}
-        assert lens(lengths.budgets([view("a")], BatchState(FLAT, ADDING, 0.78, 100.0))) == {"a": 0}, "as good as the same"
-        assert lens(lengths.budgets([view("a")], BatchState(FLAT, ADDING, 0.1, 100.0))) == {"a": MAX_LEN}
+        assert lens(lengths.budgets([view("a")], DraftingValue(FLAT, ADDING, 0.78, 100.0))) == {"a": 0}, (
+            "as good as the same"
+        )
+        assert lens(lengths.budgets([view("a")], DraftingValue(FLAT, ADDING, 0.1, 100.0))) == {"a": MAX_LEN}
 
     def test_where_certain_drafts_would_not_pay_nobody_is_drafted_for(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         slow = {"d": DrafterView(1.0, 3.0, 0.9, exposure=1.0)}  # 100 tokens a second are lost in each of its replies
         lengths = policy(DraftLengthConfig())
-        assert set(lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0))).values()) == {0}
+        assert set(lens(lengths.budgets(sequences, DraftingValue(FLAT, slow, 0.0, 400.0))).values()) == {0}
         overlapped = {"d": DrafterView(1.0, 3.0, 0.9, exposure=0.0)}
-        in_turn = BatchState(FLAT, overlapped, 0.0, 400.0, num_micro_batches=2)
+        in_turn = DraftingValue(FLAT, overlapped, 0.0, 400.0, num_micro_batches=2)
         assert set(lens(lengths.budgets(sequences, in_turn)).values()) == {MAX_LEN}
-        at_once = BatchState(FLAT, overlapped, 0.0, 400.0)
+        at_once = DraftingValue(FLAT, overlapped, 0.0, 400.0)
         assert set(lens(lengths.budgets(sequences, at_once)).values()) == {0}, "they would wait for it from now on"
 
     def test_a_request_that_is_drafted_for_beside_others_costs_them_no_wait(self) -> None:
         """Drafts of 8 tokens for a batch take 80 ms, in which it could decode 4 tokens: 2 each of the two, of which `bad`
         gains 0.2 and `good` gains 4."""
         drafters = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.0, draft_len=8.0)}
-        lengths, batch = policy(DraftLengthConfig()), BatchState(FLAT, drafters, 0.0, 50.0)
+        lengths, batch = policy(DraftLengthConfig()), DraftingValue(FLAT, drafters, 0.0, 50.0)
         for _ in range(30):
             budgets = lengths.budgets([view("good"), view("bad")], batch)
             lengths.learn(passed({name: right for name, right in (("good", 3), ("bad", 0)) if budgets[name].num_tokens}))
         assert lens(budgets) == {"good": MAX_LEN, "bad": MAX_LEN}
         adding = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.02, draft_len=8.0)}
-        costly = BatchState(FLAT, adding, 0.0, 50.0)  # a token of the batch for each request more
+        costly = DraftingValue(FLAT, adding, 0.0, 50.0)  # a token of the batch for each request more
         assert lens(lengths.budgets([view("good"), view("bad")], costly)) == {"good": MAX_LEN, "bad": 0}
 
     def test_a_drafter_that_pays_for_nobody_is_tried_by_one_request_and_taken_again_once_it_is_fast(self) -> None:
@@ -255,25 +256,25 @@ class TestOutrider:
         slow, fast = {"d": DrafterView(1.0, 3.0, 0.9)}, {"d": DrafterView(0.001, 3.0, 0.9)}
         drafted = []
         for number in range(8 * FIRST_PAUSE):
-            found = lens(lengths.budgets(sequences, BatchState(FLAT, slow, 0.0, 400.0)))
+            found = lens(lengths.budgets(sequences, DraftingValue(FLAT, slow, 0.0, 400.0)))
             assert found["b"] == 0
             drafted += [number] if found["a"] else []
         assert drafted[0] == FIRST_PAUSE - 1
         assert 0 < len(drafted) <= 3 * 8, "three trials of eight rounds: pauses double"
-        assert lens(lengths.budgets(sequences, BatchState(FLAT, fast, 0.0, 400.0))) == {"a": MAX_LEN, "b": MAX_LEN}
+        assert lens(lengths.budgets(sequences, DraftingValue(FLAT, fast, 0.0, 400.0))) == {"a": MAX_LEN, "b": MAX_LEN}
 
     def test_the_price_of_a_second_is_what_the_request_itself_could_decode(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         half = {"d": DrafterView(0.0, 3.0, 0.9, exposure=0.5)}
         for num_micro_batches, expected in ((1, 100.0), (2, 50.0)):
-            batch = BatchState(FLAT, half, 0.0, 400.0, num_micro_batches)
+            batch = DraftingValue(FLAT, half, 0.0, 400.0, num_micro_batches)
             budgets = policy(DraftLengthConfig()).budgets(sequences, batch)
             assert budgets["r0"].second_price == pytest.approx(expected)
 
     def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
         lengths, before = self.after({"a": 0}, 30, 0.3)
         assert before == {"a": 0}
-        batch = BatchState(FLAT, {**ADDING, "short": ADDING["d"]}, 0.3, 100.0)
+        batch = DraftingValue(FLAT, {**ADDING, "short": ADDING["d"]}, 0.3, 100.0)
         assert lens(lengths.budgets([view("a", "short")], batch)) == {"a": 2}
         lengths, _ = self.after({"a": 0}, 30, 0.3)
         lengths.learn(PassFeedback([Commit("a", 20, (1,), finish=FinishReason.STOP)], {}, 0.01, 0.02))
@@ -296,16 +297,16 @@ class TestTurboSpec:
     )
     def test_the_length_with_the_most_goodput(self, row_s: float, expected: int) -> None:
         cost = TableCost((1, 100), (0.01, 0.01 + 99 * row_s))
-        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(cost, self.VIEW))) == {
+        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(cost, self.VIEW))) == {
             "a": expected
         }
 
     def test_one_length_for_the_batch_and_more_rows_cost_more(self) -> None:
         cost = TableCost((1, 8, 100), (0.01, 0.01, 0.102))  # free up to 8 rows
-        alone = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(cost, self.VIEW)))
+        alone = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(cost, self.VIEW)))
         many = lens(
             policy(DraftLengthConfig(kind="turbospec")).budgets(
-                [view(f"r{i}") for i in range(8)], BatchState(cost, self.VIEW)
+                [view(f"r{i}") for i in range(8)], DraftingValue(cost, self.VIEW)
             )
         )
         assert alone["a"] >= 7
@@ -313,7 +314,7 @@ class TestTurboSpec:
 
     def test_the_time_of_drafts_counts(self) -> None:
         slow = {"d": DrafterView(0.16, 1.0, 0.5)}  # 20 ms for each of 8 tokens
-        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], BatchState(FLAT, slow))) == {"a": 0}
+        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(FLAT, slow))) == {"a": 0}
 
 
 def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_mean_confidence() -> None:
@@ -322,7 +323,7 @@ def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_me
     sequences = [view("a"), view("b")]
     for _ in range(20):
         lengths.learn(passed({"a": 3}))  # with confidences of 0.5
-    budget = lengths.budgets(sequences, BatchState(cost, GOOD))["a"]
+    budget = lengths.budgets(sequences, DraftingValue(cost, GOOD))["a"]
     # Two requests take 20 ms, a row of each more 10 ms: a row is 5 ms of 100 tokens a second.
     assert budget.row_price == pytest.approx(0.5)
     assert budget.second_price == pytest.approx(50.0)
@@ -334,7 +335,7 @@ class TestFaser:
     def run(num_right: Sequence[int], time_of: float, num_rounds: int = 60) -> int:
         """The commonest length at last, where a round takes 10 ms and ``time_of`` for each draft token; the drafter is right
         as far as ``num_right`` says, in turn."""
-        lengths, batch, drafted, seen = policy(DraftLengthConfig(kind="faser")), BatchState(FLAT, GOOD), 0, []
+        lengths, batch, drafted, seen = policy(DraftLengthConfig(kind="faser")), DraftingValue(FLAT, GOOD), 0, []
         for number in range(num_rounds):
             asked = lengths.budgets([view("a")], batch)["a"].num_tokens
             if drafted:
@@ -353,7 +354,7 @@ class TestFaser:
         assert self.run([0], 0.003) == 1
 
     def test_an_old_load_is_forgotten(self) -> None:
-        lengths, batch, drafted = policy(DraftLengthConfig(kind="faser", window=16)), BatchState(FLAT, GOOD), 0
+        lengths, batch, drafted = policy(DraftLengthConfig(kind="faser", window=16)), DraftingValue(FLAT, GOOD), 0
         seen = []
         for number in range(160):
             asked = lengths.budgets([view("a")], batch)["a"].num_tokens
@@ -368,7 +369,7 @@ class TestFaser:
     def test_at_most_so_many_posteriors_are_updated_in_a_round_and_each_in_its_turn(self) -> None:
         names = [f"r{i}" for i in range(3 * MAX_UPDATES)]
         lengths, sequences = policy(DraftLengthConfig(kind="faser")), [view(name) for name in names]
-        batch = BatchState(FLAT, GOOD)
+        batch = DraftingValue(FLAT, GOOD)
         first = lens(lengths.budgets(sequences, batch))
         for _ in range(3):
             lengths.learn(passed(dict.fromkeys(names, 0), 4))

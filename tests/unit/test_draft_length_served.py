@@ -20,8 +20,9 @@ from engine.factory import load_model, load_target
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from router.drafting.length import BatchState, DraftLengths
+from router.drafting.length import DraftLengths
 from router.drafting.policies import build_draft_lengths
+from router.drafting.value import DraftingValue
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_model
@@ -77,7 +78,7 @@ class Switched(DraftLengths):
 
     num_tokens = MAX_LEN
 
-    def budgets(self, sequences: Iterable[SequenceView], batch: BatchState) -> dict[str, DraftTerms]:
+    def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         return {s.request_id: DraftTerms(self.num_tokens) for s in sequences if s.drafter is not None}
 
 

@@ -7,9 +7,9 @@ import pytest
 from cluster.config import DraftLengthConfig
 from cluster.types import DraftTerms
 from router.cost_model import TableCost
-from router.drafting.length import BatchState
 from router.drafting.length_objectives import longest_draft, weighted
 from router.drafting.policies import build_draft_lengths
+from router.drafting.value import DraftingValue
 from router.plan import DrafterView, SequenceView
 from router.planning.slo import NO_LIMITS, RoundLimits, Stream
 
@@ -73,7 +73,7 @@ class TestOutrider:
     @staticmethod
     def budgets(limits: RoundLimits, num_micro_batches: int = 1) -> dict[str, DraftTerms]:
         lengths = build_draft_lengths(DraftLengthConfig(), {"d": 8})
-        batch = BatchState(COST, DRAFTERS, 0.25, 100.0, num_micro_batches, limits)
+        batch = DraftingValue(COST, DRAFTERS, 0.25, 100.0, num_micro_batches, limits)
         return lengths.budgets([view("a"), view("b")], batch)
 
     def test_without_objectives_nothing_changes(self) -> None:

@@ -8,8 +8,9 @@ import pytest
 from cluster.types import DraftTerms
 from router.cost_model import TableCost
 from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Chunks, Frontiers
-from router.drafting.overlap_gains import Pipeline, expected_tokens, remote_bound
+from router.drafting.overlap_gains import Pipeline, remote_bound
 from router.drafting.policies import OVERLAP_POLICIES
+from router.drafting.value import expected_tokens
 from router.plan import Capacity, DrafterView, Frontier, SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 

@@ -19,7 +19,7 @@ from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
 from router.drafting.length import DraftLengths
-from router.drafting.prices import PRICE_STEPS
+from router.drafting.value import PRICE_STEPS
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults

@@ -41,7 +41,7 @@ from router.cost_model import TableCost
 from router.drafting.break_even import BreakEvenGate
 from router.drafting.length import DraftLengths
 from router.drafting.policies import DRAFT_LENGTHS, OVERLAP_POLICIES, VERIFICATION_POLICIES, build_draft_lengths
-from router.drafting.prices import DecodeRate
+from router.drafting.value import DecodeRate
 from router.estimates.drafter_stats import DictatedDrafts, DrafterStats
 from router.estimates.survival import OnlineSurvival
 from router.planning.admission import Departures

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from cluster.config import DraftLengthConfig
 from router.cost_model import TableCost
-from router.drafting.length import BatchState
 from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
+from router.drafting.value import DraftingValue
 from router.plan import SequenceView
 from router.planning.slo import RoundLimits
 from tests.support.verification import DRAFTERS, Drawn, a_pass, decide, decoding, passes
@@ -75,7 +75,7 @@ def test_adaspec_verifies_nothing_where_no_round_meets_the_slo() -> None:
 def test_adaspec_drafts_no_further_than_a_round_within_the_slo(tpot_s: float | None, longest: int) -> None:
     """A round of s draft tokens takes 12 + 5 s ms."""
     lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
-    batch = BatchState(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
+    batch = DraftingValue(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
     assert lengths.budgets([decoding("x", ())], batch)["x"].num_tokens == longest
 
 

@@ -1,0 +1,257 @@
+"""Whether drafting pays, and how far: the seconds of the target that drafts save.
+
+    saved = accepted tokens / r  -  (time of the pass with the draft rows - without)  -  exposed share * time of the drafts
+
+r: tokens per second that the batch decodes at present (`DecodeRate`). Times of passes come from the cost model, which passes
+correct; times of drafts and acceptance are measured (`DrafterView`). A price is the same in tokens: seconds times r.
+
+`DraftingValue` answers for a round: which drafter pays, how long its drafts should be, from which acceptance on a request
+joins them, how long a round with them takes. `saved_s` is what came of a pass. The drafter ends drafts by `DraftTerms`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import field
+from itertools import accumulate
+from math import inf
+
+from cluster.config import DEFAULT_DRAFT_LEN
+from cluster.fast_dataclass import record
+from cluster.types import PRICE_SHARE
+from router.assignment import drafter_of
+from router.cost_model import CostModel
+from router.estimates.decayed import DecayedMean
+from router.plan import UNKNOWN_DRAFTER, DrafterView
+from router.planning.slo import NO_LIMITS, RoundLimits
+
+PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
+_PRECISION = 1e-6  # of a break-even acceptance
+
+
+@record
+class DraftingValue:
+    """What is measured when the drafts of the next round are decided, and what follows from it."""
+
+    cost: CostModel
+    drafters: Mapping[str, DrafterView] = field(default_factory=dict)  # those that are linked and draft for a request
+    row_price: float = 0.0  # in tokens, as `row_price`
+    tokens_per_s: float | None = None  # that the present batch decodes; None: not known yet
+    num_micro_batches: int = 1  # of the present plan; with more than one, drafts are made while others are verified
+    limits: RoundLimits = NO_LIMITS  # what the objectives of decoding requests leave a round
+    partition: str = ""  # compute partition of the drafters in the target's process; "": they have none of their own
+
+    def view(self, drafter: str) -> DrafterView:
+        return self.drafters.get(drafter, UNKNOWN_DRAFTER)
+
+    def waiting_rate(self, drafter: str) -> float:
+        """Tokens that the batch could decode in a second of this drafter's drafting. 0: not known, or it shares the target's
+        device, where `ColocatedDrafters` decides whether it drafts."""
+        view = self.view(drafter)
+        if view.shares_device or not self.tokens_per_s:
+            return 0.0
+        return self.tokens_per_s * (view.exposure if self.num_micro_batches > 1 else 1.0)
+
+    def draft_s(self, drafter: str, num_requests: int, length: int) -> float:
+        return drafting_s(drafter, self.view(drafter), num_requests, length, self.cost)
+
+    def request_s(self, drafter: str, num_requests: int) -> float:
+        """What one request more adds to a batch of drafts of the usual length."""
+        view = self.view(drafter)
+        length = max(1, round(view.draft_len or DEFAULT_DRAFT_LEN))
+        if self.cost.draft_s(drafter_of(drafter), num_requests + 1, length) is None:
+            return view.request_s
+        return max(0.0, self.draft_s(drafter, num_requests + 1, length) - self.draft_s(drafter, num_requests, length))
+
+    def pays(self, drafter: str, num_requests: int, num_context: int, max_len: int, share: float = 1.0) -> bool:
+        """Whether drafts of any length up to ``max_len``, for all requests, save more than ``share`` of the wait for them.
+
+        A pass verifies as many of the draft tokens as save most: at the price of a row they might save nothing. At a knee of
+        the cost, where rows are scarce, the rows before it are worth more than they cost.
+        """
+        rate, lost_rate = self.waiting_rate(drafter), self.tokens_per_s or 0.0
+        if not rate:
+            return True
+        table = self.cost.table(num_context // self.num_micro_batches)
+        start = num = -(-num_requests // self.num_micro_batches)
+        acceptance, plain_s = self.view(drafter).acceptance, table.at(num)
+        survivals, best = 0.0, 0.0
+        for length in range(1, max_len + 1):
+            survival, end = acceptance**length, start + num
+            # The gain is linear between the table's points, so that the most is at one of them or at an end.
+            for rows in (*table.rows[bisect_right(table.rows, start) : bisect_left(table.rows, end)], end):
+                lost = lost_rate * (table.at(rows) - plain_s)
+                best = max(best, survivals + survival * (rows - start) - lost)
+            if best * num_requests > num * rate * share * self.draft_s(drafter, num_requests, length):
+                return True
+            survivals, start = survivals + survival * num, end
+        return False
+
+    def best_len(self, drafter: str, num_requests: int, max_len: int, row_price: float) -> int:
+        """The length at which drafts for all requests, all of whom wait for the longest, save most; at least 1. Without a
+        profile the longest: what one token more takes is not known."""
+        if self.cost.draft_s(drafter_of(drafter), num_requests, max_len) is None:
+            return max_len
+        acceptance, rate = self.view(drafter).acceptance, self.tokens_per_s or 0.0
+        gains = accumulate(max(0.0, acceptance**k - PRICE_SHARE * row_price) for k in range(1, max_len + 1))
+        nets = [num_requests * gain - rate * self.draft_s(drafter, num_requests, k) for k, gain in enumerate(gains, 1)]
+        return 1 + nets.index(max(nets))
+
+    def round_s(self, drafter: str, num_requests: int, num_drafted: int, num_context: int, length: int) -> float:
+        """A round that waits for drafts of this length for ``num_drafted`` of the requests."""
+        if not length:
+            return self.cost.step_s(num_requests, num_context)
+        num_accepted = num_drafted * (expected_tokens(self.view(drafter).acceptance, length) - 1.0)
+        return self.cost.step_s(num_requests + round(num_accepted), num_context) + self.draft_s(
+            drafter, num_requests, length
+        )
+
+
+def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
+    """Seconds of a batch of drafts of ``length`` tokens: as measured, for another batch or length by the profile's ratio.
+    Without a profile in proportion to the length; before the first measurement as profiled, else as long as replies take."""
+    own, usual_len = drafter_of(drafter), view.draft_len or DEFAULT_DRAFT_LEN
+    profiled_s = cost.draft_s(own, num_requests, length)
+    if not view.draft_s:
+        return view.reply_s * length / usual_len if profiled_s is None else profiled_s
+    if profiled_s is not None:
+        usual_s = cost.draft_s(own, max(1, round(view.batch)), max(1, round(usual_len)))
+        if usual_s:
+            return view.draft_s * profiled_s / usual_s
+    return view.drafts_s(num_requests) * length / usual_len
+
+
+def expected_tokens(acceptance: float, draft_len: float) -> float:
+    """Of a proposal, bonus token included: L(c) = (1 - a^(c+1)) / (1 - a)."""
+    if acceptance >= 1.0:
+        return draft_len + 1.0
+    return float((1.0 - acceptance ** (draft_len + 1)) / (1.0 - acceptance))
+
+
+def saved_s(
+    num_sequences: int,
+    num_verified: int,
+    num_accepted: int,
+    num_context: int,
+    cost: CostModel,
+    num_prompt_rows: int = 0,
+) -> float:
+    """Time that drafts saved in a pass over so many sequences: what their accepted tokens would have added to plain passes,
+    less what verifying them added to this one.
+
+    Args:
+        num_prompt_rows: that this pass had and later ones will have. Where prompts fill passes anyway, fewer rounds save the
+            rows of decoding alone.
+    """
+
+    def pass_s(num_rows: int) -> float:
+        seconds = cost.step_s(num_rows, num_context)
+        if num_prompt_rows:
+            seconds += cost.prefill_s(num_rows + num_prompt_rows, 0) - cost.prefill_s(num_rows, 0)
+        return seconds
+
+    plain_s = pass_s(num_sequences)
+    without_s = cost.prefill_s(num_prompt_rows, 0) if num_prompt_rows else 0.0
+    token_s = max(0.0, plain_s - without_s) / num_sequences
+    return num_accepted * token_s - (pass_s(num_sequences + num_verified) - plain_s)
+
+
+def row_price(
+    tokens_per_s: float | None, num_rows: int, num_context: int, cost: CostModel, best_left_out: float = 0.0
+) -> float:
+    """What a row is worth, from 0 to 1: a draft token less likely to survive is not worth its row.
+
+    That is the number of tokens that could be decoded in its time. At a knee of the cost, where the next row takes longer
+    than the last one, rows are scarce: one is worth the best token that has none, between the prices of both.
+
+    Args:
+        best_left_out: survival of the best draft token without a row.
+    """
+    if tokens_per_s is None:
+        return 0.0
+    here_s = cost.step_s(num_rows, num_context)
+    next_price = tokens_per_s * (cost.step_s(num_rows + 1, num_context) - here_s)
+    last_price = next_price
+    if num_rows > 1:
+        last_price = tokens_per_s * (here_s - cost.step_s(num_rows - 1, num_context))
+    price = min(next_price, max(last_price, best_left_out))
+    return max(0.0, min(1.0, price))  # a cost that is corrected meanwhile may fall
+
+
+def break_even_acceptance(row_price: float, price: float, max_len: int) -> float:
+    """The acceptance a of a draft token above which drafting gains: sum over k = 1 .. ``max_len`` of max(0, a^k - row price)
+    exceeds ``price``, in tokens. Above 1: none does."""
+    if max_len * (1.0 - row_price) <= price:
+        return inf
+    if price <= _PRECISION:
+        return row_price
+    # The sum is convex and rises with a, so that Newton's method descends to the root from above.
+    acceptance = 1.0
+    while True:
+        survival, gain, slope = 1.0, 0.0, 0.0
+        for k in range(1, max_len + 1):
+            slope_k, survival = k * survival, survival * acceptance
+            if survival <= row_price:
+                break
+            gain += survival - row_price
+            slope += slope_k
+        step = (gain - price) / slope
+        acceptance -= step
+        if step < _PRECISION:
+            return acceptance
+
+
+class QuotedPrice:
+    """A price that is told to drafters. It stays while the true one is within ``share`` of it, or within ``least``: a price
+    that moves about a threshold would make lengths flap, and each change is a message."""
+
+    def __init__(self, share: float, least: float) -> None:
+        self._share, self._least = share, least
+        self.value = 0.0
+
+    def follow(self, price: float) -> bool:
+        """Takes note of the true price. Returns whether the quoted one changed."""
+        margin = max(self._least, self._share * self.value)
+        if abs(price - self.value) <= margin and (price or not self.value):
+            return False
+        changed = price != self.value
+        self.value = price
+        return changed
+
+
+class DecodeRate:
+    """How many times faster than plain decoding the last rounds decoded: tokens of a request and round, over the plain
+    passes of its batch that the round lasted.
+
+    Whole rounds count, but for the time that prompts took in a pass, and each counts the same, whatever its batch. A rate
+    itself would lag behind a batch that grows or shrinks: its share of each request would price drafts by a batch that is
+    gone.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._plain_passes = DecayedMean(), DecayedMean()
+        self._last: tuple[float, float, float, float] | None = None  # of the last round, if it decoded
+
+    @property
+    def over_plain(self) -> float | None:
+        """None: not known yet."""
+        return self._tokens.value / self._plain_passes.value if self._plain_passes.is_known else None
+
+    def note(self, began_s: float, num_tokens: int, prompts_s: float, num_requests: int, plain_s: float) -> None:
+        """A round that began at ``began_s`` decoded so many tokens; prompts took ``prompts_s`` of its pass.
+
+        Args:
+            num_requests: that decode; 0: they had only begun, and the round does not count.
+            plain_s: of a plain pass of them.
+        """
+        if self._last is not None:
+            last_began_s, num_each, last_prompts_s, last_plain_s = self._last
+            seconds = began_s - last_began_s - last_prompts_s
+            if seconds > 0.0:  # else the prompts' time was overestimated
+                self._tokens.add(num_each)
+                self._plain_passes.add(self._plain_passes.clipped(seconds / last_plain_s))
+        decodes = num_tokens and num_requests
+        self._last = (began_s, num_tokens / num_requests, prompts_s, plain_s) if decodes else None
+
+    def interrupt(self) -> None:
+        """A round decoded nothing: the time until the next one does not count."""
+        self._last = None
