@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-vllm-newest | test-browser | test-gpu | test-nightly | test-clients | check | proto | sbom | audit | lock
+# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-vllm-newest | test-browser | test-gpu | test-nightly | test-clients | test-drafters | check | proto | sbom | audit | lock
 # README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -14,9 +14,10 @@ ENGINE ?= $(if $(CONFIG),$(shell grep -qE '^ +engine: *"?vllm' $(CONFIG) && echo
 VLLM_VENV := .venv-vllm
 AUDIT_VENV := .venv-audit
 CLIENTS := .clients
+SPECULATORS := .speculators
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients check size proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients test-drafters check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -137,6 +138,18 @@ $(CLIENTS)/aider/.installed: tests/clients/requirements-aider.txt
 $(CLIENTS)/.installed $(CLIENTS)/aider/.installed:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --no-compile -r $<
+	touch $@
+
+# Drafters in the format of vLLM's speculators package, against the package itself. Its torch is pinned first, and its own
+# dependencies on CUDA builds stay out.
+test-drafters: setup $(VENV)/.dev $(SPECULATORS)/.installed
+	$(BIN)/pytest $(ARGS) tests/drafters tests/unit/test_drafter_formats.py
+
+$(SPECULATORS)/.installed: tests/drafters/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --no-compile torch==2.13.0
+	$(@D)/bin/pip install --quiet --no-compile -r $<
+	$(@D)/bin/pip install --quiet --no-compile --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
 # Not `npm ci`: it refuses a registry that lacks another platform's optional packages.

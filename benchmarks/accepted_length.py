@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.prompts import BenchPrompt
 from benchmarks.replay_lens import replay_lens
-from cluster.config import DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
+from cluster.config import DrafterConfig, HiddenStateOptions, LayersOptions, ModelOptions
 from drafters.protocol import Drafter
 from drafters.replay import Recording, Round
 
@@ -25,7 +25,7 @@ def learns(config: DrafterConfig) -> bool:
 
     Other drafters propose a prefix of their longer draft when a shorter one is demanded.
     """
-    return not isinstance(config.options, ModelOptions | LayersOptions | DSparkOptions)
+    return not isinstance(config.options, ModelOptions | LayersOptions | HiddenStateOptions)
 
 
 def accepted(

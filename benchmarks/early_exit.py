@@ -24,7 +24,7 @@ from benchmarks.fixtures import MAX_PASS_TOKENS, Fixtures
 from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.config import DrafterConfig, DSparkOptions
+from cluster.config import DrafterConfig, HiddenStateOptions
 from cluster.errors import InvalidField
 from cluster.types import Request
 from drafters.protocol import Demand, Drafter
@@ -247,7 +247,7 @@ def _row(case: _Case, off: _Side, on: _Side, exits: EarlyExit) -> tuple[Cell, ..
 def _drafter(model: str) -> DrafterConfig:
     """The shipped block drafter. Raises InvalidField: there is none for the model."""
     for config in pool(model):
-        if isinstance(config.options, DSparkOptions):
+        if isinstance(config.options, HiddenStateOptions):
             # Whole blocks: with a least survival the drafter itself leaves out most drafts that will be rejected.
             return config.model_copy(update={"options": config.options.model_copy(update={"min_survival": 0.0})})
     raise InvalidField("model", model, "has no shipped dspark drafter, whose drafts this benchmark verifies")

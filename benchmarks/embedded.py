@@ -135,8 +135,9 @@ class EmbeddedCluster:
         companions = [drafter for drafter in config.drafters if drafter.is_colocated]
 
         def load() -> tuple[LoadedTarget, ModelInfo, CostModel, dict[str, PoolEntry]]:
-            engine, model, cost = load_target(config, feature_layers(companions), profile)
-            host = Host(engine, ensure_model(config.model.name))
+            folder = ensure_model(config.model.name)
+            engine, model, cost = load_target(config, feature_layers(companions, folder), profile)
+            host = Host(engine, folder)
             pool = {
                 drafter.name: PoolEntry(
                     make_drafter(drafter, model, host, proposers=config.proposers_of(drafter.name)),

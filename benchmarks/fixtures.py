@@ -46,7 +46,7 @@ class Fixtures:
         num_blocks = MAX_BATCH * (self._max_len // BLOCK_LEN + 1)
         limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
         self.plain = NativeTarget(network, limits)
-        layers = feature_layers(drafters)
+        layers = feature_layers(drafters, self._folder)
         self.make_target = partial(NativeTarget, network, limits, feature_layers=layers)
         self.target = self.make_target() if layers else self.plain
         self.measured_cost = measure_cost(self.plain)

@@ -162,7 +162,7 @@ class Harness:
                 "max_pass_tokens": MAX_PASS_TOKENS,
                 "max_model_len": self._info.max_model_len,
             }
-            layers = feature_layers(circumstances.companions)
+            layers = feature_layers(circumstances.companions, self._folder)
             return load_over_local_ranks(circumstances.num_ranks, self._folder, options, layers)
         limits = NativeLimits(
             num_blocks=num_tokens // BLOCK_LEN,
@@ -171,7 +171,9 @@ class Harness:
             max_pass_tokens=MAX_PASS_TOKENS,
             max_model_len=self._info.max_model_len,
         )
-        return NativeTarget(model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
+        return NativeTarget(
+            model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions, self._folder)
+        )
 
     def _vllm(self, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
         if os.environ.get(RUNNER_V2) == "1":
@@ -188,7 +190,7 @@ class Harness:
             kv_cache_bytes=(num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4),
             prefix_cache=circumstances.prefix_cache,
         )
-        eos_token_ids, layers = self._info.eos_token_ids, feature_layers(circumstances.companions)
+        eos_token_ids, layers = self._info.eos_token_ids, feature_layers(circumstances.companions, self._folder)
         return VllmTarget(self._folder, limits, eos_token_ids, layers)
 
     def _half_without_logprobs(self) -> list[Request]:

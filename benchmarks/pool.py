@@ -4,7 +4,7 @@ from cluster.config import (
     CascadeOptions,
     DrafterConfig,
     DrafterOptions,
-    DSparkOptions,
+    HiddenStateOptions,
     LayersOptions,
     NgramOptions,
     SuffixOptions,
@@ -24,7 +24,7 @@ def pool(model: str) -> tuple[DrafterConfig, ...]:
     }
     tables = [options for options in trained.values() if isinstance(options, TableOptions)]
     layers = [options for options in trained.values() if isinstance(options, LayersOptions)]
-    blocks = [options for options in trained.values() if isinstance(options, DSparkOptions)]
+    blocks = [options for options in trained.values() if isinstance(options, HiddenStateOptions)]
     lookups: dict[str, DrafterOptions] = {
         "ngram": NgramOptions(),
         "suffix": SuffixOptions(),

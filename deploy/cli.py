@@ -272,7 +272,7 @@ def _add_laboratory() -> None:
 def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder; its name is the drafter's name.")],
-    drafter: Annotated[str, typer.Option(help="Kind of drafter: dspark, layers or table.")] = "dspark",
+    drafter: Annotated[str, typer.Option(help="Kind of drafter: dspark, dflash, eagle3, layers or table.")] = "dspark",
     model: Annotated[
         str, typer.Option(help="Target model: a name of `outrider models` or a Hugging Face folder.")
     ] = "smollm2-135m",

@@ -10,7 +10,7 @@ from cluster.config import (
     CascadeOptions,
     Config,
     DrafterOptions,
-    DSparkOptions,
+    HiddenStateOptions,
     LayersOptions,
     ModelOptions,
     TableOptions,
@@ -60,7 +60,7 @@ def drafter_files(options: DrafterOptions) -> DrafterOptions:
             return options.model_copy(update={"model": _pinned(options.model)})
         case LayersOptions():
             return options.model_copy(update={"path": _pinned(options.path), "target": _pinned(options.target)})
-        case DSparkOptions() | TableOptions():
+        case HiddenStateOptions() | TableOptions():
             return options.model_copy(update={"path": options.path and _pinned(options.path)})
         case VllmOptions(speculative={"model": str(model)}):
             return options.model_copy(update={"speculative": {**options.speculative, "model": _pinned(model)}})

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, VllmOptions
+from cluster.config import Config, DrafterOptions, HiddenStateOptions, LayersOptions, TableOptions, VllmOptions
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
@@ -58,7 +58,8 @@ def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = la
     """
     report("loading", 0.0)
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
-    engine, model = load_engine(config, feature_layers(colocated))
+    folder = ensure_model(config.model.name, engine=config.target.engine)
+    engine, model = load_engine(config, feature_layers(colocated, folder))
     bench = _ProfileBench(config, engine, model)
     every = [part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)]
     parts = {part.key: part for part in every if not isinstance(part.options, VllmOptions)}  # drafts after real passes alone
@@ -143,7 +144,7 @@ def _with_threads(threads: int, work: Callable[[int, int], float], x: int, y: in
 
 def _without_early_stop(options: DrafterOptions) -> DrafterOptions:
     """Drafts of full length: the cost of a token is measured whatever its confidence."""
-    if isinstance(options, LayersOptions | DSparkOptions):
+    if isinstance(options, LayersOptions | HiddenStateOptions):
         return options.model_copy(update={"min_survival": 0.0})
     if isinstance(options, TableOptions):
         return options.model_copy(update={"min_confidence": 0.0})

@@ -18,7 +18,7 @@ from cluster.config import (
     Config,
     DrafterConfig,
     DrafterOptions,
-    DSparkOptions,
+    HiddenStateOptions,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -117,10 +117,12 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:
     """Of a token of the KV cache, for drafters in the target's process."""
     from drafters.registry import feature_layers
+    from engine.models.prepare import resolve_model
 
     on_gpu = config.target.device == "cuda"
     dtype = choose_dtype(config.target.dtype, "cuda" if on_gpu else "cpu", engine=config.target.engine)
-    layers = feature_layers([drafter for drafter in config.drafters if drafter.is_colocated])
+    model = resolve_model(config.model.name, config.target.engine)
+    layers = feature_layers([drafter for drafter in config.drafters if drafter.is_colocated], model)
     return len(layers) * facts.hidden_size * max(2, _element(dtype, on_gpu))
 
 
@@ -179,7 +181,7 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             return sum((_of(member, on_gpu, num_tokens, target) for member in options.members), Footprint())
         case VllmOptions():  # its weights and cache are vLLM's, as the target's are
             return Footprint(request_bytes=num_tokens * TOKEN_BYTES)
-        case ModelOptions() | LayersOptions() | DSparkOptions():
+        case ModelOptions() | LayersOptions() | HiddenStateOptions():
             cache_bytes = int(options.kv_cache_gb * 2**30)
             return Footprint(*_weights(options, on_gpu, target), cache_bytes, request_bytes=num_tokens * TOKEN_BYTES)
 
@@ -194,7 +196,7 @@ def _table_bytes(name_or_path: str) -> int:
         raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
 
 
-def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool, target: str) -> tuple[int, int]:
+def _weights(options: ModelOptions | LayersOptions | HiddenStateOptions, on_gpu: bool, target: str) -> tuple[int, int]:
     """(bytes stored, bytes held)"""
     from drafters.shipped import find_drafter
     from engine.models.prepare import resolve_model

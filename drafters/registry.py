@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.config import (
     CascadeOptions,
     DrafterConfig,
     DrafterOptions,
-    DSparkOptions,
+    HiddenStateKind,
+    HiddenStateOptions,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -71,13 +72,15 @@ def make(options: DrafterOptions, site: Site) -> Drafter:
     return FACTORIES[options.kind](options, site)
 
 
-def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
-    """The target's layers whose hidden states some drafter reads, ascending. Raises ModelUnavailable."""
-    from drafters.hidden_states.config import load_dspark_config
+def feature_layers(drafters: Sequence[DrafterConfig], model: Path) -> tuple[int, ...]:
+    """The layers of the target in the folder ``model`` whose hidden states some drafter reads, ascending. Raises
+    ModelUnavailable."""
+    from drafters.hidden_states.formats import num_layers_of, read_config
     from drafters.shipped import find_drafter
 
-    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
-    configs = [load_dspark_config(find_drafter(part.path)) for part in parts]
+    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, HiddenStateOptions)]
+    num_layers = num_layers_of(model) if parts else 0
+    configs = [read_config(find_drafter(part.path), num_layers) for part in parts]
     return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
 
 
@@ -162,12 +165,12 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     return ModelDrafter(small, site.proposers, min_survival=min_survival, calibration=calibration, clock=site.clock)
 
 
-def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
-    from drafters.hidden_states.host import make_dspark
+def _make_on_hidden_states(options: HiddenStateOptions, site: Site) -> Drafter:
+    from drafters.hidden_states.host import make_hidden_state_drafter
 
     if site.host is None:
         raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")
-    return make_dspark(options, site.target, site.host)
+    return make_hidden_state_drafter(options, site.target, site.host)
 
 
 def _make_vllm(options: VllmOptions, site: Site) -> Drafter:
@@ -197,7 +200,7 @@ FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "table": _make_table,
     "model": _make_model,
     "layers": _make_model,
-    "dspark": _make_dspark,
     "vllm": _make_vllm,
+    **dict.fromkeys(get_args(HiddenStateKind), _make_on_hidden_states),
     "cascade": _make_cascade,
 }

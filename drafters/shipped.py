@@ -2,9 +2,20 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
-from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, ModelConfig, TableOptions, default_pool
+from cluster.config import (
+    Config,
+    DrafterOptions,
+    HiddenStateKind,
+    HiddenStateOptions,
+    LayersOptions,
+    ModelConfig,
+    TableOptions,
+    default_pool,
+)
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.model_name import HubName
 from engine.models import hub
@@ -15,10 +26,11 @@ ADAPTERS, ADAPTER_SUFFIX = "adapters", ".safetensors"  # of a block drafter: its
 _TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
+_ARCHITECTURES: Mapping[str, HiddenStateKind] = {"dspark": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
 _OPTIONS: Mapping[str, Callable[..., DrafterOptions]] = {
     "table": TableOptions,
     "layers": LayersOptions,
-    "dspark": DSparkOptions,
+    **{kind: partial(HiddenStateOptions, kind=kind) for kind in get_args(HiddenStateKind)},
 }
 
 
@@ -29,7 +41,7 @@ def with_shipped(config: Config) -> Config:
     if "drafters" in config.model_fields_set or not shipped:
         return config
     table = next((options for options in shipped if isinstance(options, TableOptions)), None)
-    blocks = [options for options in shipped if isinstance(options, DSparkOptions)]
+    blocks = [options for options in shipped if isinstance(options, HiddenStateOptions)]
     return config.model_copy(update={"drafters": default_pool(table, *blocks[:1])})
 
 
@@ -81,11 +93,21 @@ def check_trained_for(drafter: str, recorded: str | None, fingerprint: str, targ
 
 
 def kind_of(folder: Path) -> str | None:
-    """Kind of the drafter in a folder: table, dspark or layers; None if there is none."""
+    """Kind of the drafter in a folder; None if there is none."""
     if (folder / _TABLE).is_file():
         return "table"
     try:
-        architecture = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    return "dspark" if "DSpark" in architecture else "layers"
+    return kind_of_config(raw) if isinstance(raw, dict) else None
+
+
+def kind_of_config(raw: Mapping[str, Any]) -> str | None:
+    """By the ``config.json`` of a drafter; None if it is none."""
+    if "speculators_model_type" in raw:
+        return str(raw["speculators_model_type"])
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        return None
+    return next((kind for part, kind in _ARCHITECTURES.items() if part in str(architectures[0]).lower()), "layers")

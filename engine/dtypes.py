@@ -8,7 +8,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from cluster.config import CascadeOptions, Config, DrafterOptions, DSparkOptions, LayersOptions, ModelOptions
+from cluster.config import CascadeOptions, Config, DrafterOptions, HiddenStateOptions, LayersOptions, ModelOptions
 from engine.compiling import kernels_fault
 from engine.cpu_level import cpu_level
 
@@ -69,7 +69,7 @@ def resolve_dtypes(config: Config) -> Config:
 
 def _with_dtype(options: DrafterOptions, device: str) -> DrafterOptions:
     update: dict[str, Any] = {}
-    if isinstance(options, ModelOptions | LayersOptions | DSparkOptions):
+    if isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions):
         allows_int8 = not isinstance(options, ModelOptions)
         update = {"dtype": choose_dtype(options.dtype, device, allows_int8=allows_int8)}
     elif isinstance(options, CascadeOptions):

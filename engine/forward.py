@@ -39,12 +39,12 @@ class RowWatch(Protocol):
 
 
 class DecoderLayer:
-    """One layer, by the operators of its device."""
+    """One layer, by the operators of its device. ``is_plain``: its qkv reads its input's norm alone."""
 
-    def __init__(self, ops: Ops, parts: LayerParts) -> None:
+    def __init__(self, ops: Ops, parts: LayerParts, *, is_plain: bool = True) -> None:
         self.parts = parts
         self._ops = ops
-        self._whole = ops.whole_layer(parts)
+        self._whole = ops.whole_layer(parts) if is_plain else None
 
     def run(
         self,
@@ -58,8 +58,20 @@ class DecoderLayer:
         ``kv``: keys and values of the layer's cache. ``attends``: the layout of the attention."""
         if self._whole is not None:
             return self._whole(layout, residual, delta, kv, attends)
+        normed = self._ops.add_norm(residual, delta, self.parts.input_norm)
+        return self.run_behind_norm(layout, normed, residual, kv, attends)
+
+    def run_behind_norm(
+        self,
+        layout: Layout,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        attends: Layout,
+    ) -> torch.Tensor:
+        """As ``run`` with the input of the qkv product given."""
         ops, parts = self._ops, self.parts
-        qkv = parts.qkv(ops.add_norm(residual, delta, parts.input_norm))
+        qkv = parts.qkv(normed)
         queries = ops.rotate_and_store(qkv, parts.head_norms, layout, *kv)
         attended = parts.out(ops.attention(queries, attends, *kv))
         return parts.down(ops.gate(parts.gate_up(ops.add_norm(residual, attended, parts.post_norm))))

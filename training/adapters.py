@@ -5,10 +5,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from drafters.hidden_states.adapter import CHANGED, DOWN, UP
-from drafters.hidden_states.block_network import DSparkNetwork, RmsNorm
+from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.heads import ConfidenceHead
+from drafters.hidden_states.modules import RmsNorm
 from engine.models.int8 import quantise
-from training.dspark_student import DSparkStudent
+from training.block_student import BlockStudent
 
 
 class LowRank(nn.Module):
@@ -24,7 +25,7 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def add_low_rank(network: DSparkNetwork, rank: int) -> dict[str, nn.Parameter]:
+def add_low_rank(network: BlockNetwork, rank: int) -> dict[str, nn.Parameter]:
     """Freezes ``network`` but for its norms and the confidence head, and adds a change of ``rank`` to each of the matrices
     that adapters change. Returns what is trained, by name."""
     network.requires_grad_(False)
@@ -38,7 +39,7 @@ def add_low_rank(network: DSparkNetwork, rank: int) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def adapter_tensors(student: DSparkStudent) -> dict[str, Tensor]:
+def adapter_tensors(student: BlockStudent) -> dict[str, Tensor]:
     """What `drafters.hidden_states.adapter` merges into the drafter over raw features. Rounds the changes to bf16, also in
     ``student``."""
     tensors: dict[str, Tensor] = {}

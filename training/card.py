@@ -19,6 +19,8 @@ _TEMPLATE = Path(__file__).with_name("card_template.md")
 
 _KINDS = {
     "dspark": "a block drafter on the target's hidden states (DSpark)",
+    "dflash": "a block drafter on the target's hidden states without a sequential head (DFlash)",
+    "eagle3": "an autoregressive head on the target's hidden states (EAGLE-3), in the speculators format",
     "layers": "a few layers of the target, autoregressive",
     "table": "a table of the target's continuations of the last few tokens",
 }
@@ -124,6 +126,8 @@ def _how(options: TrainOptions) -> str:
     return {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
         f"Initialised from {start}. {_STORED}",
+        "dflash": f"{_DISTILLED}. Initialised from {start}. {_STORED}",
+        "eagle3": f"{_DISTILLED}, over its own states. Initialised from {start}. Weights are a moving average, in bfloat16.",
         "layers": f"{_DISTILLED}. Initialised from the target's own layers. {_STORED}",
         "table": "Counted, with shares shrunk towards those of the shorter context.",
     }[options.drafter]

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.config import DSparkOptions, LayersOptions, TableOptions
+from cluster.config import HiddenStateOptions, LayersOptions, TableOptions
 from cluster.sampling_params import SamplingParams
-from drafters.hidden_states.drafter import load_dspark
+from drafters.hidden_states.drafter import load_drafter
+from drafters.hidden_states.features import FeatureShape
+from drafters.hidden_states.formats import read_config
 from drafters.protocol import Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
@@ -41,12 +43,14 @@ class ReplayedFeatures:
 
     def __init__(self, reader: HiddenStateReader, answers: Sequence[TargetAnswer]) -> None:
         self._reader = reader
+        self.shape: FeatureShape | None = None  # of the drafter; None: all that the reader reads
         self._answers = {answer.name: answer for answer in answers}
         self._held: dict[str, Tensor] = {}
 
     def hold(self, recording: Recording) -> None:
         (states,) = self._reader.read([self._answers[recording.name]])
-        self._held[recording.name] = states.features
+        columns = None if self.shape is None else self.shape.columns_in(self._reader.layers)
+        self._held[recording.name] = states.features if columns is None else states.features[:, columns]
 
     def drop(self, recording: Recording) -> None:
         del self._held[recording.name]
@@ -79,8 +83,9 @@ def _open_drafter(
             return make(TableOptions(path=path, max_learned=0), site)
         case "layers":
             return make(LayersOptions(path=path, target=str(target.folder), min_survival=0.0), site)
-    dtype = choose_dtype(DSparkOptions(path=path).dtype, target.device.type, allows_int8=True)
-    return load_dspark(
+    dtype = choose_dtype(HiddenStateOptions(path=path).dtype, target.device.type, allows_int8=True)
+    features.shape = read_config(folder).features
+    return load_drafter(
         folder, target.rows, dtype, target.info, target.device, features, num_blocks=_CACHE_BLOCKS, calibration=calibration
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cluster.types import ModelInfo
-from drafters.hidden_states.checkpoint import TargetRows
+from drafters.hidden_states.checkpoint import GivenRows
 from engine.factory import DTYPES, load_model
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
@@ -80,10 +80,10 @@ class FrozenTarget:
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(self.folder))
 
     @cached_property
-    def rows(self) -> TargetRows:
+    def rows(self) -> GivenRows:
         """Embedding and head in fp32."""
         with open_weights(self.folder, self.model.config, torch.float32) as weights:
-            return TargetRows(weights.embedding().float().to(self.device), weights.head().float().to(self.device))
+            return GivenRows(weights.embedding().float().to(self.device), weights.head().float().to(self.device))
 
     @torch.no_grad()
     def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:

@@ -22,7 +22,7 @@ class HiddenStateReader:
         if layers[-1] != target.model.config.num_layers - 1 or list(layers) != sorted(set(layers)):
             raise ValueError(f"layers {list(layers)} must ascend, and end with the target's last")
         self._target = target
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._cache = cache
         self._max_pass_tokens = max_pass_tokens
         self._kv_cache: KvCache | None = None
@@ -40,7 +40,7 @@ class HiddenStateReader:
         kv_cache = self._kv_cache_of(sum(num_blocks))
         tables = torch.arange(sum(num_blocks), dtype=torch.int32).split(num_blocks)
         spans = [PackedSpan(0, a.token_ids, table.numpy()) for a, table in zip(answers, tables, strict=True)]
-        features = self._target.model.forward_with_hidden_states(spans, kv_cache, self._layers).features
+        features = self._target.model.forward_with_hidden_states(spans, kv_cache, self.layers).features
         found = {}
         for answer, part in zip(answers, features.split(lens), strict=True):
             # Clones are no inference tensors, so autograd may save them for the backward pass.

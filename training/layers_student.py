@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.hidden_states.block_network import output_rows
+from drafters.hidden_states.modules import output_rows
 from drafters.layers import save_layers
 from training.batches import AnswerBatch
 from training.frozen import FrozenTarget

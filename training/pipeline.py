@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.hidden_states.config import load_dspark_config
+from drafters.hidden_states.config import BlockConfig
+from drafters.hidden_states.formats import read_config
 from drafters.replay import Round
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
@@ -25,12 +26,13 @@ from engine.models.prepare import ensure_model
 from profiler.calibration import TELLING_MARGINS, log_margins
 from training.adapters import adapter_tensors, add_low_rank
 from training.batches import AnswerBatch, assemble, epoch
+from training.block_student import BlockStudent
 from training.card import CardData, write_card
 from training.confidences import Halves, JudgedDraft, calibrate, in_halves
 from training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
 from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
-from training.dspark_student import DSparkStudent
+from training.eagle_student import EagleStudent
 from training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
 from training.feature_cache import InMemory, OnDisk, delete_partial_files
 from training.frozen import FrozenTarget, free_memory
@@ -42,10 +44,11 @@ from training.recipe import (
     MIN_HELD_OUT,
     TrainOptions,
     batch_plan,
-    dspark_config,
-    feature_layers,
+    block_config,
+    eagle_config,
     held_out_share,
     kept_layers,
+    reader_layers,
 )
 from training.vocabulary import choose_vocabulary, coverage
 from training.warm_start import warm_start
@@ -153,8 +156,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         options, world, target, work = self.options, self.world, self.target, self.work
-        self._initial = None if options.begin_with is None else load_dspark_config(options.begin_with)
-        layers = feature_layers(target.model.config.num_layers)
+        self._initial = None if options.begin_with is None else read_config(options.begin_with)
+        layers = reader_layers(options, target.model.config.num_layers)
         kind = world.device.type
         free_bytes = free_memory(world.device)
         weights = f"{work.identity['weights']} {work.identity['dtype']}"
@@ -206,7 +209,7 @@ class _Run:
         if not world.is_first:
             return None
         student.save(latest)
-        if options.adapter_rank is not None and isinstance(student, DSparkStudent):
+        if options.adapter_rank is not None and isinstance(student, BlockStudent):
             save_file(adapter_tensors(student), latest / ADAPTER)
         recipe = {
             "steps": progress.step,
@@ -239,15 +242,21 @@ class _Run:
         info = self.target.info
         return choose_vocabulary(self.learned, self.options.vocabulary, info.vocab_size, info.eos_token_ids)
 
-    def _student(self, vocabulary: Tensor | None) -> DSparkStudent | LayersStudent:
+    def _student(self, vocabulary: Tensor | None) -> BlockStudent | EagleStudent | LayersStudent:
         options, config = self.options, self.target.model.config
         if options.drafter == "layers":
             return LayersStudent(self.target, kept_layers(config.num_layers, options.num_layers), vocabulary)
         sample = self.learned[:: max(1, len(self.learned) // 64)]
         pairs = zip(self._reader.read(sample), sample, strict=True)
         mean, std = standardisation([states.features[answer.prompt_len - 1 :] for states, answer in pairs])
-        shape = self._initial or dspark_config(options, config, vocabulary, self.target.info.tokenizer_fingerprint)
-        student = DSparkStudent(shape, self.target, mean, std)
+        described = options, config, vocabulary, self.target.info.tokenizer_fingerprint
+        if options.drafter == "eagle3":
+            eagle = eagle_config(*described)
+            size = (mean.square() + std.square()).sqrt()[: eagle.feature_size]
+            return EagleStudent(eagle, self.target, torch.zeros_like(size), size)
+        shape = self._initial or block_config(*described)
+        assert isinstance(shape, BlockConfig)
+        student = BlockStudent(shape, self.target, mean, std)
         if options.begin_with is not None:
             student.begin_with(options.begin_with)
         if options.adapter_rank is not None:
@@ -269,7 +278,7 @@ class _Run:
             if num_rows >= total:
                 return
 
-    def _evaluate_checkpoint(self, student: DSparkStudent | LayersStudent, folder: Path) -> float:
+    def _evaluate_checkpoint(self, student: BlockStudent | EagleStudent | LayersStudent, folder: Path) -> float:
         """Saves the drafter, which can be served from then on. Returns its held-out accepted length."""
         if not self.world.is_first:
             return 0.0
@@ -312,7 +321,7 @@ class _Run:
 
     def _judged(self, folder: Path, answers: Sequence[TargetAnswer], rounds: Sequence[Round]) -> list[JudgedDraft]:
         """``rounds``: of the answers, uncalibrated. A second replay of a block drafter tells the margins of its drafts."""
-        if kind_of(folder) != "dspark":
+        if self.options.drafter != "dspark":
             return [JudgedDraft(one.confidences, one.num_accepted) for one in rounds]
         again = evaluate(folder, self.target, self._reader, answers, DRAFT_LENS[-1], TELLING_MARGINS)
         return [

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.hidden_states.config import DSparkConfig, MarkovKind
+from drafters.hidden_states.config import BlockConfig, EagleConfig, MarkovKind
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 from training.batches import BatchPlan
 from training.output_dir import check_apart
 
-DrafterKind = Literal["dspark", "layers", "table"]
-KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
+DrafterKind = Literal["dspark", "dflash", "eagle3", "layers", "table"]
+KINDS: tuple[DrafterKind, ...] = ("dspark", "dflash", "eagle3", "layers", "table")
 HeadKind = Literal["markov", "gated", "rnn"]
 HEADS: dict[HeadKind, MarkovKind] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # names in config.json
 STORED: WeightsKind = "int8"  # matrices of a trained drafter
@@ -78,6 +78,10 @@ class TrainOptions:
         if not self.prompts and not self.num_prompts:
             raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        return self.drafter not in ("layers", "table")
+
     def resolved(self) -> "TrainOptions":
         """With ``quick``: every step at a size that takes minutes on a CPU."""
         if not self.quick:
@@ -100,7 +104,7 @@ class TrainOptions:
 def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
     """Positions of one answer are similar, so a batch takes a few from each of many answers."""
     on_gpu = device.type == "cuda"
-    if options.drafter == "dspark":
+    if options.reads_hidden_states:
         max_rows, max_positions = (16384, 8192) if on_gpu else (4096, 900)
         return BatchPlan(max_rows, max_positions, options.block_size, PERSISTENCE)
     return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
@@ -122,19 +126,46 @@ def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
     return tuple(range(num_own)) if num_own < 3 else (*range(num_own - 1), num_target - 1)
 
 
-def dspark_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> DSparkConfig:
+def reader_layers(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
+    """Those whose states training reads, ascending, with the last."""
+    return eagle_layers(num_layers) if options.drafter == "eagle3" else feature_layers(num_layers)
+
+
+def eagle_layers(num_layers: int) -> tuple[int, ...]:
+    """The inputs of the target's layers that EAGLE-3 reads, as outputs, and the last, which is not a feature of it."""
+    inputs = {max(1, 2), max(1, num_layers // 2), max(1, num_layers - 3)}
+    return tuple(sorted({min(layer, num_layers - 1) - 1 for layer in inputs} | {num_layers - 1}))
+
+
+def eagle_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> EagleConfig:
+    return EagleConfig(
+        kind="eagle3",
+        shape=replace(target.truncated(options.num_layers), tied_embeddings=False),
+        target_layer_ids=eagle_layers(target.num_layers)[:-1],
+        target_hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
+        draft_token_ids=None if vocabulary is None else tuple(vocabulary.tolist()),
+        tokenizer_fingerprint=fingerprint,
+        draft_len=options.block_size,
+    )
+
+
+def block_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> BlockConfig:
     layers = feature_layers(target.num_layers)
     num_in = (len(layers) + 1) * target.hidden_size
-    return DSparkConfig(
+    is_dspark = options.drafter == "dspark"
+    return BlockConfig(
+        kind="dflash" if options.drafter == "dflash" else "dspark",
+        target_hidden_size=target.hidden_size,
         shape=target.truncated(options.num_layers),
         num_target_layers=target.num_layers,
         block_size=options.block_size,
         mask_token_id=0,
         target_layer_ids=layers,
-        markov_rank=min(options.markov_rank, target.hidden_size),
+        markov_rank=min(options.markov_rank, target.hidden_size) * is_dspark,
         markov_kind=HEADS[options.head],
-        has_confidence=True,
-        confidence_with_markov=True,
+        has_confidence=is_dspark,
+        confidence_with_markov=is_dspark,
         shares_embedding=True,
         draft_token_ids=None if vocabulary is None else tuple(vocabulary.tolist()),
         fc_bias=True,

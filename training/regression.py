@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from drafters.hidden_states.block_network import DSparkNetwork
-from drafters.hidden_states.config import DSparkConfig
+from drafters.hidden_states.block_network import BlockNetwork
+from drafters.hidden_states.config import BlockConfig
 from drafters.hidden_states.heads import GatedMarkovHead, MarkovHead, RecurrentHead
 
 _RIDGE = 0.1  # relative to the Gram matrix's diagonal, as inputs differ in size
@@ -18,7 +18,7 @@ Samples = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def regress(network: DSparkNetwork, samples: Iterable[Samples], output_rows: Tensor) -> None:
+def regress(network: BlockNetwork, samples: Iterable[Samples], output_rows: Tensor) -> None:
     """Sets the anchor's input and the sequential head. ``output_rows``: the row of the head of each token, or -1."""
     moments = Moments(network.config)
     for x, embedded, wanted in samples:
@@ -33,7 +33,7 @@ def regress(network: DSparkNetwork, samples: Iterable[Samples], output_rows: Ten
 class Moments:
     """Second moments of the regression, in fp64 as the Gram matrix is ill-conditioned."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         num_in, d, block = config.feature_size + config.shape.hidden_size + 1, config.shape.hidden_size, config.block_size
         self.xx = torch.zeros(num_in, num_in, dtype=torch.float64)
         self.xy, self.xe = torch.zeros(2, block, num_in, d, dtype=torch.float64)
@@ -79,7 +79,7 @@ class Moments:
         return torch.linalg.cholesky(self.xx + _RIDGE * eye).T.float()
 
 
-def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: Moments) -> None:
+def _set_anchor_input(network: BlockNetwork, maps: Tensor, moments: Moments) -> None:
     """At full rank the maps themselves; else reduced-rank regression, closest in the predictions."""
     module, rank = network.anchor_input, network.config.anchor_input_rank
     assert module is not None
@@ -98,7 +98,7 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: Moments) ->
     module.maps.weight.copy_(vectors * scale.T)
 
 
-def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tensor | None, output_rows: Tensor) -> None:
+def _set_sequential(network: BlockNetwork, head: MarkovHead, previous_map: Tensor | None, output_rows: Tensor) -> None:
     """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions; 0 without a map (blocks of one position)."""
     if previous_map is None:
         head.markov_w2.weight.zero_()

@@ -4,7 +4,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from cluster.errors import InvalidField
-from drafters.hidden_states.config import DSparkConfig, load_dspark_config
+from drafters.hidden_states.config import BlockConfig
+from drafters.hidden_states.formats import read_config
 from drafters.shipped import find_drafter, kind_of
 from engine.models.config import DecoderConfig
 from training.frozen import FrozenTarget
@@ -16,7 +17,8 @@ def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
     folder = find_drafter(str(options.begin_with))
     if kind_of(folder) != options.drafter:
         raise InvalidField("begin_with", folder.name, f"must be the folder of a drafter of kind {options.drafter}")
-    config = load_dspark_config(folder)
+    config = read_config(folder)
+    assert isinstance(config, BlockConfig)
     reason = _mismatch(config, target)
     if reason is not None:
         raise InvalidField("begin_with", folder.name, reason)
@@ -36,7 +38,7 @@ def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
     return replace(options, begin_with=folder, **shape)
 
 
-def _mismatch(config: DSparkConfig, target: FrozenTarget) -> str | None:
+def _mismatch(config: BlockConfig, target: FrozenTarget) -> str | None:
     own, wanted = target.model.config, feature_layers(target.model.config.num_layers)
     if _layer_shape(config.shape) != _layer_shape(own) or config.num_target_layers != own.num_layers:
         return (

@@ -69,10 +69,14 @@ class LayersOptions(Section):
     min_survival: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
-class DSparkOptions(Section):
-    """A block drafter on the target's hidden states (DSpark): of `outrider train`, or a released DeepSpec checkpoint."""
+HiddenStateKind = Literal["dspark", "dflash", "eagle3", "peagle"]
 
-    kind: Literal["dspark"] = "dspark"
+
+class HiddenStateOptions(Section):
+    """A drafter on the target's hidden states: of `outrider train`, in vLLM's speculators format, or as its authors release
+    it."""
+
+    kind: HiddenStateKind = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     adapter: str | None = None  # a file that makes it a specialist, or the name of one in the folder's `adapters`
@@ -142,7 +146,7 @@ DrafterOptions = Annotated[
     | TableOptions
     | ModelOptions
     | LayersOptions
-    | DSparkOptions
+    | HiddenStateOptions
     | VllmOptions
     | CascadeOptions,
     Field(discriminator="kind"),

@@ -1,4 +1,4 @@
-"""Adapters: small files that make a trained block drafter a specialist.
+"""Adapters: small files that make a trained drafter a specialist.
 
 For a matrix W of the drafter a file holds U and D of W + U D (LoRA, arXiv 2106.09685); norms, a bias and the confidence head
 it holds whole.
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from cluster.errors import ModelUnavailable
-from drafters.hidden_states.block_network import DSparkNetwork
 from drafters.shipped import ADAPTER_SUFFIX, ADAPTERS, adapters_of
 
 # Ends of the names of the matrices that are changed: not those over the target's features, some of which are very large.
@@ -29,7 +29,7 @@ def find_adapter(drafter: Path, name_or_path: str) -> Path:
 
 
 @torch.no_grad()
-def apply_adapter(path: Path, network: DSparkNetwork) -> None:
+def apply_adapter(path: Path, network: nn.Module) -> None:
     """Merges an adapter into ``network``. Raises ModelUnavailable if the file is no adapter or one of another drafter."""
     try:
         tensors = {name: tensor.float() for name, tensor in load_file(path).items()}

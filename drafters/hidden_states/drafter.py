@@ -1,4 +1,5 @@
-"""The DSpark drafter: it caches the projected features of every open request, and drafts one block for each at once."""
+"""A drafter that reads hidden states: it caches what it computes of every open request's context, and drafts for all at
+once."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,22 +15,24 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
 from drafters.cache_sharing import evict, parts_that_fit
 from drafters.hidden_states.adapter import apply_adapter
-from drafters.hidden_states.block_backbone import Backbone
-from drafters.hidden_states.checkpoint import TargetRows, load_network
+from drafters.hidden_states.block_network import BlockNetwork
+from drafters.hidden_states.block_stage import BlockStage
+from drafters.hidden_states.checkpoint import Network, TargetRows, load_network
+from drafters.hidden_states.eagle_stage import EagleStage
 from drafters.hidden_states.features import Features
 from drafters.hidden_states.sequential import Block, SequentialStage
+from drafters.hidden_states.stage import DraftRows, Stage
 from drafters.protocol import Capabilities, Demand, Draft
-from engine.batch_layout import PackedSpan
-from engine.device import to_device
 from engine.factory import DTYPES, make_gumbel_argmax
 from engine.kv_blocks import BlockLedger
+from engine.kv_cache import KvCache
 from engine.sampling import Sampler, SamplingState
 from engine.target import FeatureSpan
 from profiler.calibration import Calibration, TemperatureScaling
 
 
 @dataclass(slots=True)
-class _DSparkSession:
+class _Session:
     token_ids: list[int]  # committed
     state: SamplingState
     stop_ids: frozenset[int]
@@ -40,25 +42,31 @@ class _DSparkSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockJob:
+class _Job:
     demand: Demand
-    anchor: int  # position of the last committed token
+    last: int  # row of the last committed token, with which the draft begins
     num_tokens: int
+    num_rows: int  # of the draft
+
+    @property
+    def request_id(self) -> str:
+        return self.demand.request_id
 
 
-class DSparkDrafter:
+class HiddenStateDrafter:
     """Not thread-safe.
 
-    The cache holds positions 0 .. computed_len of each request's context, projected. A block writes its keys and values
-    behind them and is rolled back. When blocks run out, the least recently drafted request loses its context, which is
-    projected again when needed. A request whose features the target has not computed gets an empty draft.
+    In the ledger a row is the token ``Stage.shift`` positions behind it. The cache holds the rows of each request's context
+    up to that of its last committed token. A draft's rows lie behind them and are rolled back. When blocks run out, the
+    least recently drafted request loses its context, which is computed again when needed. A request whose features the
+    target has not computed gets an empty draft.
     """
 
     capabilities = Capabilities()
 
     def __init__(
         self,
-        backbone: Backbone,
+        stage: Stage,
         sequential: SequentialStage,
         features: Features,
         calibration: Calibration | None = None,
@@ -66,21 +74,20 @@ class DSparkDrafter:
         num_blocks: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._backbone = backbone
+        self._stage = stage
         self._sequential = sequential
         self._features = features
         self._calibration = calibration or Calibration()
-        self._cache = backbone.new_cache(num_blocks)
-        self._no_features = torch.zeros(1, backbone.config.feature_size, dtype=backbone.dtype, device=backbone.device)
+        self._cache = KvCache.allocate(stage.config.shape, num_blocks, *stage.placement)
+        dtype, device = stage.placement
+        self._no_features = torch.zeros(1, stage.config.feature_size, dtype=dtype, device=device)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._sessions: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently drafted first
-        self._config = config = backbone.config
-        self._block_size = config.block_size
-        self._masks = (config.mask_token_id,) * (config.block_size - 1)
-        self._max_len = min(config.shape.max_len, num_blocks * self._cache.block_len)
-        if self._max_len <= self._block_size:
-            raise InvalidField("num_blocks", num_blocks, f"must hold more than a block of {self._block_size} tokens")
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently drafted first
+        self._max_len = min(stage.config.shape.max_len, num_blocks * self._cache.block_len)
+        least = stage.num_rows(1)
+        if self._max_len <= least:
+            raise InvalidField("num_blocks", num_blocks, f"must hold more than a draft of {least} tokens")
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -90,7 +97,7 @@ class DSparkDrafter:
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         state = SamplingState(sampling, token_ids, prompt_len)
         scalings = self._calibration.of(sampling.temperature), self._calibration.with_margins_of(sampling.temperature)
-        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids, *scalings, salt)
+        self._sessions[request_id] = _Session(list(token_ids), state, stop_ids, *scalings, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
@@ -100,7 +107,7 @@ class DSparkDrafter:
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         drafts = {demand.request_id: Draft(demand.request_id, (), ()) for demand in demands}
         jobs = [job for demand in demands if (job := self._job(demand)) is not None]
-        for part in parts_that_fit(jobs, lambda job: job.anchor + self._block_size, self._ledger):
+        for part in parts_that_fit(jobs, lambda job: job.last + job.num_rows, self._ledger):
             drafts.update((draft.request_id, draft) for draft in self._draft(part))
         return [drafts[demand.request_id] for demand in demands]
 
@@ -116,126 +123,120 @@ class DSparkDrafter:
                 computed_len = self._ledger.computed_len(request_id)
                 assert computed_len < len(session.token_ids), f"{request_id!r}: features beyond the anchor"
 
-    def _job(self, demand: Demand) -> _BlockJob | None:
+    def _job(self, demand: Demand) -> _Job | None:
         session = self._sessions[demand.request_id]
-        anchor = len(session.token_ids) - 1
-        num_tokens = min(demand.num_tokens, self._block_size - len(demand.ahead))
+        last = len(session.token_ids) - 1 - self._stage.shift
+        num_tokens = min(demand.num_tokens, self._stage.max_len - len(demand.ahead))
         ended = any(token_id in session.stop_ids for token_id in demand.ahead)
-        if num_tokens <= 0 or ended or anchor + self._block_size > self._max_len:
+        if num_tokens <= 0 or ended or last < 0:
             return None
-        return _BlockJob(demand, anchor, num_tokens)
+        num_rows = self._stage.num_rows(len(demand.ahead) + num_tokens)
+        return _Job(demand, last, num_tokens, num_rows) if last + num_rows <= self._max_len else None
 
-    def _draft(self, part: Sequence[_BlockJob]) -> list[Draft]:
+    def _draft(self, part: Sequence[_Job]) -> list[Draft]:
         self._make_room(part)
-        part, last_features = self._catch_up(part)
+        part, starts, rows, features = self._read_features(part)
         if not part:
             return []
-        sessions = [self._sessions[job.demand.request_id] for job in part]
-        blocks = [
-            Block(
-                session.token_ids[job.anchor],
-                session.state,
-                job.demand.ahead,
-                job.num_tokens,
-                session.stop_ids,
-                session.scaling,
-                session.margin_scaling,
-                least_survival=job.demand.terms.least_survival,
+        shift, checkpoints, drafts, blocks = self._stage.shift, [], [], []
+        for job, start, row in zip(part, starts, rows, strict=True):
+            session = self._sessions[job.request_id]
+            token_ids = session.token_ids[start + shift :]
+            drafted = (0,) * (job.num_rows - 1)  # in the ledger only until they are rolled back
+            checkpoints.append(self._ledger.speculate(job.request_id, (*token_ids, *drafted)))
+            table = self._ledger.block_table(job.request_id)
+            drafts.append(DraftRows(start, job.last, token_ids, job.num_rows, row, table))
+            blocks.append(
+                Block(
+                    session.token_ids[-1],
+                    session.state,
+                    job.demand.ahead,
+                    job.num_tokens,
+                    session.stop_ids,
+                    session.scaling,
+                    session.margin_scaling,
+                    least_survival=job.demand.terms.least_survival,
+                )
             )
-            for job, session in zip(part, sessions, strict=True)
-        ]
-        self._sequential.draft(self._run(part, last_features), blocks)
+        num_kept = [0] * len(part)
+        try:
+            self._sequential.draft(self._stage.begin(drafts, features, self._cache), blocks)
+            num_kept = [draft.last - draft.start for draft in drafts]
+        finally:
+            for checkpoint, num in zip(checkpoints, num_kept, strict=True):
+                self._ledger.commit(checkpoint, num)
         return [
-            Draft(job.demand.request_id, tuple(block.token_ids), tuple(block.confidences))
+            Draft(job.request_id, tuple(block.token_ids), tuple(block.confidences))
             for job, block in zip(part, blocks, strict=True)
         ]
 
-    def _catch_up(self, part: Sequence[_BlockJob]) -> tuple[list[_BlockJob], Tensor | None]:
-        """Projects the missing parts of the contexts in one pass. Returns the jobs with a complete context, and the features
-        before their anchors if the backbone reads them."""
-        starts = [self._ledger.computed_len(job.demand.request_id) for job in part]
-        # The last position is read again for the block's inputs, even if it is projected already.
-        again = self._config.anchor_input
+    def _read_features(self, part: Sequence[_Job]) -> tuple[list[_Job], list[int], list[int], Tensor]:
+        """In one gather. Returns the jobs whose features are computed (the others are partly prefilled or preempted), their
+        first missing row, where its features lie, and the features, of which row 0 is zeros."""
+        starts = [self._ledger.computed_len(job.request_id) for job in part]
         wanted = [
-            FeatureSpan(job.demand.request_id, min(start, max(0, job.anchor - 1)) if again else start, job.anchor)
-            for start, job in zip(starts, part, strict=True)
+            FeatureSpan(job.request_id, *self._stage.feature_rows(start, job.last))
+            for job, start in zip(part, starts, strict=True)
         ]
-        known = [span.start == span.stop for span in wanted]
-        asked = [span for span, is_known in zip(wanted, known, strict=True) if not is_known]
-        held, rows = self._features.read_hidden_states(asked) if asked else ([], self._no_features)
+        is_known = [span.start == span.stop for span in wanted]
+        asked = [span for span, known in zip(wanted, is_known, strict=True) if not known]
+        held, features = self._features.read_hidden_states(asked) if asked else ([], self._no_features[:0])
         answers = iter(held)
-        is_ready = [is_known or next(answers) for is_known in known]  # else partly prefilled or preempted
-        rows = torch.cat([self._no_features, rows.to(self._backbone.dtype)])  # row 0: of a request without context
-        ready, spans, checkpoints, projected, last = [], [], [], [], []
-        end = 1
+        is_ready = [known or next(answers) for known in is_known]
+        ready, first_rows, at, end = [], [], [], 1
         for job, start, span in compress(zip(part, starts, wanted, strict=True), is_ready):
             ready.append(job)
-            begin, end = end, end + span.stop - span.start
-            last.append(end - 1 if job.anchor else 0)
-            if start < job.anchor:
-                token_ids = self._sessions[span.request_id].token_ids[start : job.anchor]
-                checkpoints.append(self._ledger.speculate(span.request_id, token_ids))
-                spans.append(PackedSpan(start, token_ids, self._ledger.block_table(span.request_id)))
-                projected.append(np.arange(begin + start - span.start, end))
-        if spans:
-            self._backbone.project(spans, rows[to_device(np.concatenate(projected), rows.device)], self._cache)
-            for checkpoint in checkpoints:
-                self._ledger.commit(checkpoint, len(checkpoint.token_ids))
-        return ready, rows[to_device(np.array(last), rows.device)] if ready and self._config.anchor_input else None
+            first_rows.append(start)
+            at.append(end + start - span.start)
+            end += span.stop - span.start
+        return ready, first_rows, at, torch.cat([self._no_features, features.to(self._no_features.dtype)])
 
-    def _run(self, part: Sequence[_BlockJob], last_features: Tensor | None) -> Tensor:
-        """h of all blocks. Their keys and values are in the cache only during the pass."""
-        spans, checkpoints = [], []
-        for job in part:
-            request_id = job.demand.request_id
-            token_ids = (self._sessions[request_id].token_ids[job.anchor], *self._masks)
-            checkpoints.append(self._ledger.speculate(request_id, token_ids))
-            spans.append(PackedSpan(job.anchor, token_ids, self._ledger.block_table(request_id)))
-        try:
-            return self._backbone.run(spans, last_features, self._cache)
-        finally:
-            for checkpoint in checkpoints:
-                self._ledger.commit(checkpoint, 0)
-
-    def _make_room(self, part: Sequence[_BlockJob]) -> None:
+    def _make_room(self, part: Sequence[_Job]) -> None:
         """Opens every request of ``part`` in the ledger, and evicts others, least recently drafted first, until it fits."""
-        needed = 0
+        needed, shift = 0, self._stage.shift
         for job in part:
-            request_id = job.demand.request_id
-            self._sessions.move_to_end(request_id)
-            if request_id not in self._ledger:
-                session = self._sessions[request_id]
-                self._ledger.open(request_id, session.token_ids, session.salt)
-            missing = job.anchor + self._block_size - self._ledger.computed_len(request_id)
-            needed += self._ledger.num_blocks_needed(request_id, missing)
-        evict(self._ledger, self._sessions, needed, {job.demand.request_id for job in part})
+            self._sessions.move_to_end(job.request_id)
+            if job.request_id not in self._ledger:
+                session = self._sessions[job.request_id]
+                # A row depends on all tokens up to its own, also on the first ones, which have none.
+                salt = session.salt if not shift else f"{session.salt} {session.token_ids[:shift]}"
+                self._ledger.open(job.request_id, session.token_ids[shift:], salt)
+            missing = job.last + job.num_rows - self._ledger.computed_len(job.request_id)
+            needed += self._ledger.num_blocks_needed(job.request_id, missing)
+        evict(self._ledger, self._sessions, needed, {job.request_id for job in part})
 
 
-def load_dspark(
+def make_stage(network: Network, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> Stage:
+    make = BlockStage if isinstance(network, BlockNetwork) else EagleStage
+    return make(network, dtype, device, int8=int8)  # type: ignore[arg-type]
+
+
+def load_drafter(
     folder: Path,
-    rows: TargetRows | None,
+    rows: TargetRows,
     dtype: str,
     target: ModelInfo,
     device: torch.device,
     features: Features,
     *,
+    num_target_layers: int | None = None,
     num_blocks: int,
     calibration: Calibration | None = None,
     min_survival: float = 0.0,
     adapter: Path | None = None,
-) -> DSparkDrafter:
-    """``rows`` as of ``load_network``; ``adapter``: merged into its weights.
+) -> HiddenStateDrafter:
+    """``rows`` and ``num_target_layers`` as of ``load_network``; ``adapter``: merged into its weights.
 
     Raises as ``load_network`` and ``apply_adapter``, and InvalidField if the cache does not hold a block.
     """
     kind, int8 = DTYPES[dtype], dtype == "int8"
-    network = load_network(folder, rows, kind if adapter is None else torch.float32)
+    network = load_network(folder, rows, kind if adapter is None else torch.float32, num_target_layers)
     if adapter is not None:
         apply_adapter(adapter, network)
     kernel = make_gumbel_argmax(target.vocab_size, torch.float32, device) if device.type == "cuda" else None
     sampler = Sampler(target.vocab_size, target.eos_token_ids, kernel)
-    return DSparkDrafter(
-        Backbone(network, kind, device, int8=int8),
+    return HiddenStateDrafter(
+        make_stage(network, kind, device, int8=int8),
         SequentialStage(network, kind, device, sampler, min_survival, int8=int8),
         features,
         calibration,

@@ -7,13 +7,13 @@ Shapes: latents and embeddings of previous tokens [..., r], hidden states of the
 import torch
 from torch import Tensor, nn
 
-from drafters.hidden_states.config import DSparkConfig
+from drafters.hidden_states.config import BlockConfig
 
 
 class MarkovHead(nn.Module):
     """Equation 5: the bias depends only on the token before, B(x, .) = W_1[x] W_2. The latent is W_1[x]."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.num_markov_rows, config.markov_rank)
@@ -31,7 +31,7 @@ class MarkovHead(nn.Module):
 class GatedMarkovHead(MarkovHead):
     """The latent is W_1[x], each dimension gated by the token and the hidden state."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.gate_proj = nn.Linear(config.shape.hidden_size + config.markov_rank, config.markov_rank)
 
@@ -42,7 +42,7 @@ class GatedMarkovHead(MarkovHead):
 class RecurrentHead(MarkovHead):
     """Equation 6: a state s, initially 0, accumulates the block. ``joint_proj`` holds W_g, W_c, W_o over [s; W_1[x]; h]."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.shape.hidden_size, 3 * config.markov_rank)
 
@@ -63,7 +63,7 @@ class RecurrentHead(MarkovHead):
 class ConfidenceHead(nn.Module):
     """Equation 7: the logit of the probability that a draft survives, given that those before it do."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_with_markov
         self.proj = nn.Linear(config.shape.hidden_size + self.with_markov * config.markov_rank, 1)

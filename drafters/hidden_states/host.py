@@ -4,14 +4,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cluster.config import DSparkOptions
+from torch import Tensor
+
+from cluster.config import HiddenStateOptions
 from cluster.errors import ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.hidden_states.adapter import find_adapter
-from drafters.hidden_states.checkpoint import TargetRows
-from drafters.hidden_states.config import DSparkConfig, load_dspark_config
-from drafters.hidden_states.drafter import DSparkDrafter, load_dspark
+from drafters.hidden_states.config import NetworkConfig
+from drafters.hidden_states.drafter import HiddenStateDrafter, load_drafter
 from drafters.hidden_states.features import HostFeatures
+from drafters.hidden_states.formats import read_config
 from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
@@ -24,7 +26,7 @@ from profiler.calibration import FILE, load_calibration
 
 @dataclass(frozen=True)
 class Host:
-    """The target in whose process a drafter is made."""
+    """The target in whose process a drafter is made; ``checkpoint.TargetRows`` of it."""
 
     engine: FeatureSource
     folder: Path  # of the target's model
@@ -33,21 +35,36 @@ class Host:
     def config(self) -> DecoderConfig:
         return load_config(self.folder)
 
+    @property
+    def embedding(self) -> Tensor:
+        return self.engine.embedding
 
-def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:
+    @cached_property
+    def head(self) -> Tensor:
+        """The embedding, or read again, since the loaded one is packed."""
+        if self.config.tied_embeddings:
+            return self.embedding
+        with open_weights(self.folder, self.config, self.embedding.dtype) as weights:
+            return weights.head().to(self.embedding.device, copy=True)
+
+
+def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, host: Host) -> HiddenStateDrafter:
     """Raises as ``drafters.registry.make_drafter``; InvalidField also if the target does not keep its hidden states."""
     folder = find_drafter(options.path)
-    config = load_dspark_config(folder)
-    device = host.engine.embedding.device
-    dtype = choose_dtype(options.dtype, device.type, allows_int8=True)
+    config = read_config(folder, host.config.num_layers)
+    if config.kind != options.kind:
+        raise ModelUnavailable(f"{folder} holds a drafter of kind {config.kind}, not of kind {options.kind}")
     _check_fits(folder, config, target, host)
-    return load_dspark(
+    device = host.embedding.device
+    dtype = choose_dtype(options.dtype, device.type, allows_int8=True)
+    return load_drafter(
         folder,
-        _rows(host) if config.shares_embedding else None,
+        host,
         dtype,
         target,
         device,
         HostFeatures(host.engine, config.features),
+        num_target_layers=host.config.num_layers,
         adapter=None if options.adapter is None else find_adapter(folder, options.adapter),
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
         calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
@@ -55,21 +72,16 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     )
 
 
-def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Host) -> None:
+def _check_fits(folder: Path, config: NetworkConfig, target: ModelInfo, host: Host) -> None:
     served = host.config
-    own = (config.num_target_layers, config.shape.hidden_size, config.shape.vocab_size)
+    num_layers = served.num_layers if config.num_target_layers is None else config.num_target_layers
+    own = (num_layers, config.target_hidden_size, config.shape.vocab_size)
     if own != (served.num_layers, served.hidden_size, served.vocab_size):
         raise ModelUnavailable(
             f"{folder} is made for a target of {own[0]} layers, hidden size {own[1]} and {own[2]} tokens; {target.name} has "
             f"{served.num_layers}, {served.hidden_size} and {served.vocab_size}: train one for it with `outrider train`"
         )
+    if max(config.target_layer_ids) >= served.num_layers:
+        reads = list(config.target_layer_ids)
+        raise ModelUnavailable(f"{folder} reads the layers {reads}; {target.name} has {served.num_layers}")
     check_trained_for(f"the drafter in {folder}", config.tokenizer_fingerprint, target.tokenizer_fingerprint, target.name)
-
-
-def _rows(host: Host) -> TargetRows:
-    """The target's embedding in memory, and its head: the same, or read again, since the loaded one is packed."""
-    embedding = host.engine.embedding
-    if host.config.tied_embeddings:
-        return TargetRows(embedding, embedding)
-    with open_weights(host.folder, host.config, embedding.dtype) as weights:
-        return TargetRows(embedding, weights.head().to(embedding.device, copy=True))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,15 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.hidden_states.block_network import DSparkNetwork, markov_rows
-from drafters.reduced_vocab import WholeVocabulary
+from drafters.hidden_states.block_network import BlockNetwork, markov_rows
+from drafters.hidden_states.checkpoint import Network
+from drafters.hidden_states.stage import States
+from drafters.reduced_vocab import ReducedHead
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import gumbel, noise_keys
-from engine.ops import FusedSampling, Logits, Ops
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.ops import FusedSampling, GumbelArgmax, Logits
+from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
 # Tokens of rows: fp32 logits [rows, n], noise keys [rows], temperatures fp32 [rows].
@@ -79,7 +82,7 @@ class SequentialStage:
 
     def __init__(
         self,
-        network: DSparkNetwork,
+        network: Network,
         dtype: torch.dtype,
         device: torch.device,
         sampler: Sampler,
@@ -94,32 +97,47 @@ class SequentialStage:
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
         self._rows_at_once = _CPU_ROWS if device.type == "cpu" else None
-        self._rows = markov_rows(config).numpy()
-        self._markov, self._bias = network.markov_head, None
+        self._markov = self._bias = self._confidence = None
+        self._rows = np.zeros(0, np.int64)
+        if isinstance(network, BlockNetwork):
+            self._rows = markov_rows(network.config).numpy()
+            self._markov = network.markov_head
+            self._confidence = None if network.confidence_head is None else _Confidence(network, device)
         if self._markov is not None:
             self._markov = self._markov.to(device, product_dtype(dtype, device))
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
-        self._choose = _make_choice(ops, np.array(known, np.int64), device)
-        self._whole: WholeVocabulary | None = None
+        token_ids = np.array(known, np.int64)
+        kernel = ops.gumbel_argmax(token_ids)
+        self._choose = _make_choice(kernel, token_ids, device)
+        self._sample_rows: Callable[[Tensor, Sequence[SampleSpan]], list[Chosen]]
+        self._sample_rows = partial(sampler.choose, want_confidences=True)
         if config.draft_token_ids is not None:
-            self._whole = WholeVocabulary(torch.tensor(known, device=device), config.shape.vocab_size)
-        self._confidence = None if network.confidence_head is None else _Confidence(network, device)
+            ids = torch.from_numpy(token_ids).to(device)
+            self._sample_rows = ReducedHead(ids, config.shape.vocab_size, sampler, kernel).choose
 
     @torch.inference_mode()
-    def draft(self, hidden: Tensor, blocks: Sequence[Block]) -> None:
-        """``hidden``: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions."""
+    def draft(self, states: States, blocks: Sequence[Block]) -> None:
+        """``states``: of as many tokens as the blocks need, in the dtype."""
         num_steps = max(block.end for block in blocks)
-        hidden = hidden[:, :num_steps].contiguous()
+        hidden = states.known()
+        if hidden is not None:
+            hidden = hidden[:, :num_steps].contiguous()
         base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
-        of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
+        of_hidden = None if self._confidence is None or hidden is None else self._confidence.of_hidden(hidden)
         keys, temperatures = _noise(blocks, num_steps)
         is_fast = of_hidden is not None and all(block.state.is_plain for block in blocks)
         state: Tensor | None = None
         for k in range(num_steps):
-            rows = self._rows[[block.previous_token(k) for block in blocks]]
-            latents = None
-            if self._markov is not None:
+            previous = np.array([block.previous_token(k) for block in blocks])
+            if hidden is None:
+                live = [i for i, block in enumerate(blocks) if not block.done and k < block.end]
+                if not live:
+                    return
+                base.give(k, states.step(k, live, to_device(previous[live], self._device)), live)
+            rows, latents = previous, None
+            if self._markov is not None and hidden is not None:
+                rows = self._rows[previous]
                 embeddings = embedding(to_device(rows, self._device), self._markov.markov_w1.weight)
                 latents, state = self._markov.step(embeddings, hidden[:, k].to(embeddings.dtype), state)
                 latents = latents.to(hidden.dtype)
@@ -161,8 +179,7 @@ class SequentialStage:
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
         """One token for each block by the engine's sampler. Without a confidence the token's probability is taken."""
         spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for block, _ in active]
-        logits = logits if self._whole is None else self._whole.scatter(logits)
-        all_chosen = self._sampler.choose(logits, spans, want_confidences=self._confidence is None)
+        all_chosen = self._sample_rows(logits, spans)
         for (block, confidence), chosen in zip(active, all_chosen, strict=True):
             if not chosen.token_ids:  # every token is masked, for the target too
                 block.done = True
@@ -175,15 +192,19 @@ class SequentialStage:
 
 
 class _BaseLogits:
-    """The head's logits, computed on demand: most blocks end before their last position. ``rows_at_once``: least rows of a
-    product, reached by computing positions ahead; None: all positions."""
+    """The head's logits, computed on demand: most blocks end before their last position.
 
-    def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:
+    Args:
+        hidden: [blocks, positions, d]; None: they are given position by position.
+        rows_at_once: least rows of a product, reached by computing positions ahead; None: all positions.
+    """
+
+    def __init__(self, head: Logits, hidden: Tensor | None, blocks: Sequence[Block], rows_at_once: int | None) -> None:
         self._head, self._hidden, self._blocks = head, hidden, blocks
         self._rows_at_once = rows_at_once
         self._start = self._stop = 0  # computed positions
         self._row_of: dict[int, int] = {}  # by block
-        self._logits = hidden  # [rows, positions, tokens]
+        self._logits = torch.empty(0)  # [rows, positions, tokens]
 
     def at(self, k: int, active: Sequence[int]) -> Tensor:
         """fp32 [active, tokens] at position ``k``, which does not decrease between calls."""
@@ -194,21 +215,29 @@ class _BaseLogits:
             return logits
         return logits[to_device(np.array([self._row_of[i] for i in active]), logits.device)]
 
+    def give(self, k: int, hidden: Tensor, left: Sequence[int]) -> None:
+        """The states of position ``k`` of the blocks ``left``, [left, d]."""
+        if any(self._blocks[i].wants(k) for i in left):
+            self._set(k, hidden[:, None], left)
+
     def _compute(self, k: int) -> None:
+        assert self._hidden is not None
         left = [i for i, block in enumerate(self._blocks) if not block.done and k < block.end]
         stop = self._hidden.shape[1]
         if self._rows_at_once is not None:
             stop = min(stop, k + -(-self._rows_at_once // len(left)))
-        hidden = self._hidden[to_device(np.array(left), self._hidden.device), k:stop]
-        self._logits = self._head(hidden.flatten(0, 1)).view(len(left), stop - k, -1)
-        self._start, self._stop = k, stop
+        self._set(k, self._hidden[to_device(np.array(left), self._hidden.device), k:stop], left)
+
+    def _set(self, k: int, hidden: Tensor, left: Sequence[int]) -> None:
+        self._start, self._stop = k, k + hidden.shape[1]
+        self._logits = self._head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         self._row_of = {i: row for row, i in enumerate(left)}
 
 
 class _Confidence:
     """Equation 7 as a sum of two parts: of h, and of the token before, one number per row of W_1."""
 
-    def __init__(self, network: DSparkNetwork, device: torch.device) -> None:
+    def __init__(self, network: BlockNetwork, device: torch.device) -> None:
         assert network.confidence_head is not None
         projection = network.confidence_head.proj
         weight, self._offset = projection.weight.detach().float().to(device)[0], float(projection.bias.item())
@@ -246,10 +275,9 @@ def _scaled(logit: float, scaling: TemperatureScaling, position: int, margin: fl
     return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))
 
 
-def _make_choice(ops: Ops, token_ids: NDArray[np.int64], device: torch.device) -> Choice:
+def _make_choice(kernel: GumbelArgmax | None, token_ids: NDArray[np.int64], device: torch.device) -> Choice:
     """argmax_v(logits_v / T + G(key, v)) of each row and its margin (``engine.ops.GumbelArgmax``), where no
     kernel is available among the most probable tokens only. ``token_ids``: of the logits' columns, ascending."""
-    kernel = ops.gumbel_argmax(token_ids)
     if isinstance(kernel, FusedSampling):
         kernel.warm_up(torch.float32, device)
 

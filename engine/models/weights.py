@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -171,6 +172,14 @@ class SafetensorsFolder:
             raise ModelUnavailable(f"{self._folder}: tensor {name} holds {tensor.dtype}, which is not supported")
         return tensor
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def integers(self, name: str) -> torch.Tensor:
+        """Whole, as stored. Raises KeyError."""
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
     def _get(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
@@ -180,7 +189,7 @@ class SafetensorsFolder:
         stored = file.get_slice(name)
         if (found := tuple(stored.get_shape())) != shape:
             raise ModelUnavailable(f"{self._folder}: tensor {name} has shape {found}, expected {shape}")
-        parts = zip(shape, (rows, columns), strict=False)
+        parts = zip_longest(shape, (rows, columns)[: len(shape)])
         wanted = [slice(0, num) if part is None else slice(part.start, part.stop) for num, part in parts]
         is_whole = all(of == slice(0, num) for num, of in zip(shape, wanted, strict=True))
         tensor: torch.Tensor = file.get_tensor(name) if is_whole else stored[tuple(wanted)]

@@ -3,14 +3,15 @@
 from cluster.config import DEFAULT_DRAFT_LEN, CascadeOptions, DrafterOptions
 
 # Of one draft of DEFAULT_DRAFT_LEN tokens, in one-row steps of the target.
-DRAFT_STEPS = {"ngram": 0.008, "suffix": 0.016, "table": 0.008, "dspark": 0.15, "vllm": 0.35, "layers": 0.35, "model": 1.0}
+DRAFT_STEPS = {"ngram": 0.008, "suffix": 0.016, "table": 0.008, "vllm": 0.35, "layers": 0.35, "model": 1.0}
+_ON_HIDDEN_STATES = 0.15
 
 
 def prior_draft_cost(options: DrafterOptions) -> float:
     """Of one draft, in one-row steps of the target; a cascade counts as its most expensive member."""
     if isinstance(options, CascadeOptions):
         return max(map(prior_draft_cost, options.members))
-    return DRAFT_STEPS[options.kind]
+    return DRAFT_STEPS.get(options.kind, _ON_HIDDEN_STATES)
 
 
 def prior_token_cost(options: DrafterOptions) -> float:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import DrafterConfig, DSparkOptions, LoraModule, Resources
+from cluster.config import DrafterConfig, HiddenStateOptions, LoraModule, Resources
 from tests.support.servers import served
 from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.streaming import MODEL, Streamed, answers, run, undrafted
@@ -42,7 +42,7 @@ def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def server(model_folder: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path="dspark"))
+    dspark = DrafterConfig(name="dspark", options=HiddenStateOptions(path="dspark"))
     first = LoraModule(name="first", path=adapters / "first")
     update = {
         "target": config.target.model_copy(update={"engine": "vllm", "vllm": {"max_loras": 2}, "lora_modules": (first,)}),

@@ -10,6 +10,7 @@ from cluster.config import (
     CascadeOptions,
     DrafterConfig,
     DrafterOptions,
+    HiddenStateKind,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -25,7 +26,7 @@ from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.kv_blocks import BlockLedger
 from engine.models.tokenizer import fingerprint
-from tests.support.dspark import make_dspark, write_dspark
+from tests.support.dspark import make_dspark, write_dspark, write_speculators
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 from tests.support.with_proposers import WithProposers
 
@@ -42,6 +43,9 @@ KINDS = (
     "layers",
     "dspark",
     "dspark-rnn",
+    "dflash",
+    "eagle3",
+    "peagle",
     "chain",
     "lookup-chain",
     "long-chain",
@@ -77,7 +81,10 @@ def dspark_folders(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> di
     at = tmp_path_factory.mktemp("dspark")
     reduced = write_dspark(at / "reduced", folder, draft_token_ids=list(range(3, 250, 2)))
     rnn = write_dspark(at / "rnn", folder, markov_head_type="rnn", anchor_input=True, enable_confidence_head=False)
-    return {"dspark": reduced, "dspark-rnn": rnn}
+    kinds: tuple[HiddenStateKind, ...] = ("dflash", "eagle3", "peagle")
+    for kind in kinds:
+        write_speculators(at / kind, folder, kind, draft_token_ids=tuple(range(3, 250, 2)))
+    return {"dspark": reduced, "dspark-rnn": rnn} | {kind: at / kind for kind in kinds}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from drafters.hidden_states.block_backbone import Backbone
+from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
 from drafters.protocol import Demand
 from drafters.small_model import Question, SmallModel
@@ -27,6 +27,7 @@ from engine.cuda.ops import CudaOps
 from engine.device import to_device, to_host
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.kv_cache import KvCache
 from engine.native import NativeLimits, NativeTarget
 from engine.noise import gumbel, noise_keys
 from engine.ops import TorchOps
@@ -283,8 +284,8 @@ def dspark_drafts_what_it_drafts_on_a_cpu(changes: dict[str, Any], place: Place,
     table = np.arange(4, dtype=np.int32)
 
     def compute(device: torch.device) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-        stage = Backbone(load_network(folder / "drafter", target_rows(target)), torch.float32, device)
-        cache = stage.new_cache(4)
+        stage = BlockStage(load_network(folder / "drafter", target_rows(target)), torch.float32, device)
+        cache = KvCache.allocate(stage.config.shape, 4, *stage.placement)
         features = torch.randn(9, stage.config.feature_size, generator=torch.Generator().manual_seed(0)).to(device)
         stage.project([PackedSpan(0, (0,) * 9, table)], features, cache)
         block = (3, *(stage.config.mask_token_id,) * (stage.config.block_size - 1))

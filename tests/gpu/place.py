@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from drafters.hidden_states import block_backbone as backbone
+from drafters.hidden_states import block_stage as backbone
 from drafters.hidden_states import sequential
 from engine import factory
 from engine.cuda.graphs import GraphedModel

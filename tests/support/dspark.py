@@ -1,7 +1,8 @@
-"""Random DSpark drafters for tiny targets, and features without a serving target."""
+"""Random drafters that read hidden states for tiny targets, and features without a serving target."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
-from drafters.hidden_states.checkpoint import TargetRows, new_network, save_network
-from drafters.hidden_states.config import parse_dspark_config
+from drafters.hidden_states.block_network import BlockNetwork
+from drafters.hidden_states.checkpoint import (
+    GivenRows,
+    Network,
+    load_network,
+    new_network,
+    save_network,
+    save_speculators,
+)
+from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
+from drafters.hidden_states.drafter import HiddenStateDrafter, make_stage
+from drafters.hidden_states.formats import parse_deepspec
+from drafters.hidden_states.sequential import SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.models.config import load_config
 from engine.models.weights import open_weights
+from engine.sampling import Sampler
 from engine.target import FeatureSpan
 from profiler.calibration import Calibration, TemperatureScaling
 
 CPU = torch.device("cpu")
 
 
-def target_rows(folder: Path) -> TargetRows:
+def target_rows(folder: Path) -> GivenRows:
     with open_weights(folder, load_config(folder), torch.float32) as weights:
-        return TargetRows(weights.embedding().clone(), weights.head().clone())
+        return GivenRows(weights.embedding().clone(), weights.head().clone())
 
 
 def write_dspark(folder: Path, target_folder: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -48,15 +62,47 @@ def write_dspark(folder: Path, target_folder: Path, *, seed: int = 0, **changes:
         "fc_bias": True,
         **changes,
     }
-    network = new_network(parse_dspark_config(raw), target_rows(target_folder))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.requires_grad and "norm" not in name:
-                width = parameter.shape[-1] if parameter.dim() > 1 else 16
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / width**0.5)
+    network = new_network(parse_deepspec(raw), target_rows(target_folder))
+    assert isinstance(network, BlockNetwork)
+    randomise(network, seed)
     save_network(network, folder, raw, "fp32")
     return folder
+
+
+@torch.no_grad()
+def randomise(network: Network, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad and "norm" not in name:
+            width = parameter.shape[-1] if parameter.dim() > 1 else 16
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / width**0.5)
+
+
+def config_of_kind(kind: HiddenStateKind, target_folder: Path, **changes: Any) -> NetworkConfig:
+    """A drafter of six tokens for the model in ``target_folder``."""
+    target = load_config(target_folder)
+    shared = {
+        "kind": kind,
+        "target_layer_ids": (0, target.num_layers - 2),
+        "target_hidden_size": target.hidden_size,
+        "shape": replace(target.truncated(2 if kind != "eagle3" else 1), tied_embeddings=False),
+        "num_target_layers": target.num_layers,
+    }
+    if kind in ("eagle3", "peagle"):
+        mask = {"mask_token_id": 5} if kind == "peagle" else {}
+        return EagleConfig(**{**shared, "draft_len": 6, **mask, **changes})
+    sizes = {"block_size": 7, "mask_token_id": 5, "anchor_predicts": False}
+    if kind == "dspark":
+        sizes |= {"block_size": 6, "anchor_predicts": True, "markov_rank": 8, "has_confidence": True}
+    return BlockConfig(**{**shared, **sizes, **changes})
+
+
+def write_speculators(folder: Path, target_folder: Path, kind: HiddenStateKind, *, seed: int = 0, **changes: Any) -> Network:
+    """A random drafter in the speculators format. ``changes``: of its configuration."""
+    network = new_network(config_of_kind(kind, target_folder, **changes), target_rows(target_folder))
+    randomise(network, seed)
+    save_speculators(network, folder, json.loads((target_folder / "config.json").read_text()), "target", "fp32")
+    return network.eval()
 
 
 class PrefixFeatures:
@@ -123,17 +169,13 @@ def make_dspark(
     with_margins: Mapping[float, TemperatureScaling] | None = None,
     device: torch.device = CPU,
 ) -> WithFeatures:
-    from drafters.hidden_states.block_backbone import Backbone
-    from drafters.hidden_states.checkpoint import load_network
-    from drafters.hidden_states.drafter import DSparkDrafter
-    from drafters.hidden_states.sequential import SequentialStage
-    from engine.sampling import Sampler
-
-    network = load_network(folder, target_rows(target_folder))
+    network = load_network(folder, target_rows(target_folder), num_target_layers=load_config(target_folder).num_layers)
     sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
     calibration = Calibration({0.0: TemperatureScaling(tuple(temperatures))}, with_margins or {})
     sequential = SequentialStage(network, torch.float32, device, sampler, min_survival, int8=int8)
-    backbone = Backbone(network, torch.float32, device, int8=int8)
+    stage = make_stage(network, torch.float32, device, int8=int8)
     features = PrefixFeatures(model or load_model(target_folder, "float32", device.type), network.config.target_layer_ids)
-    drafter = DSparkDrafter(backbone, sequential, features, calibration, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
+    drafter = HiddenStateDrafter(
+        stage, sequential, features, calibration, num_blocks=num_blocks, eos_token_ids=eos_token_ids
+    )
     return WithFeatures(drafter, features)

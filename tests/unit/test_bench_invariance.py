@@ -14,7 +14,7 @@ from benchmarks import invariance
 from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second, truncate_by_content
 from benchmarks.harness import Harness, RunConditions
 from benchmarks.report import BenchOptions, BenchResult
-from cluster.config import DrafterConfig, DSparkOptions
+from cluster.config import DrafterConfig, HiddenStateOptions
 from cluster.sampling_params import SamplingParams
 from drafters import shipped
 from drafters.ngram import NgramDrafter
@@ -119,7 +119,7 @@ def test_a_missing_prompt_file_ends_the_benchmark_before_it_runs(options: BenchO
 
 def test_drafters_beside_the_target_are_held_to_it_too(options: BenchOptions, tmp_path: Path) -> None:
     folder = write_dspark(tmp_path / "drafter", Path(options.model), block_size=5)
-    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(folder), dtype="float32", min_survival=0.0))
+    dspark = DrafterConfig(name="dspark", options=HiddenStateOptions(path=str(folder), dtype="float32", min_survival=0.0))
     rig = Harness(options.model, ["aaa aaa aaa", "b b c", "d"], 16)
     plain = rig.run(RunConditions(prefix_cache=False))
     for preempt in (False, True):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -9,21 +10,21 @@ from safetensors.torch import load_file, save_file
 
 from actors.target import TargetActor
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import CascadeOptions, DrafterConfig, DSparkOptions, NgramOptions
+from cluster.config import CascadeOptions, DrafterConfig, HiddenStateKind, HiddenStateOptions, NgramOptions
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from drafters.hidden_states.features import FeatureShape, HostFeatures
-from drafters.hidden_states.host import Host, make_dspark
+from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.registry import feature_layers, make_drafter
 from engine.target import SpanInput
 from router.assignment import member_name
 from router.cost_model import TableCost
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, NODES, config, engine_of, outputs, plain_outputs, requests, write_target
-from tests.support.dspark import write_dspark
+from tests.support.dspark import write_dspark, write_speculators
 from tests.support.features import rows_of
 from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
@@ -57,8 +58,8 @@ def plain(target: Path) -> list[list[int]]:
     return plain_outputs(target)
 
 
-def options(folder: Path) -> DSparkOptions:
-    return DSparkOptions(path=str(folder), dtype="float32", kv_cache_gb=0.01, min_survival=0.0)
+def options(folder: Path, kind: HiddenStateKind = "dspark") -> HiddenStateOptions:
+    return HiddenStateOptions(kind=kind, path=str(folder), dtype="float32", kv_cache_gb=0.01, min_survival=0.0)
 
 
 @pytest.mark.slow
@@ -78,13 +79,30 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
             assert cluster.loop.telemetry.drafter(name).reply_s.num
 
 
+def test_every_kind_beside_the_others_leaves_the_tokens_as_they_are(
+    target: Path, tmp_path: Path, plain: list[list[int]]
+) -> None:
+    """Also EAGLE-3 without a head of its own, and with tokens drafted ahead."""
+    kinds = get_args(HiddenStateKind)
+    for kind in kinds:
+        write_speculators(tmp_path / kind, target, kind, draft_token_ids=tuple(range(0, 256, 3)))
+    pool = tuple(
+        DrafterConfig(name=kind, options=options(tmp_path / kind, kind), max_draft_len=6, ahead_len=2 * (kind == "eagle3"))
+        for kind in kinds
+    )
+    resolved = resolve(config(target, pool), NODES).model_copy(update={"planner": config(target, ()).planner})
+    with EmbeddedCluster.of(resolved) as cluster:
+        assert outputs(cluster.complete(requests(6))) == plain
+        assert all(cluster.loop.telemetry.drafter(kind).reply_s is not None for kind in kinds)
+
+
 @pytest.mark.parametrize("num_blocks", first(1, [9, 64]))
 def test_drafts_are_verified_also_when_sequences_are_preempted(
     target: Path, folder: Path, plain: list[list[int]], num_blocks: int
 ) -> None:
     """Nine blocks hold two or three of the six sequences, in chunks of 24: features come and go."""
     engine, model = engine_of(target, (0, 2), num_blocks)
-    drafter = make_dspark(options(folder), model, Host(engine, target))
+    drafter = make_hidden_state_drafter(options(folder), model, Host(engine, target))
     pool = {"dspark": PoolEntry(drafter, max_draft_len=6, companion=True)}
     with EmbeddedCluster(engine, model, PRECIOUS, pool, StepPlanner(PATIENT)) as cluster:
         completions = cluster.complete(requests(6))
@@ -99,7 +117,7 @@ def test_drafts_are_verified_also_when_sequences_are_preempted(
 def test_a_drafter_whose_link_was_killed_follows_again(target: Path, folder: Path, plain: list[list[int]]) -> None:
     """A killed link is found again; what was followed is opened anew."""
     engine, model = engine_of(target, (0, 2))
-    drafter = make_dspark(options(folder), model, Host(engine, target))
+    drafter = make_hidden_state_drafter(options(folder), model, Host(engine, target))
     with EmbeddedCluster(engine, model, COST, {"dspark": PoolEntry(drafter, companion=True)}) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
         cluster.kill_drafter("dspark")
@@ -139,7 +157,7 @@ def test_placed_with_the_target(target: Path, folder: Path) -> None:
 
 def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, other: Path) -> None:
     drafters = [DrafterConfig(name=f"d{i}", options=options(path)) for i, path in enumerate((folder, other))]
-    assert feature_layers(drafters) == (-1, 0, 1, 2)
+    assert feature_layers(drafters, target) == (-1, 0, 1, 2)
     engine, _ = engine_of(target, (-1, 0, 1, 2))
     prompt = tuple(range(30))
     request = Request("r", prompt, SamplingParams(max_tokens=3), 0.0)
@@ -158,16 +176,16 @@ def test_what_does_not_fit_the_target_is_refused(target: Path, folder: Path, tmp
     with pytest.raises(InvalidField, match="must run in the target's process"):
         make_drafter(DrafterConfig(name="d", options=options(folder)), model)
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
-        make_dspark(options(tmp_path / "nowhere"), model, host)
+        make_hidden_state_drafter(options(tmp_path / "nowhere"), model, host)
     deeper = write_dspark(tmp_path / "deeper", target, num_target_layers=4)
     with pytest.raises(ModelUnavailable, match=r"made for a target of 4 layers.* has 3"):
-        make_dspark(options(deeper), model, host)
+        make_hidden_state_drafter(options(deeper), model, host)
     foreign = write_dspark(tmp_path / "foreign", target, tokenizer_fingerprint="0" * 64)
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
-        make_dspark(options(foreign), model, host)
+        make_hidden_state_drafter(options(foreign), model, host)
     small = options(folder).model_copy(update={"kv_cache_gb": 1e-9})
     with pytest.raises(InvalidField, match="kv_cache_gb"):
-        make_dspark(small, model, host)
+        make_hidden_state_drafter(small, model, host)
 
 
 def test_a_target_with_a_head_of_its_own_shares_that(tmp_path: Path) -> None:
@@ -182,7 +200,7 @@ def test_a_target_with_a_head_of_its_own_shares_that(tmp_path: Path) -> None:
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     folder = write_dspark(tmp_path / "drafter", target, draft_token_ids=list(range(0, 257, 2)))
     engine, model = engine_of(target, (0, 2))
-    drafter = make_dspark(options(folder), model, Host(engine, target))
+    drafter = make_hidden_state_drafter(options(folder), model, Host(engine, target))
     with EmbeddedCluster(
         engine, model, PRECIOUS, {"dspark": PoolEntry(drafter, companion=True)}, StepPlanner(PATIENT)
     ) as cluster:

@@ -92,7 +92,8 @@ zzz: 1
         "drafters[0].options.model": (8, "is missing"),
         "drafters[1].options.kind": (
             10,
-            "must be one of 'ngram', 'suffix', 'table', 'model', 'layers', 'dspark', 'vllm', 'cascade', got 'ngrm'",
+            "must be one of 'ngram', 'suffix', 'table', 'model', 'layers', 'dspark', 'dflash', 'eagle3', 'peagle', "
+            "'vllm', 'cascade', got 'ngrm'",
         ),
         "drafters[2].options": (12, "needs the key 'kind'"),
         "drafters[3].options.members[0].max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),

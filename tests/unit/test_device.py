@@ -18,6 +18,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
 from drafters.hidden_states import sequential
 from drafters.hidden_states.checkpoint import load_network
+from drafters.hidden_states.stage import KnownStates
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
 from engine.batch_layout import PackedSpan, lay_out, pack
@@ -208,7 +209,7 @@ def test_a_draft_token_of_dspark_takes_few_operations_and_one_wait(
         def draft() -> None:
             state = SamplingState(sampling, [1, 2, 3], 2)
             blocks = [sequential.Block(3, state, (), 5, frozenset()) for _ in range(num_blocks)]
-            stage.draft(torch.empty(num_blocks, 6, 32, device=META), blocks)
+            stage.draft(KnownStates(torch.empty(num_blocks, 6, 32, device=META)), blocks)
             assert all(len(block.token_ids) == 5 for block in blocks)
 
         draft()  # allocates

@@ -10,16 +10,16 @@ import torch
 from cluster.errors import InvalidField
 from drafters.hidden_states.heads import GatedMarkovHead, RecurrentHead
 from training.batches import AnswerBatch, BatchPlan, assemble
+from training.block_student import BlockStudent
 from training.corpus import TargetAnswer
 from training.distil import Distillation, Schedule
 from training.distributed import World
-from training.dspark_student import DSparkStudent
 from training.evaluation import standardisation
 from training.feature_cache import InMemory
 from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
+from training.recipe import HEADS, HeadKind, TrainOptions, block_config
 from training.regression import Moments
 from training.warm_start import warm_start
 
@@ -81,7 +81,7 @@ def dspark(
     head: HeadKind,
     anchor_rank: int = 8,
     block: int = BLOCK,
-) -> DSparkStudent:
+) -> BlockStudent:
     """With a rank so small that the regression is not optimal."""
     options = TrainOptions(
         "",
@@ -96,17 +96,17 @@ def dspark(
     )
     mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
-    return DSparkStudent(dspark_config(options, target.model.config, None, ""), target, mean, std)
+    return BlockStudent(block_config(options, target.model.config, None, ""), target, mean, std)
 
 
 def regress(
-    student: DSparkStudent, target: FrozenTarget, readings: HiddenStateReader, answers: Sequence[TargetAnswer]
+    student: BlockStudent, target: FrozenTarget, readings: HiddenStateReader, answers: Sequence[TargetAnswer]
 ) -> None:
     student.initialise([assemble(answers, readings, WHOLE, 0, HERE.device)])
 
 
 @torch.no_grad()
-def expected_len(student: DSparkStudent | LayersStudent, batch: AnswerBatch) -> float:
+def expected_len(student: BlockStudent | LayersStudent, batch: AnswerBatch) -> float:
     """Expected accepted length of whole blocks, or of one token, with the bonus token."""
     acceptance = student(batch, 1.0).acceptance
     whole = acceptance[:, None] if acceptance.dim() == 1 else acceptance[~acceptance.isnan().any(1)]
@@ -114,9 +114,9 @@ def expected_len(student: DSparkStudent | LayersStudent, batch: AnswerBatch) -> 
 
 
 def teach(
-    student: DSparkStudent | LayersStudent, answers: Sequence[TargetAnswer], readings: HiddenStateReader, path: Path
+    student: BlockStudent | LayersStudent, answers: Sequence[TargetAnswer], readings: HiddenStateReader, path: Path
 ) -> None:
-    plan = PLAN if isinstance(student, DSparkStudent) else BatchPlan(1024, 400)
+    plan = PLAN if isinstance(student, BlockStudent) else BatchPlan(1024, 400)
     training = Distillation(student, answers, readings, plan, SCHEDULE, HERE, path, seed=0)
     training.run(lambda share: None)
     training.use_average()

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 import pytest
 
 from actors.drafter import DrafterActor
-from cluster.config import Config, DrafterConfig, DSparkOptions, SuffixOptions
+from cluster.config import Config, DrafterConfig, HiddenStateOptions, SuffixOptions
 from cluster.errors import InvalidField
 from cluster.messages import Hello, Role
 from cluster.sampling_params import SamplingParams
@@ -275,6 +275,6 @@ def test_one_rank_of_a_server_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_draft_elsewhere_is_refused(name: str | None, address: str, reason: str) -> None:
     pool = [DrafterConfig(name=one, options=SuffixOptions()) for one in "ab"]
-    pool.append(DrafterConfig(name="reader", options=DSparkOptions(path="dspark")))
+    pool.append(DrafterConfig(name="reader", options=HiddenStateOptions(path="dspark")))
     with pytest.raises(InvalidField, match=reason):
         serve_drafter(Config(drafters=tuple(pool)), name, address)

@@ -11,12 +11,13 @@ import torch
 
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states import sequential
-from drafters.hidden_states.block_backbone import Backbone
+from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
 from drafters.protocol import Demand
 from engine.cpu.ops import CpuOps
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
+from engine.kv_cache import KvCache
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
@@ -293,9 +294,9 @@ def test_the_parallel_stage_in_bf16_is_the_same_by_one_call_a_layer(
         if not by_one_call:
             monkeypatch.setattr(CpuOps, "whole_layer", lambda self, parts: None)
         torch.manual_seed(1)
-        stage = Backbone(network, torch.bfloat16, torch.device("cpu"), int8=int8)
+        stage = BlockStage(network, torch.bfloat16, torch.device("cpu"), int8=int8)
         assert all((layer._whole is not None) == by_one_call for layer in stage._layers)
-        cache, tables = stage.new_cache(6), np.arange(6, dtype=np.int32).reshape(2, 3)
+        cache, tables = KvCache.allocate(stage.config.shape, 6, *stage.placement), np.arange(6, dtype=np.int32).reshape(2, 3)
         context = [PackedSpan(0, (0,) * length, table) for length, table in zip((40, 7), tables, strict=True)]
         stage.project(context, torch.randn(47, stage.config.feature_size).bfloat16(), cache)
         block = (9, *(stage.config.mask_token_id,) * (stage.config.block_size - 1))

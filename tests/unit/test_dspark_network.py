@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import ModelUnavailable
-from drafters.hidden_states.block_network import DSparkNetwork
-from drafters.hidden_states.checkpoint import TargetRows, load_network, new_network, save_network
-from drafters.hidden_states.config import load_dspark_config, parse_dspark_config
+from drafters.hidden_states.block_network import BlockNetwork
+from drafters.hidden_states.checkpoint import GivenRows, load_network, new_network, save_network
+from drafters.hidden_states.formats import parse_deepspec, read_config
 
 HIDDEN, VOCAB, BLOCK, RANK = 32, 61, 4, 8
 RELEASED: dict[str, Any] = {
@@ -226,9 +226,9 @@ def ours(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [None, 5])
 def test_our_format_is_saved_and_loaded_without_the_targets_rows(tmp_path: Path, rank: int | None) -> None:
-    target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
+    target = GivenRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     raw = ours() if rank is None else ours(anchor_input_rank=rank)
-    network = new_network(parse_dspark_config(raw), target)
+    network = new_network(parse_deepspec(raw), target)
     save_network(network, tmp_path, raw, "fp32")
     again = load_network(tmp_path, target)
     assert again.config == network.config
@@ -256,10 +256,10 @@ def test_our_format_is_saved_and_loaded_without_the_targets_rows(tmp_path: Path,
     with pytest.raises(ModelUnavailable, match="beside its target"):
         load_network(tmp_path)
     with pytest.raises(ModelUnavailable, match="this one has"):
-        load_network(tmp_path, TargetRows(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16)))
+        load_network(tmp_path, GivenRows(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16)))
 
 
-def block_inputs(network: DSparkNetwork, *arguments: Any) -> torch.Tensor:
+def block_inputs(network: BlockNetwork, *arguments: Any) -> torch.Tensor:
     """What the first layer gets, [anchors, block, hidden]."""
     seen: list[torch.Tensor] = []
     hook = network.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
@@ -270,9 +270,9 @@ def block_inputs(network: DSparkNetwork, *arguments: Any) -> torch.Tensor:
 
 def test_the_anchors_context_is_added_to_the_inputs() -> None:
     """First with a map of zero. A block without context reads zeros as features."""
-    target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
-    network = new_network(parse_dspark_config(ours()), target)
-    plain = new_network(parse_dspark_config(ours(anchor_input=False)), target)
+    target = GivenRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
+    network = new_network(parse_deepspec(ours()), target)
+    plain = new_network(parse_deepspec(ours(anchor_input=False)), target)
     plain.load_state_dict({k: v for k, v in network.state_dict().items() if not k.startswith("anchor_input")})
     assert network.anchor_input is not None
     features, token_ids, anchors = torch.randn(5, 3 * HIDDEN), torch.tensor([1, 3, 9, 4, 7]), torch.tensor([0, 3])
@@ -315,14 +315,13 @@ def test_everything_but_the_targets_rows_is_trained(tmp_path: Path) -> None:
 
 def refused(changes: dict[str, Any]) -> str:
     with pytest.raises(ModelUnavailable) as error:
-        parse_dspark_config({key: value for key, value in (RELEASED | changes).items() if value != "missing"})
+        parse_deepspec({key: value for key, value in (RELEASED | changes).items() if value != "missing"})
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not a DSpark drafter"),
         ({"model_type": "gemma4"}, "model_type 'gemma4' is not supported"),
         ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported are vanilla, gated, rnn"),
         ({"markov_rank": 0}, "needs a Markov head"),
@@ -344,19 +343,19 @@ def test_unsupported_configurations_are_refused(changes: dict[str, Any], reason:
 
 def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"config\.json is missing"):
-        load_dspark_config(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelUnavailable, match="not valid JSON"):
-        load_dspark_config(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelUnavailable, match="not a JSON object"):
-        load_dspark_config(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in RELEASED.items() if k != "block_size"}))
     with pytest.raises(ModelUnavailable, match="has no field 'block_size'"):
-        load_dspark_config(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(RELEASED | {"draft_token_ids": "tokens.json"}))
     with pytest.raises(ModelUnavailable, match=r"tokens\.json is missing"):
-        load_dspark_config(tmp_path)
+        read_config(tmp_path)
     tensors = write_released(tmp_path)
     save_file({k: v for k, v in tensors.items() if k != "fc.weight"}, tmp_path / "model.safetensors")
     with pytest.raises(ModelUnavailable, match=r"no tensor fc\.weight"):
@@ -365,8 +364,8 @@ def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_without_a_sequential_head_the_logits_are_the_heads(tmp_path: Path) -> None:
     raw = RELEASED | {"markov_rank": 0, "enable_confidence_head": False}
-    config = parse_dspark_config(raw)
-    network = new_network(config, TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)))
+    config = parse_deepspec(raw)
+    network = new_network(config, GivenRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)))
     hidden = torch.randn(1, BLOCK, HIDDEN)
     assert network.latents(hidden, torch.zeros(1, BLOCK, dtype=torch.int64)) is None
     assert torch.equal(network.logits(hidden, None), network.lm_head(hidden))

@@ -13,7 +13,7 @@ from cluster.config import (
     CascadeOptions,
     Config,
     DrafterConfig,
-    DSparkOptions,
+    HiddenStateOptions,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -78,7 +78,9 @@ def test_vllm_computes_without_our_kernels(machine: None, expected: str) -> None
 def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) -> None:
     model = ModelOptions(model="m")
     layers = LayersOptions(path="p")
-    cascade = CascadeOptions(members=(NgramOptions(), DSparkOptions(path="p"), DSparkOptions(path="q", dtype="float32")))
+    cascade = CascadeOptions(
+        members=(NgramOptions(), HiddenStateOptions(path="p"), HiddenStateOptions(path="q", dtype="float32"))
+    )
     everything = [NgramOptions(), model, layers, cascade]
     config = Config(drafters=tuple(DrafterConfig(name=f"d{i}", options=one) for i, one in enumerate(everything)))
     resolved = resolve_dtypes(config)

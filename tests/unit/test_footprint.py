@@ -10,7 +10,7 @@ from cluster.config import (
     CascadeOptions,
     DrafterConfig,
     DrafterOptions,
-    DSparkOptions,
+    HiddenStateOptions,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -155,6 +155,6 @@ def test_files_that_are_no_weights_are_named(model: Path, tmp_path: Path) -> Non
 
 @needs_compiler
 def test_what_is_said_of_a_shipped_block_drafter_is_near_its_file() -> None:
-    name = next(name for name, options in shipped_options("smollm2-135m").items() if isinstance(options, DSparkOptions))
-    said = footprint(DrafterConfig(name="d", options=DSparkOptions(path=name)), "cpu", 2048)
+    name = next(name for name, options in shipped_options("smollm2-135m").items() if isinstance(options, HiddenStateOptions))
+    said = footprint(DrafterConfig(name="d", options=HiddenStateOptions(path=name)), "cpu", 2048)
     assert said.weight_bytes == pytest.approx(said.stored_bytes, rel=0.2)  # stored as int8, and held so

@@ -10,7 +10,7 @@ from cluster.config import (
     CascadeOptions,
     Config,
     DrafterConfig,
-    DSparkOptions,
+    HiddenStateOptions,
     ModelConfig,
     Resources,
     TableOptions,
@@ -44,7 +44,7 @@ def config_of(folder: Path, *drafters: DrafterConfig, **target: object) -> Confi
 
 
 def dspark(tmp_path: Path, folder: Path) -> DrafterConfig:
-    options = DSparkOptions(path=str(write_dspark(tmp_path / "dspark", folder)), kv_cache_gb=0.01)
+    options = HiddenStateOptions(path=str(write_dspark(tmp_path / "dspark", folder)), kv_cache_gb=0.01)
     return DrafterConfig(name="block", options=CascadeOptions(members=(options, TableOptions())))
 
 
@@ -121,7 +121,7 @@ def test_vllm_gets_the_share_that_its_own_profile_may_take(tmp_path: Path, tiny_
     assert (plain.kv_cache_gb, drafted.kv_cache_gb) == ("auto", "auto")
     assert plain.gpu_memory_utilization == pytest.approx(0.9)
     hidden_states = (
-        0.9 * len(feature_layers([drafter])) * 32 * 2 / (128 + 128)
+        0.9 * len(feature_layers([drafter], tiny_model_folder)) * 32 * 2 / (128 + 128)
     )  # beside 128 bytes of keys and values a token
     assert 0.9 - hidden_states - 0.05 < drafted.gpu_memory_utilization < 0.9 - hidden_states + 0.05
 
@@ -183,7 +183,7 @@ def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_mo
     import torch
 
     num_tokens = 32 * num_blocks_for(model, GB // 4, torch.bfloat16, 32)
-    rows = num_tokens * len(feature_layers([drafter])) * model.hidden_size * 2
+    rows = num_tokens * len(feature_layers([drafter], tiny_model_folder)) * model.hidden_size * 2
     own = 0.01 * GB + 60 * 2**20  # the drafter's KV cache, and what its table may learn
     assert rows > 100 * 2**20
     assert rows < kept.cache_bytes - plain.cache_bytes < rows + own + 10 * 2**20

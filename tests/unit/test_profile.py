@@ -12,7 +12,7 @@ from cluster.config import (
     CascadeOptions,
     Config,
     DrafterConfig,
-    DSparkOptions,
+    HiddenStateOptions,
     ModelConfig,
     ModelOptions,
     NgramOptions,
@@ -46,7 +46,7 @@ from tests.support.memory_store import MemoryStateStore
 
 NGRAM = DrafterConfig(name="lookup", options=NgramOptions())
 MODEL = DrafterConfig(name="small", options=ModelOptions(model="smollm2-135m", num_layers=2))
-CASCADE = DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions(), DSparkOptions(path="blocks"))))
+CASCADE = DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions(), HiddenStateOptions(path="blocks"))))
 
 
 def config_of(*drafters: DrafterConfig, threads: int = 2) -> Config:
@@ -270,7 +270,7 @@ def test_a_cascade_is_told_what_its_members_cost_unless_the_file_says_it() -> No
 
 
 def test_told_costs_ascend_as_a_cascade_demands() -> None:
-    backwards = CascadeOptions(members=(DSparkOptions(path="blocks"), SuffixOptions()))
+    backwards = CascadeOptions(members=(HiddenStateOptions(path="blocks"), SuffixOptions()))
     config = config_of(DrafterConfig(name="all", options=backwards))
     (drafter,) = with_measured_costs(config, profile_of(config)).drafters
     assert isinstance(drafter.options, CascadeOptions)

@@ -13,7 +13,7 @@ from cluster.config import (
     ClusterConfig,
     Config,
     DrafterConfig,
-    DSparkOptions,
+    HiddenStateOptions,
     ModelConfig,
     ModelOptions,
     NgramOptions,
@@ -177,7 +177,7 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
 @pytest.fixture(scope="module")
 def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("profiling")
-    blocks = DSparkOptions(path=str(write_dspark(folder / "blocks", tiny_model_folder)), dtype="float32")
+    blocks = HiddenStateOptions(path=str(write_dspark(folder / "blocks", tiny_model_folder)), dtype="float32")
     small = ModelOptions(model=str(tiny_model_folder), num_layers=1, dtype="float32")
     wanted = Config(
         model=ModelConfig(name=str(tiny_model_folder)),

@@ -13,7 +13,7 @@ from cluster.config import (
     CascadeOptions,
     Config,
     DrafterConfig,
-    DSparkOptions,
+    HiddenStateOptions,
     ModelConfig,
     NgramOptions,
     TableOptions,
@@ -73,7 +73,7 @@ def test_where_nothing_is_shipped_the_defaults_need_no_training(folder: Path) ->
 def test_the_embedded_model_is_served_with_what_was_trained_for_it(full_folder: Path) -> None:
     assert list(shipped_options(shipped.MODEL)) == ["dspark", "layers-2", "table"]
     config = with_shipped(Config())
-    assert members(config)[-2:] == (TableOptions(path="table"), DSparkOptions(path="dspark"))
+    assert members(config)[-2:] == (TableOptions(path="table"), HiddenStateOptions(path="dspark"))
     assert members(config)[:2] == members(Config())[:2]
     assert [d.name for d in config.drafters] == [d.name for d in Config().drafters]
     assert [d.is_colocated for d in config.drafters] == [True, False, False]

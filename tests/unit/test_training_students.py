@@ -11,19 +11,21 @@ from safetensors.torch import save_file
 from cluster.errors import InvalidField, ModelUnavailable
 from drafters.hidden_states.adapter import apply_adapter, find_adapter
 from drafters.hidden_states.checkpoint import load_network
+from drafters.hidden_states.eagle_network import EagleNetwork
 from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer
 from training.adapters import adapter_tensors, add_low_rank
 from training.batches import BatchPlan, assemble
+from training.block_student import BlockStudent
 from training.corpus import TargetAnswer
-from training.dspark_student import DSparkStudent
+from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
 from training.feature_cache import InMemory
 from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
+from training.recipe import TrainOptions, block_config, eagle_config, feature_layers, kept_layers, reader_layers
 from training.vocabulary import choose_vocabulary, coverage
 from training.warm_start import warm_start
 
@@ -51,15 +53,15 @@ def student(
     answers: list[TargetAnswer],
     anchor_rank: int = 24,
     fingerprint: str = "",
-) -> DSparkStudent:
+) -> BlockStudent:
     options = TrainOptions(
         "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=anchor_rank
     )
     vocabulary = choose_vocabulary(answers, 150, 257)
-    config = dspark_config(options, target.model.config, vocabulary, fingerprint)
+    config = block_config(options, target.model.config, vocabulary, fingerprint)
     mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
-    return DSparkStudent(config, target, mean, std)
+    return BlockStudent(config, target, mean, std)
 
 
 def test_the_vocabulary_holds_the_most_frequent_then_the_lowest_ids() -> None:
@@ -108,7 +110,7 @@ def test_a_student_started_from_a_saved_drafter_equals_it(
     first.save(tmp_path / "first")
     torch.manual_seed(5)
     size = len(first.mean)
-    other = DSparkStudent(first.config, target, 3 * torch.randn(size), 0.1 + torch.rand(size))
+    other = BlockStudent(first.config, target, 3 * torch.randn(size), 0.1 + torch.rand(size))
     other.begin_with(tmp_path / "first")
     other.save(tmp_path / "again")
     batch = assemble(answers, readings, BatchPlan(4096, 4096, block_size=4), 1, CPU)
@@ -230,3 +232,24 @@ def test_a_served_adapter_computes_what_was_trained(
         apply_adapter(tmp_path / "other.safetensors", loaded)
     with pytest.raises(ModelUnavailable, match="no adapter of saved; it has: none"):
         find_adapter(tmp_path / "saved", "code")
+
+
+def test_a_saved_eagle_drafts_as_it_was_trained(target: FrozenTarget, answers: list[TargetAnswer], tmp_path: Path) -> None:
+    """The scale of the features is in its weights, and its head in the speculators format."""
+    options = TrainOptions("", "eagle3", Path("out"), Path("work"), num_layers=1, block_size=3)
+    layers = reader_layers(options, target.model.config.num_layers)
+    readings = HiddenStateReader(target, layers, InMemory(2**24), max_pass_tokens=64)
+    config = eagle_config(options, target.model.config, choose_vocabulary(answers, 150, 257), "print")
+    std = 0.1 + torch.rand(config.feature_size)
+    torch.manual_seed(0)
+    trained = EagleStudent(config, target, torch.zeros_like(std), std)
+    batch = assemble(answers[:6], readings, BatchPlan(1024, 400, 3), 0, CPU)
+    trained.initialise([batch])
+    trained.save(tmp_path)
+    loaded = load_network(tmp_path, target.rows)
+    assert replace(loaded.config, shape=config.shape) == config
+    assert isinstance(loaded, EagleNetwork)
+    given = (batch.token_ids, batch.lens, batch.anchors, 3)
+    features = batch.features[:, : config.feature_size]
+    expected = trained.network(trained.standardised(batch.features), *given)
+    torch.testing.assert_close(loaded(features, *given), expected, rtol=0.05, atol=0.05)  # stored in bf16

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from cluster.sampling_params import SamplingParams
-from drafters.hidden_states import block_backbone as backbone
+from drafters.hidden_states import block_stage as backbone
 from drafters.hidden_states.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine.batch_layout import lay_out
@@ -151,8 +151,8 @@ def test_the_parallel_stage_of_dspark_lies_on_the_device_whole(
     folder = write_dspark(tmp_path, tiny_model_folder, **changes)
     network = load_network(folder, target_rows(tiny_model_folder))
     at = torch.device("meta")
-    stage = backbone.Backbone(network, torch.float32, at)
-    cache = stage.new_cache(4)
+    stage = backbone.BlockStage(network, torch.float32, at)
+    cache = KvCache.allocate(stage.config.shape, 4, *stage.placement)
     features = torch.empty(9, stage.config.feature_size, device=at)
     table = np.arange(4, dtype=np.int32)
     with DeviceTransfers(at) as device:

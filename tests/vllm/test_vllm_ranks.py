@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from benchmarks.embedded import EmbeddedCluster
-from cluster.config import DSparkOptions
+from cluster.config import HiddenStateOptions
 from cluster.errors import InvalidField, LinkClosed, Overloaded, RankLost
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, ModelInfo, Request
-from drafters.hidden_states.host import Host, make_dspark
+from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from engine.models.tokenizer import fingerprint
 from engine.target import AdapterHost, LoadedTarget, SpanInput
 from router.cost_model import TableCost
@@ -101,11 +101,11 @@ def test_hidden_states_and_embedding_are_those_of_one_rank(one: LoadedTarget, tw
 
 
 def test_dspark_proposes_as_beside_one_rank(one: LoadedTarget, two: LoadedTarget, folder: Path, tmp_path: Path) -> None:
-    options = DSparkOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
+    options = HiddenStateOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
     asked = {request.id: request for request in requests("dspark", 20)}
     played = []
     for engine in (one, two):
-        drafter = make_dspark(options, model_of(folder), Host(engine, folder))
+        drafter = make_hidden_state_drafter(options, model_of(folder), Host(engine, folder))
         played.append(play_with_drafter(engine, drafter, asked))
     assert played[0] == played[1]
     assert sum(map(len, played[0][1].values())) > 100

@@ -13,11 +13,11 @@ import torch
 from scipy import stats
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import DSparkOptions
+from cluster.config import HiddenStateOptions
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
-from drafters.hidden_states.host import Host, make_dspark
+from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.ngram import NgramDrafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
@@ -134,11 +134,11 @@ def test_dspark_drafts_as_beside_the_native_target(
     target: LoadedTarget, native: LoadedTarget, folder: Path, tmp_path: Path
 ) -> None:
     """The same proposals in every round, so the same accepted length."""
-    options = DSparkOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
+    options = HiddenStateOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
     asked = {f"dspark-{i}": request(f"dspark-{i}", 20 + 17 * i) for i in range(4)}
     played = []
     for engine in (target, native):
-        drafter = make_dspark(options, model_of(folder), Host(engine, folder))
+        drafter = make_hidden_state_drafter(options, model_of(folder), Host(engine, folder))
         played.append(play_with_drafter(engine, drafter, asked))
         drafter.check_integrity()
     assert played[0] == played[1]

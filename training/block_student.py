@@ -1,77 +1,44 @@
-"""Training of a DSpark drafter: its losses, its initialisation, and its storage."""
+"""Training of a block drafter, DSpark or DFlash: its initialisation, and its storage."""
 
 import copy
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from drafters.hidden_states.block_network import AnchorInput, DSparkNetwork, output_rows
-from drafters.hidden_states.checkpoint import load_network, new_network, save_network
-from drafters.hidden_states.config import DSparkConfig
+from drafters.hidden_states.block_network import AnchorInput, BlockNetwork
+from drafters.hidden_states.checkpoint import load_network, save_network
+from drafters.hidden_states.config import BlockConfig
 from engine.models.int8 import quantise
 from training.batches import AnswerBatch
-from training.frozen import FrozenTarget
-from training.losses import Losses, TargetDistribution, distillation, position_weights
+from training.hidden_state_student import HiddenStateStudent, Positions
 from training.recipe import STORED
 from training.regression import Samples, regress
 
 
-class DSparkStudent(nn.Module):
-    """The network over features standardised by ``mean`` and ``std``, [feature_size], which ``save`` folds into weights."""
+class BlockStudent(HiddenStateStudent):
+    """Of DSpark and DFlash."""
 
-    mean: Tensor
-    std: Tensor
-    output_rows: Tensor
-    weights: Tensor
+    config: BlockConfig
+    network: BlockNetwork
 
-    def __init__(self, config: DSparkConfig, target: FrozenTarget, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.config = config
-        self._target = target
-        self.network = new_network(config, target.rows).train()
-        vocabulary = None if config.draft_token_ids is None else torch.tensor(config.draft_token_ids)
-        rows = output_rows(vocabulary, config.shape.vocab_size, outside=-1)
-        buffers = {"mean": mean, "std": std, "output_rows": rows, "weights": position_weights(config.block_size)}
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
-
-    def standardised(self, features: Tensor) -> Tensor:
-        return (features.float() - self.mean) / self.std
-
-    def forward(self, batch: AnswerBatch, progress: float) -> Losses:
-        """Losses of all blocks; ``acceptance`` is [A, batch.block_len], NaN behind the end of a sequence."""
-        block = batch.block_len
-        rows = batch.anchors[:, None] + torch.arange(block, device=batch.anchors.device)  # whose next token is predicted
-        has_truth = rows + 1 < batch.ends[:, None]
-        last = len(batch.token_ids) - 1
-        known = rows.clamp_max(last)
-        hidden = self.network(self.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors, block)
-        previous = batch.token_ids[known]
-        latents = self.network.latents(hidden, previous)
+    def positions(self, batch: AnswerBatch, previous: Tensor) -> Positions:
+        features = self.standardised(batch.features)
+        hidden = self.network(features, batch.token_ids, batch.lens, batch.anchors, batch.block_len)
         confidence = self.network.confidence_logits(hidden, previous) if self.config.has_confidence else None
-        wanted = known[has_truth]
-        losses = distillation(
-            self.network.logits(hidden[has_truth], None if latents is None else latents[has_truth]),
-            TargetDistribution.at(batch.features, batch.normalisers, wanted, self.network.lm_head.weight),
-            self.output_rows[batch.token_ids[(wanted + 1).clamp_max(last)]],
-            self.weights[:block].expand_as(rows)[has_truth],
-            progress,
-            None if confidence is None else confidence[has_truth],
-        )
-        acceptance = torch.full(rows.shape, torch.nan, device=rows.device)
-        acceptance[has_truth] = losses.acceptance
-        return replace(losses, acceptance=acceptance)
+        return Positions(hidden, self.network.latents(hidden, previous), confidence)
+
+    def logits(self, hidden: Tensor, latents: Tensor | None) -> Tensor:
+        return self.network.logits(hidden, latents)
 
     @torch.no_grad()
     def initialise(self, batches: Iterable[AnswerBatch]) -> None:
         """Starts as the best linear predictor of the target's final hidden states, with layers that add nothing yet."""
         network = self.network
-        num_target = self.config.num_target_layers
+        num_target = self._target.model.config.num_layers
         self._target.copy_layers(network.layers, range(num_target - len(network.layers), num_target), network.norm)
         for layer in network.layers:
             nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
@@ -119,7 +86,7 @@ class DSparkStudent(nn.Module):
         before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
         return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
-    def _folded(self, network: DSparkNetwork) -> DSparkNetwork:
+    def _folded(self, network: BlockNetwork) -> BlockNetwork:
         """A network over raw features, in place. Weights are rounded as stored before the means are taken out, as some means
         are large and would turn rounding into an error of the bias."""
         fc, anchor_input = network.fc, network.anchor_input
@@ -148,7 +115,7 @@ class DSparkStudent(nn.Module):
         return shift if first is anchor_input.maps else quantise(anchor_input.maps.weight).dequantised() @ shift
 
 
-def _merged(network: DSparkNetwork) -> DSparkNetwork:
+def _merged(network: BlockNetwork) -> BlockNetwork:
     """With the changes of an adapter in plain weights, in place. torch's ``remove_parametrizations`` would take them off the
     network that this one was copied from, too: a copy shares its class."""
     for path, module in list(network.named_modules()):

@@ -1,0 +1,143 @@
+"""EAGLE-3 and P-EAGLE as served: fused weights, the engine's operators, a paged cache of its layers. The reference is
+``eagle_network.py``."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.hidden_states.eagle_network import EagleNetwork
+from drafters.hidden_states.stage import DraftRows, KnownStates, States, attending, decoder_layer, linear, norm_weight
+from engine.batch_layout import Layout, PackedSpan, lay_out
+from engine.device import to_device
+from engine.factory import make_ops
+from engine.kv_cache import KvCache
+from engine.models.config import inverse_frequencies
+
+_MAX_LEN = 64  # tokens of a draft of EAGLE-3: as many as a proposal may have
+
+
+class EagleStage:
+    """``Stage`` of EAGLE-3 and P-EAGLE. ``int8``: multiplies int8 weights, where the device supports it."""
+
+    shift: ClassVar[int] = 1
+
+    def __init__(self, network: EagleNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
+        self.config = config = network.config
+        self.placement = dtype, device
+        self.max_len = _MAX_LEN if config.mask_token_id is None else config.draft_len
+        self._ops = ops = make_ops(config.shape, dtype, device, int8=int8)
+        self._frequencies = torch.tensor(inverse_frequencies(config.shape))
+        self._network = network  # its norms over features, which are few
+        self._fc = linear(ops, dtype, device, network.fc, uneven=True)
+        self._layers = [decoder_layer(ops, dtype, device, x, is_plain=i > 0) for i, x in enumerate(network.layers)]
+        self._hidden_norm = norm_weight(network.layers[0].get_submodule("hidden_norm"), device)
+        self._final_norm = norm_weight(network.norm, device)
+        self._embedding = network.embed_tokens.weight.detach().to(device)
+        for norm in (network.input_norm, network.fc_norm):
+            if norm is not None:
+                norm.to(device)
+        self._mask_state = None
+        if network.mask_hidden is not None:
+            self._mask_state = self._combine(network.mask_hidden.detach()[0].to(device, dtype))
+
+    def num_rows(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def feature_rows(self, start: int, last: int) -> tuple[int, int]:
+        return start, last + 1
+
+    @torch.inference_mode()
+    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> States:
+        lens = [draft.last + 1 - draft.start for draft in drafts]
+        rows = [np.arange(draft.features, draft.features + num) for draft, num in zip(drafts, lens, strict=True)]
+        states = self._combine(features[to_device(np.concatenate(rows), features.device)])
+        if self._mask_state is not None:
+            return self._masked(drafts, states, lens, cache)
+        spans = [PackedSpan(draft.start, draft.token_ids, draft.block_table) for draft in drafts]
+        hidden, states = self._run(spans, states, cache)
+        last = to_device(np.array(list(accumulate(lens))) - 1, hidden.device)
+        return _Steps(self, drafts, hidden[last], states[last], cache)
+
+    def _masked(self, drafts: Sequence[DraftRows], states: Tensor, lens: Sequence[int], cache: KvCache) -> KnownStates:
+        """P-EAGLE. Shorter drafts are padded by copies of their last state."""
+        assert self._mask_state is not None
+        assert self.config.mask_token_id is not None
+        spans, parts, wanted, end = [], [], [], 0
+        most = max(draft.num_rows for draft in drafts)
+        for draft, own in zip(drafts, states.split(list(lens)), strict=True):
+            num = draft.num_rows - 1
+            spans.append(PackedSpan(draft.start, (*draft.token_ids, *(self.config.mask_token_id,) * num), draft.block_table))
+            parts += [own, self._mask_state.expand(num, -1)]
+            end += len(own) + num
+            wanted.append(np.minimum(np.arange(end - draft.num_rows, end - draft.num_rows + most), end - 1))
+        hidden, _ = self._run(spans, torch.cat(parts), cache)
+        return KnownStates(hidden[to_device(np.stack(wanted), hidden.device)])
+
+    @torch.inference_mode()
+    def _run(self, spans: Sequence[PackedSpan], states: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
+        """The normed output of ``spans`` in the dtype, and what is fed back, fp32: both [rows, d]. ``states``: fp32."""
+        layout = lay_out(spans, cache.block_len, self._frequencies, self.placement[1])
+        embedded = F.embedding(layout.token_ids, self._embedding).float()
+        ops, size = self._ops, states.shape[1]
+        first = self._layers[0]
+        x = torch.empty(len(states), 2 * size, dtype=self.placement[0], device=states.device)
+        x[:, :size] = ops.add_norm(embedded, None, first.parts.input_norm)
+        residual = states.clone()
+        x[:, size:] = normed = ops.add_norm(residual, None, self._hidden_norm)
+        if self.config.norm_before_residual:
+            residual = normed.to(torch.float32, copy=True)
+        attends = self._attending(layout, cache.block_len)
+        kv = [(cache.keys[i], cache.values[i]) for i in range(len(self._layers))]
+        delta = first.run_behind_norm(layout, x, residual, kv[0], attends[0])
+        for layer, own, of_layer in zip(self._layers[1:], kv[1:], attends[1:], strict=True):
+            delta = layer.run(layout, residual, delta, own, of_layer)
+        hidden = ops.add_norm(residual, delta, self._final_norm)
+        return hidden, hidden.float() if self.config.norm_output else residual
+
+    def _attending(self, layout: Layout, block_len: int) -> list[Layout]:
+        ends = layout.positions
+        return [
+            layout if window is None else attending(layout, ends, ends + 1 - window, block_len)
+            for window in self.config.layer_windows
+        ]
+
+    def _combine(self, features: Tensor) -> Tensor:
+        """fp32 [rows, d]"""
+        network = self._network
+        if network.input_norm is not None:
+            features = network.input_norm(features)
+        if len(network.fc_norm):
+            parts = zip(network.fc_norm, features.chunk(len(network.fc_norm), dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self._fc(features).float()
+
+
+class _Steps:
+    """Rows of EAGLE-3, one for each token."""
+
+    def __init__(
+        self, stage: EagleStage, drafts: Sequence[DraftRows], hidden: Tensor, states: Tensor, cache: KvCache
+    ) -> None:
+        self._stage, self._drafts, self._cache = stage, drafts, cache
+        self._hidden, self._states = hidden, states
+
+    def known(self) -> None:
+        return None
+
+    @torch.inference_mode()
+    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
+        if k == 0:
+            return self._hidden
+        rows = to_device(np.array(live), self._states.device)
+        drafts = [self._drafts[i] for i in live]
+        spans = [
+            PackedSpan(draft.last + k, (token_id,), draft.block_table)
+            for draft, token_id in zip(drafts, token_ids.tolist(), strict=True)
+        ]
+        hidden, self._states[rows] = self._stage._run(spans, self._states[rows], self._cache)
+        return hidden

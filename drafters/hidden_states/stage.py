@@ -1,0 +1,139 @@
+"""The part of a drafter that computes states from features, as served: one implementation for blocks, one for EAGLE."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from drafters.hidden_states.config import NetworkConfig
+from drafters.hidden_states.modules import Attention, Mlp
+from engine.batch_layout import Layout, PackedSpan
+from engine.forward import DecoderLayer
+from engine.kv_cache import KvCache
+from engine.models.weights import LinearWeight
+from engine.ops import HeadNorms, LayerParts, Linear, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What a draft of one request computes: rows ``start`` .. ``last`` - 1 of its context, which its cache keeps, and the
+    rows of the draft behind them, which are computed anew for each.
+
+    ``token_ids``: committed, of the rows from ``start`` on. ``num_rows``: of the draft. ``features``: where those of row
+    ``start`` lie among the features of the pass, followed by those of later rows; a block's may lack the last one.
+    """
+
+    start: int
+    last: int
+    token_ids: Sequence[int]
+    num_rows: int
+    features: int
+    block_table: NDArray[np.int32]
+
+
+class States(Protocol):
+    """States of the rows that predict the tokens of drafts, after the final norm."""
+
+    def known(self) -> Tensor | None:
+        """[drafts, tokens, d]; None: each depends on the tokens before, and comes by ``step``."""
+
+    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
+        """[live, d] of token ``k`` of the drafts ``live``, called for k = 0, 1, ... ``token_ids``: int64 [live], the tokens
+        before it."""
+
+
+class Stage(Protocol):
+    """On one device. Not thread-safe."""
+
+    shift: ClassVar[int]  # the token of a row stands so many positions behind it
+
+    @property
+    def config(self) -> NetworkConfig: ...
+
+    @property
+    def placement(self) -> tuple[torch.dtype, torch.device]: ...
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a draft."""
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of the cache that a draft of so many tokens needs."""
+
+    def feature_rows(self, start: int, last: int) -> tuple[int, int]:
+        """First and end of the positions whose features are read."""
+
+    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> States:
+        """Computes what is missing of the contexts, and the first states. ``features`` [rows, feature_size], row 0 zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStates:
+    """``States`` that depend on no draft token."""
+
+    hidden: Tensor
+
+    def known(self) -> Tensor:
+        return self.hidden
+
+    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
+        return self.hidden[live, k]
+
+
+def attending(layout: Layout, ends: Tensor, first: Tensor | None, block_len: int) -> Layout:
+    """The layout with every row as a span of its own that attends to positions up to ``ends``, [rows].
+
+    ``first``: [rows], the first of them; None: 0. It is rounded down to a whole block of the cache.
+    """
+    num_rows, device = layout.num_rows, ends.device
+    spans = layout.starts.diff()
+    tables = layout.tables.repeat_interleave(spans, dim=0, output_size=num_rows)
+    if first is not None:
+        skipped = first.clamp_min(0) // block_len
+        columns = torch.arange(tables.shape[1], device=device) + skipped[:, None]
+        tables = tables.gather(1, columns.clamp_max(tables.shape[1] - 1).long())
+        ends = ends - skipped * block_len
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    return replace(
+        layout, starts=starts, base_lens=ends.int(), positions=ends.long(), tables=tables.contiguous(), max_span_len=1
+    )
+
+
+def linear(ops: Ops, kind: torch.dtype, device: torch.device, *parts: nn.Linear, uneven: bool = False) -> Linear:
+    """Fuses products of one input. ``uneven``: the input is raw hidden states of the target."""
+    weight = torch.cat([part.weight.detach() for part in parts]).to(device, kind)
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    return ops.linear(LinearWeight(weight, torch.cat(biases).to(device, kind) if biases else None, uneven))
+
+
+def norm_weight(norm: nn.Module, device: torch.device) -> Tensor:
+    return norm.get_parameter("weight").detach().float().to(device)
+
+
+def decoder_layer(
+    ops: Ops, kind: torch.dtype, device: torch.device, layer: nn.Module, *, is_plain: bool = True
+) -> DecoderLayer:
+    """Of a layer with Hugging Face's names."""
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, Mlp)
+    has_norms = not isinstance(attention.q_norm, nn.Identity)
+    norms = HeadNorms(norm_weight(attention.q_norm, device), norm_weight(attention.k_norm, device)) if has_norms else None
+    parts = LayerParts(
+        input_norm=norm_weight(layer.get_submodule("input_layernorm"), device),
+        qkv=linear(ops, kind, device, attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=norms,
+        out=linear(ops, kind, device, attention.o_proj),
+        post_norm=norm_weight(layer.get_submodule("post_attention_layernorm"), device),
+        gate_up=linear(ops, kind, device, mlp.gate_proj, mlp.up_proj),
+        down=linear(ops, kind, device, mlp.down_proj),
+    )
+    return DecoderLayer(ops, parts, is_plain=is_plain)
+
+
+def context_span(draft: DraftRows) -> PackedSpan:
+    return PackedSpan(draft.start, draft.token_ids[: draft.last - draft.start], draft.block_table)
