@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from xgrammar import GrammarMatcher
 
 from cluster.grammar import GrammarKind
-from engine.grammar.string_masks import chars_left
-from engine.grammar.vocabulary import GrammarVocabulary
+from engine.grammar.vocabulary import GrammarVocabulary, chars_left
 
 MAX_BYTES = 4096  # of an end
 MAX_WIDTH = 24  # states of one length

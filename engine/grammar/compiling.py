@@ -16,9 +16,8 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.grammar.closing import MAX_COST
-from engine.grammar.json_pattern import with_plain_codes
+from engine.grammar.json_pattern import repeats_fault, with_plain_codes
 from engine.grammar.json_rules import reason_of, rules_of
-from engine.grammar.repeats import repeats_fault
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
 from engine.grammar.tag_rules import checked_tag
@@ -39,7 +38,7 @@ class CompiledGrammar:
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
     required_names: frozenset[str] = frozenset()  # of the objects of its JSON schemas
-    counts_chars: bool = False  # of strings (`string_rules`)
+    counts_chars: bool = False  # of strings (`json_rules`)
     shortest: bytes = b""  # a short output, if one was found
     shortest_len: int | None = None  # its tokens, with the end of sequence; None: none was found
 

@@ -13,7 +13,7 @@ from functools import cache
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included; sorted, and apart from each other
 
 # A string whose characters a grammar counts cannot hold this one as it is, and any other text can hold it where it can
-# hold the next: `string_masks` tells counted strings by it.
+# hold the next: `StringMasks` tells counted strings by it.
 NEVER_RAW = "\U0010fffe"
 _LAST = sys.maxunicode
 _SURROGATES = (0xD800, 0xDFFF)
@@ -23,6 +23,7 @@ _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(,\d*)?\}")
 # Behind one character: a repetition and the end.
 _BOUNDS = re.compile(r"([*+?]|\{(\d+)(?:,(\d*))?\})?\$?")
+_ANY = tuple(f"[{one}]" for kind in "swd" for one in (rf"\{kind}\{kind.upper()}", rf"\{kind.upper()}\{kind}"))
 _MAX_SPELLED = 2**20  # characters
 _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 
@@ -54,6 +55,17 @@ def repeated(pattern: str, least: int, most: int | None) -> str | None:
     if last:
         most = int(last) if most is None else min(most, int(last))
     return None if most is not None and most < least else f"^{bare[:end]}{{{least},{'' if most is None else most}}}$"
+
+
+def counted(pattern: str) -> tuple[bool, int, int | None] | None:
+    """Of a pattern of so many characters, such as ``^.{1,100}$``: whether none of them ends a line, the least and the most
+    number. None: the pattern is another one."""
+    bare = pattern.removeprefix("^")
+    atom = next((one for one in (".", *_ANY) if bare.startswith(one)), "")
+    found = _BOUNDS.fullmatch(bare, len(atom)) if atom else None
+    if found is None or found[2] is None:
+        return None
+    return atom == ".", int(found[2]), int(found[3] or found[2]) if found[3] != "" else None
 
 
 def json_spelling(pattern: str) -> str:
@@ -242,3 +254,32 @@ def _hex(num_digits: int, ranges: Ranges) -> str:
 def _alternatives(rests: dict[Ranges, str], num_digits: int) -> Iterator[str]:
     for rest, digits in rests.items():
         yield f"[{digits}]{_hex(num_digits - 1, rest)}"
+
+
+MAX_REPEATS = 16384  # of the innermost of nested repetitions
+
+# A class without an end takes all that follows: to look for its end again at each of its brackets takes quadratic time.
+CLASS = r"\[\^?(?:\](?:\\.|[^\]\\])*+\]|(?:\\.|[^\]\\])*+(?:\]|\\?\Z))"
+# A class, an escape, a bracket, or a repetition; in EBNF also a quoted text.
+_OF_REGEX = rf"{CLASS}|\\.|[()]|\{{(\d+)(,(\d*))?\}}"
+_REGEX = re.compile(_OF_REGEX, re.DOTALL)
+_EBNF = re.compile(rf'"(?:\\.|[^"\\])*"|{_OF_REGEX}', re.DOTALL)
+
+
+def repeats_fault(source: str, *, is_regex: bool) -> str | None:
+    """Why a source is refused; None: it is not."""
+    inner = [1]  # the most repeats within each open group
+    last, end = 1, 0  # within the last group, and where it ends
+    for found in (_REGEX if is_regex else _EBNF).finditer(source):
+        if found[0] == "(":
+            inner.append(1)
+        elif found[0] == ")":
+            last, end = inner.pop() if len(inner) > 1 else 1, found.end()
+            inner[-1] = max(inner[-1], last)
+        elif found[1] is not None:
+            is_group = not source[end : found.start()].strip()
+            repeats = (last if is_group else 1) * max(1, int(found[3] or found[1]))
+            if repeats > MAX_REPEATS:
+                return f"repeats a part up to {repeats} times by nested repetitions, at most {MAX_REPEATS} are possible"
+            inner[-1] = max(inner[-1], repeats)
+    return None

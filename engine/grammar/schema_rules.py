@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.grammar.json_pattern import repeated
-from engine.grammar.property_names import placeholder
-from engine.grammar.repeats import CLASS, repeats_fault
-from engine.grammar.schema_forms import normal_form
-from engine.grammar.schema_merge import is_of, spelled
+from engine.grammar.json_pattern import CLASS, repeated, repeats_fault
+from engine.grammar.json_rules import placeholder
+from engine.grammar.schema_forms import is_of, normal_form, spelled
 from engine.grammar.schema_spellings import refused, types_of
-from engine.grammar.string_formats import FORMATS, LENGTHS
+from engine.grammar.string_formats import FORMATS, format_pattern
 
 MAX_REFERENCES = 16  # of references that refer to references
 MAX_REPEATS = 4096  # of minLength, minItems and the like
@@ -152,10 +150,11 @@ def _check_values(path: str, schema: dict[str, Any]) -> None:
     if {"pattern", "format"} <= schema.keys():
         raise refused(f"{path}/pattern", "is not supported together with format")
     if "format" in schema:
-        shortest, longest = LENGTHS[schema["format"]]
-        if schema.pop("minLength", 0) > shortest or schema.pop("maxLength", longest) < longest:
-            raise refused(f"{path}/format", f"is not supported with bounds within its {shortest} to {longest} characters")
-        schema["pattern"] = FORMATS[schema.pop("format")]
+        name, bounds = schema.pop("format"), (schema.pop("minLength", 0), schema.pop("maxLength", None))
+        pattern = format_pattern(name, *bounds)
+        if pattern is None:
+            raise refused(f"{path}/format", f"no {name} of the demanded length is known")
+        schema["pattern"] = pattern
     if "pattern" in schema and (reason := pattern_fault(schema["pattern"])) is not None:
         raise refused(f"{path}/pattern", reason)
     if schema.get("type") == "array" and not schema.keys() & {"items", "prefixItems"}:

@@ -5,13 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.grammar.json_pattern import with_plain_codes
-from engine.grammar.json_rules import rules_of
-from engine.grammar.property_names import is_placed_in
-from engine.grammar.repeats import repeats_fault
+from engine.grammar.json_pattern import repeats_fault, with_plain_codes
+from engine.grammar.json_rules import NEAR, is_near, is_placed_in, rules_of, with_placeholders
 from engine.grammar.schema_forms import MAX_DEPTH
 from engine.grammar.schema_rules import checked_schema, pattern_fault
-from engine.grammar.string_rules import NEAR, is_near, with_placeholders
 
 _MAX_SHOWN = 60
 

@@ -56,6 +56,8 @@ def allowed(grammar: CompiledGrammar, mask: torch.Tensor) -> list[int]:
 def string(choose: random.Random) -> dict[str, Any]:
     least = choose.choice((0, 0, 1, 2, 5, 40))
     most = choose.choice((None, least, least + 1, least + 3, least + 40, least + 70, 300))
+    if choose.random() < 0.4:
+        return {"type": "string", "pattern": f"^.{{{least},{'' if most is None else most}}}$"}
     return {"type": "string", **({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
 
 
@@ -98,6 +100,19 @@ def test_random_outputs_of_bounded_strings_are_valid_at_every_step(grammars: Gra
         state.advance(ids[-1:])
     text = b"".join(token_bytes[i] for i in ids).decode(errors="replace")
     jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "counts"), [(".{1,100}", True), (r"^[\s\S]{2}$", True), ("^[a-z]{1,9}$", False), (".*", False)]
+)
+def test_a_pattern_of_so_many_characters_is_a_length(grammars: Grammars, pattern: str, counts: bool) -> None:
+    grammar = compiled(grammars, {"type": "string", "pattern": pattern})
+    assert grammar.counts_chars == counts
+    assert takes(grammar, '"ab"')
+    assert takes(grammar, r'"a\u00e9"') == (pattern != "^[a-z]{1,9}$")
+    assert takes(grammar, r'"a\n"') == takes(grammar, '"\u2028a"') == ("S" in pattern)
+    assert takes(grammar, '""') == (pattern == ".*")
+    assert not takes(grammar, f'"{"a" * 101}"') or pattern == ".*"
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,7 +9,7 @@ from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import Grammars, grammars_of
-from engine.grammar.repeats import repeats_fault
+from engine.grammar.json_pattern import repeats_fault
 
 EOS = 256
 NESTED = '"a"{1,500}){1,500}){1,500}'

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
-from engine.grammar.json_pattern import json_spelling, repeated, with_plain_codes
-from engine.grammar.repeats import repeats_fault
+from engine.grammar.json_pattern import json_spelling, repeated, repeats_fault, with_plain_codes
 from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.schema_spellings import KEYWORDS
 

@@ -54,19 +54,23 @@ def test_a_format_takes_exactly_valid_texts(grammars: Grammars, kind: str) -> No
             assert (compiled(grammars, kind).follow(()).num_valid(ids) == len(ids)) is is_valid, text
 
 
+def check(kind: str, value: str) -> None:
+    if kind in ("time", "date-time"):
+        datetime.fromisoformat(value if kind == "date-time" else f"2000-01-01T{value}")
+    else:
+        jsonschema.FormatChecker().check(value, kind)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_random_texts_of_a_format_are_valid(grammars: Grammars, kind: str) -> None:
-    rng, checker = random.Random(kind), jsonschema.FormatChecker()
+    rng = random.Random(kind)
     for _ in range(30):
         text = walk(compiled(grammars, kind), rng, 150)
         value = None if text is None else json.loads(text)
         if value is None:
             continue
         assert LENGTHS[kind][0] <= len(value) <= LENGTHS[kind][1]
-        if kind in ("time", "date-time"):
-            datetime.fromisoformat(value if kind == "date-time" else f"2000-01-01T{value}")
-        else:
-            checker.check(value, kind)
+        check(kind, value)
 
 
 LONGEST = {
@@ -89,6 +93,33 @@ def test_bounds_that_a_format_keeps_anyway_are_taken(grammars: Grammars, kind: s
     found = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     ids = [*grammars.vocabulary.tokens_of(json.dumps(LONGEST[kind]).encode()), EOS]
     assert found.follow(()).num_valid(ids) == len(ids)
-    for bound in ({"minLength": shortest + 1}, {"maxLength": longest - 1}):
-        with pytest.raises(InvalidField, match="is not supported with bounds within"):
-            grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "format": kind} | bound)))
+
+
+NARROWER = {
+    "time": (10, 15),
+    "date-time": (20, 25),
+    "email": (12, 40),
+    "hostname": (9, 30),
+    "ipv4": (9, 12),
+    "ipv6": (4, 20),
+}
+
+
+@pytest.mark.parametrize(("kind", "bounds"), NARROWER.items())
+def test_narrower_bounds_give_shorter_and_longer_texts(grammars: Grammars, kind: str, bounds: tuple[int, int]) -> None:
+    rng = random.Random(kind)
+    schema = {"type": "string", "format": kind, "minLength": bounds[0], "maxLength": bounds[1]}
+    found = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    texts = [text for _ in range(30) if (text := walk(found, rng, 150)) is not None]
+    assert texts
+    for value in map(json.loads, texts):
+        assert bounds[0] <= len(value) <= bounds[1]
+        check(kind, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("date", {"maxLength": 9}), ("uuid", {"minLength": 37}), ("ipv4", {"minLength": 16})]
+)
+def test_a_length_that_no_text_of_a_format_has_is_refused(grammars: Grammars, kind: str, bound: dict[str, int]) -> None:
+    with pytest.raises(InvalidField, match="of the demanded length is known"):
+        grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "format": kind} | bound)))

@@ -10,12 +10,13 @@ from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, patt
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.element_call import Elements, json_of_value, plain_of
 from deploy.api.tool_formats.parameters import STRING, Parameters, types_of, values_of
-from engine.grammar.json_pattern import plain_spelling
+from engine.grammar.json_pattern import counted, plain_spelling
+from engine.grammar.json_rules import exactly, upto_rules
 
-_BLOCK = 64
 _CONTAINERS = {"array", "object"}
 _BEGINS_VALUE = "[{(+-.0123456789"  # of another type than string
 _BEGINS_BOOLEAN = "tTfF"
+_LINE_ENDS = r"\n\r\u2028\u2029"
 _ANY_KEY = r'[^<>"\n]{1,64}'
 _IN_FORM = "in this model's form of calls it cannot be enforced"
 
@@ -91,13 +92,16 @@ class ElementGrammar:
         return self._element(key, isinstance(value, str), [text])
 
     def _string(self, key: str | None, rules: dict[str, Any], excluded: str) -> Format:
-        least, most = rules.get("minLength", 0), rules.get("maxLength")
-        if "pattern" not in rules:
-            return self._bounded(key, least, most, excluded) if least or most is not None else self._text(key, excluded)
+        regex: Any = rules.get("pattern")
+        bounds = (False, rules.get("minLength", 0), rules.get("maxLength")) if regex is None else counted(regex)
+        if bounds == (False, 0, None):
+            return self._text(key, excluded)
+        if bounds is not None:
+            return self._bounded(key, bounds, excluded)
         if excluded:
             raise self._refused(key, "pattern: is not supported beside lists, objects, or numbers with bounds")
         try:
-            return self._element(key, True, [pattern(plain_spelling(rules["pattern"], "<"))])
+            return self._element(key, True, [pattern(plain_spelling(regex, "<"))])
         except ValueError as error:
             raise self._refused(key, f"pattern: {error}") from error
 
@@ -109,12 +113,14 @@ class ElementGrammar:
         begun = any_of([sequence([_first(excluded), rest]), *spelled([end], {})])
         return sequence(spelled([*self._head(key, True), begun], {}))
 
-    def _bounded(self, key: str | None, least: int, most: int | None, excluded: str) -> Format:
+    def _bounded(self, key: str | None, bounds: tuple[bool, int, int | None], excluded: str) -> Format:
+        """``bounds``: whether no character ends a line, the least and the most number."""
+        is_line, least, most = bounds
         if most is not None and least > most:
             raise self._refused(key, f"minLength {least} is more than maxLength {most}")
         if not excluded or most == 0:
-            return self._element(key, True, [_chars(least, most)])
-        rest = _chars(max(0, least - 1), None if most is None else most - 1)
+            return self._element(key, True, [_chars(is_line, least, most)])
+        rest = _chars(is_line, max(0, least - 1), None if most is None else most - 1)
         empty = [] if least else [self._element(key, True, [])]
         return any_of([self._element(key, True, [_first(excluded), rest]), *empty])
 
@@ -152,13 +158,11 @@ def _first(excluded: str) -> Format:
     return pattern(plain_spelling(r"\S", f"<{excluded}"))
 
 
-def _chars(least: int, most: int | None) -> Format:
-    """``least`` to ``most`` characters other than "<", which begins the end of a value. Blocks keep the rules few."""
-    rules = ["char ::= [^<]", f"block ::= {'char ' * _BLOCK}", 'any ::= "" | char any', 'upto_0 ::= ""']
-    rules += [f'upto_{num} ::= "" | char upto_{num - 1}' for num in range(1, _BLOCK)]
-    num = -1 if most is None else most - least
-    for more in range(num, _BLOCK - 1, -_BLOCK):
-        rules.append(f"upto_{more} ::= upto_{_BLOCK - 1} | block upto_{more - _BLOCK}")
-    blocks, chars = divmod(least, _BLOCK)
-    first = " ".join([*["block"] * blocks, *["char"] * chars, "any" if most is None else f"upto_{num}"])
-    return {"type": "grammar", "grammar": "\n".join([f"root ::= {first}", *rules])}
+def _chars(is_line: bool, least: int, most: int | None) -> Format:
+    """``least`` to ``most`` characters other than "<", which begins the end of a value."""
+    num = None if most is None else most - least
+    rules = [f"char ::= [^<{_LINE_ENDS if is_line else ''}]", *upto_rules("char", () if num is None else (num,))]
+    return {
+        "type": "grammar",
+        "grammar": "\n".join([f"root ::= {exactly('char', least)} char_{'all' if num is None else num}", *rules]),
+    }
