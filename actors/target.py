@@ -100,9 +100,10 @@ class TargetActor(LoopActor):
         from cluster.spans import open_spans
         from cluster.transport.factory import listen
         from drafters.draft_spans import DraftSpans
+        from engine.admission import AdmissionRules
         from engine.loading import stored_profile
         from engine.request_spans import RequestSpans
-        from engine.round import TargetLoop
+        from engine.round import DrafterPool, Policies, TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
         from router.drafter.policies import member_costs
@@ -121,13 +122,13 @@ class TargetActor(LoopActor):
             self._mailbox,
             cost,
             time.monotonic,
-            StepPlanner.of(config),
-            first_table(config),
-            draft_lengths=draft_lengths_of(config),
-            colocated=[drafter.name for drafter in colocated],
-            proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
-            grammars=self._engine.grammars,
-            sheds=config.slo.shed,
+            Policies(StepPlanner.of(config), draft_lengths_of(config)),
+            DrafterPool(
+                first_table(config),
+                [drafter.name for drafter in colocated],
+                {one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
+            ),
+            AdmissionRules(grammars=self._engine.grammars, sheds=config.slo.shed),
         )
         spans = open_spans(config.observability, name)
         if spans is not None:

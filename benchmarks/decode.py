@@ -39,7 +39,7 @@ from engine.models.prepare import ensure_model
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import TorchOps
-from engine.target import SpanInput
+from router.plan import Span
 
 Choice = TypeVar("Choice")
 
@@ -242,8 +242,8 @@ def _sequences(
     last_ids: dict[str, int] = {}
     at_once = max(1, _PREFILL_LEN // prompt_len)
     for start in range(0, num, at_once):
-        spans = [SpanInput(request.id, 0, request.prompt_token_ids) for request in requests[start : start + at_once]]
-        last_ids |= {outcome.request_id: outcome.token_ids[0] for outcome in target.execute(spans)}
+        spans = [Span.bound(request.id, 0, request.prompt_token_ids) for request in requests[start : start + at_once]]
+        last_ids |= {outcome.request_id: outcome.chosen[0] for outcome in target.execute(spans)}
     yield target, last_ids
 
 
@@ -252,8 +252,8 @@ def _decoding(target: NativeTarget, last_ids: dict[str, int], lens: Iterator[int
 
     def step() -> None:
         base_len = next(lens)
-        for outcome in target.execute([SpanInput(name, base_len, (token,)) for name, token in last_ids.items()]):
-            last_ids[outcome.request_id] = outcome.token_ids[0]
+        for outcome in target.execute([Span.bound(name, base_len, (token,)) for name, token in last_ids.items()]):
+            last_ids[outcome.request_id] = outcome.chosen[0]
 
     return step
 

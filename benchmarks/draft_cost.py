@@ -13,7 +13,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import Recording, replay
-from engine.target import SpanInput
+from router.plan import Span
 
 NUM_COST_ANSWERS = 12  # answers whose drafts are timed
 
@@ -49,7 +49,7 @@ def draft_cost(
     lens = itertools.count()
 
     def step() -> None:
-        fixtures.plain.execute([SpanInput(request.id, next(lens), (0,))])
+        fixtures.plain.execute([Span.bound(request.id, next(lens), (0,))])
 
     timed = _Timed(fixtures.make(config), step)
     chosen = sample(recordings, NUM_COST_ANSWERS)

@@ -31,8 +31,8 @@ from drafters.protocol import Demand, Drafter
 from drafters.session import key_of
 from engine.early_exit import EarlyExit
 from engine.native import NativeTarget
-from engine.target import SpanInput
 from profiler.stopwatch import OwnTime
+from router.plan import Span
 
 NUM_DRAFTS = 7
 BATCH = 16
@@ -126,26 +126,26 @@ class _Run:
         spans = []
         for (request, output), draft in zip(self._live.values(), drafts, strict=True):
             base_len = len(request.prompt_token_ids) + len(output) - 1
-            spans.append(SpanInput(request.id, base_len, (output[-1], *draft), len(draft)))
+            spans.append(Span.bound(request.id, base_len, (output[-1], *draft), len(draft)))
         side.stopwatch.start()
         outcomes = side.target.execute(spans)
         if is_timed:
             side.pass_times_s.append(side.stopwatch.stop())
-            side.num_tokens += sum(len(outcome.token_ids) for outcome in outcomes)
+            side.num_tokens += sum(len(outcome.chosen) for outcome in outcomes)
         for outcome in outcomes:
-            self._commit(outcome.request_id, outcome.token_ids)
+            self._commit(outcome.request_id, outcome.chosen)
         return True
 
     def _admit(self, request: Request) -> None:
         target, prompt = self._side.target, request.prompt_token_ids
         start = target.open(request, prompt)
         while len(prompt) - start > MAX_PASS_TOKENS:
-            target.execute([SpanInput(request.id, start, prompt[start : start + MAX_PASS_TOKENS], samples=False)])
+            target.execute([Span.bound(request.id, start, prompt[start : start + MAX_PASS_TOKENS], samples=False)])
             start += MAX_PASS_TOKENS
-        (outcome,) = target.execute([SpanInput(request.id, start, prompt[start:])])
+        (outcome,) = target.execute([Span.bound(request.id, start, prompt[start:])])
         self._side.drafter.open(key_of(0, request.id), prompt, len(prompt), request.sampling)
         self._live[request.id] = request, []
-        self._commit(request.id, outcome.token_ids)
+        self._commit(request.id, outcome.chosen)
 
     def _commit(self, name: str, token_ids: Sequence[int]) -> None:
         _, output = self._live[name]

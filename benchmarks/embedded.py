@@ -27,7 +27,8 @@ from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
-from engine.round import TargetLoop
+from engine.admission import AdmissionRules
+from engine.round import DrafterPool, Policies, TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
@@ -90,20 +91,16 @@ class EmbeddedCluster:
         self._mailbox = Mailbox()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         proposers = {name: entry.proposers for name, entry in pool.items()}
+        lens = {name: entry.max_draft_len for name, entry in pool.items()}
         self.loop = TargetLoop(
             engine,
             model,
             self._mailbox,
             cost,
             time.monotonic,
-            planner,
-            table,
-            draft_lengths=build_draft_lengths(
-                draft_length or DraftLengthConfig(), {name: entry.max_draft_len for name, entry in pool.items()}
-            ),
-            colocated=[name for name, entry in pool.items() if entry.companion],
-            proposers=proposers,
-            grammars=grammars,
+            Policies(planner or StepPlanner(), build_draft_lengths(draft_length or DraftLengthConfig(), lens)),
+            DrafterPool(table, [name for name, entry in pool.items() if entry.companion], proposers),
+            AdmissionRules(grammars=grammars),
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}

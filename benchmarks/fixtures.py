@@ -22,9 +22,9 @@ from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from engine.offline import generate
 from engine.pass_timing import measure_cost
-from engine.target import SpanInput
 from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
+from router.plan import Span
 
 MAX_PROMPT_LEN = 1024
 MAX_BATCH = 32  # answers recorded or held at once
@@ -99,7 +99,7 @@ class Fixtures:
         start = self.target.open(request, token_ids)
         while start < len(token_ids):
             chunk = token_ids[start : start + MAX_PASS_TOKENS]
-            self.target.execute([SpanInput(request.id, start, chunk, samples=False)])
+            self.target.execute([Span.bound(request.id, start, chunk, samples=False)])
             start += len(chunk)
 
     def requests(self, prompts: Sequence[BenchPrompt], temperature: float) -> list[Request]:

@@ -21,12 +21,11 @@ from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, Link, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import ModelInfo, Proposal, Request, RoutingTable
-from engine.round import TargetLoop
-from engine.target import SpanInput, SpanOutcome
+from engine.round import DrafterPool, Policies, TargetLoop
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.drafting.policies import build_draft_lengths
-from router.plan import Capacity
+from router.plan import Capacity, Span
 
 NUM_DRAFTERS = 4
 DRAFT_LEN = 7
@@ -198,7 +197,7 @@ class _Rounds:
         self._cost = cost
         self.num_requests = num_requests
         network, mailbox = LocalNetwork(), Mailbox()
-        table = RoutingTable(1, defaults=tuple((name,) for name in names)) if names else None
+        table = RoutingTable(1, defaults=tuple((name,) for name in names) or ((),))
         lengths = build_draft_lengths(DraftLengthConfig(), dict.fromkeys(names, DRAFT_LEN))
         self.loop = TargetLoop(
             self,
@@ -206,9 +205,8 @@ class _Rounds:
             mailbox,
             OnlineCost(cost),
             self._clock,
-            table=table,
-            draft_lengths=lengths,
-            colocated=names if colocated else (),
+            Policies(draft_lengths=lengths),
+            DrafterPool(table, names if colocated else ()),
         )
         network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", _MODEL.vocab_size, "fake"))
         self.drafters: list[tuple[str, _Inbox, Link]] = []
@@ -273,31 +271,28 @@ class _Rounds:
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         return 0
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         self.launched_s = time.thread_time()
         if self._device is not None:
             self._device.launch()
         if self.meanwhile is not None:
             self.meanwhile()
-        outcomes = []
         for span in spans:
             if not span.samples:
-                outcomes.append(SpanOutcome(span.request_id, (), 0))
                 continue
-            end = span.base_len + len(span.token_ids) - span.num_drafts
-            start = self._place(span.request_id) + end
-            drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
+            start = self._place(span.request_id) + span.base_len + span.num_compute
+            drafts = span.drafts
             num_right = 0
             while num_right < span.num_drafts and drafts[num_right] == self._truth[start + num_right]:
                 num_right += 1
             self.num_accepted += num_right
-            outcomes.append(SpanOutcome(span.request_id, self._truth[start : start + num_right + 1], num_right))
+            span.chosen, span.num_accepted = self._truth[start : start + num_right + 1], num_right
         num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
         self.now_s += self._cost.step_s(num_rows, context)
         if self._device is not None:
             self._device.wait()
         self.pass_end_s = time.thread_time()
-        return outcomes
+        return spans
 
     def release(self, request_id: str) -> None: ...
 

@@ -18,13 +18,14 @@ from drafters.hidden_states.host import Host
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
-from engine.target import LoadedTarget, SpanInput, TargetEngine
+from engine.target import LoadedTarget, TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
 from profiler.stopwatch import OwnTime
 from profiler.transport_probe import round_trips
+from router.plan import Span
 
 Reporter = Callable[[str, float], None]  # step, share done
 
@@ -163,7 +164,7 @@ class _TargetBacking:
         start, length = self._engine.open(request, token_ids), self._engine.capacity().max_pass_tokens
         while start < len(token_ids):
             chunk = token_ids[start : start + length]
-            self._engine.execute([SpanInput(request_id, start, chunk, samples=False)])
+            self._engine.execute([Span.bound(request_id, start, chunk, samples=False)])
             start += len(chunk)
 
     def drop(self, request_id: str) -> None:

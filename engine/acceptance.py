@@ -1,14 +1,14 @@
 """Acceptance: a draft token is accepted exactly when it equals the target's own (docs/architecture.md#principles). No torch.
 
-``verdict`` accepts within a pass; ``judge`` compares a whole proposal with what was committed, for the drafter's statistics.
+``accept`` verifies within a pass; ``judge`` compares a whole proposal with what was committed, for the drafter's statistics.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.types import Proposal
-from engine.target import SpanOutcome
 from router.estimates.drafter_stats import Judgement
+from router.plan import Span
 
 if TYPE_CHECKING:
     from engine.sampling import Chosen
@@ -23,19 +23,15 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     return num_same
 
 
-def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOutcome:
-    """Verifies ``drafts`` by the tokens that the target chose at each of the len(drafts) + 1 rows. A row that could not be
-    sampled is an error only if it is reached, not behind a rejected draft token."""
+def accept(span: Span, drafts: Sequence[int], chosen: "Chosen") -> None:
+    """Verifies ``drafts`` of a span by the tokens that the target chose at each of the len(drafts) + 1 rows. A row that
+    could not be sampled is an error only if it is reached, not behind a rejected draft token."""
     num_accepted = common_prefix_len(drafts, chosen.token_ids)
     num_tokens = min(num_accepted + 1, len(chosen.token_ids))
-    return SpanOutcome(
-        request_id,
-        chosen.token_ids[:num_tokens],
-        num_accepted,
-        chosen.logprobs[:num_tokens],
-        error=chosen.error if num_tokens == num_accepted else None,
-        is_refused=chosen.is_refused,
-    )
+    span.chosen, span.num_accepted = chosen.token_ids[:num_tokens], num_accepted
+    span.logprobs = chosen.logprobs[:num_tokens]
+    if num_tokens == num_accepted:
+        span.error, span.is_refused = chosen.error, chosen.is_refused
 
 
 def judge(proposal: Proposal, committed: Sequence[int], num_overtaken: int = 0) -> Judgement:

@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from cluster.fast_dataclass import record
 from cluster.messages import DraftScore, LevelReport, ProposalRound
-from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, Proposal
+from cluster.types import FREE_DRAFTERS, Commit, Proposal
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later
 from engine.draft_state import Candidate, DraftState
@@ -143,29 +142,33 @@ class DraftLearning:
             return found, 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
         return [], 0.0
 
-    def note_commits(
-        self, commits: Iterable[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
+    def committed(
+        self, commits: Sequence[tuple[LiveSequence, Commit]], linked: Iterable[str], has_scorers: bool, now_s: float
     ) -> None:
-        """Before drafters follow these commits: whose drafts were right, and who had none. ``linked``: drafters."""
-        rounds = [_Round(s, commit, (d := s.draft).drafter, d.budget, d.expects_draft) for s, commit in commits]
-        self._later(partial(self._note_rounds, rounds, tuple(linked), has_scorers, now_s))
+        """Whose drafts were right, and who had none. ``linked``: drafters, when the pass ended."""
+        self._later(partial(self._note_commits, commits, tuple(linked), has_scorers, now_s))
 
-    def _note_rounds(self, rounds: Sequence["_Round"], linked: Collection[str], has_scorers: bool, now_s: float) -> None:
+    def _note_commits(
+        self, commits: Sequence[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
+    ) -> None:
         with self._observing:
-            for one in rounds:
-                draft = one.sequence.draft
-                if one.commit.error is not None:  # a failed pass says nothing
+            for sequence, commit in commits:
+                draft = sequence.draft
+                if commit.error is not None:  # a failed pass says nothing
                     continue
                 if draft.grammar is not None:
                     verdicts = (draft.judgement, *draft.passed_judgements)
                     self._unlearned_aside += [(draft.grammar.kind, each) for each in verdicts if each is not None]
-                if one.sequence.teaches:
-                    self._note_round(one, one.drafter if one.drafter in linked else None, has_scorers, now_s)
+                if sequence.teaches:
+                    self._note_commit(draft, commit, linked, has_scorers, now_s)
 
-    def _note_round(self, one: "_Round", drafter: str | None, has_scorers: bool, now_s: float) -> None:
-        """``drafter``: that follows the request, if it is linked."""
-        commit, draft = one.commit, one.sequence.draft
+    def _note_commit(
+        self, draft: DraftState, commit: Commit, linked: Collection[str], has_scorers: bool, now_s: float
+    ) -> None:
         judgement, passed = draft.judgement, draft.passed_judgements
+        drafter, budget, expects_draft = draft.asked
+        if drafter not in linked:
+            drafter = None
         self._unlearned_aside += [(None, one) for one in passed]
         if judgement is not None and judgement.drafter in FREE_DRAFTERS:
             self._unlearned_aside.append((None, judgement))
@@ -179,12 +182,12 @@ class DraftLearning:
             self._unlearned[commit.request_id] = judgement, commit.num_proposed
         if drafter is None:
             return
-        draft_len = one.budget.num_tokens
+        draft_len = budget.num_tokens
         if judgement is None and not draft_len:
             self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
             return
         elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
-        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, one.expects_draft, elapsed_s))
+        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, expects_draft, elapsed_s))
 
     def judgements(self) -> dict[str, Judgement]:
         """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
@@ -206,17 +209,6 @@ class DraftLearning:
                     stats.under(kind).judged(judgement)
         with self._observing:
             self._telemetry.observe(unobserved)
-
-
-@record
-class _Round:
-    """A commit, and what its request's drafter was asked for."""
-
-    sequence: LiveSequence
-    commit: Commit
-    drafter: str | None
-    budget: DraftTerms
-    expects_draft: bool
 
 
 def _note_reply(

@@ -45,8 +45,11 @@ class DraftState:
     passed_over: list[Candidate] = field(default_factory=list)
     prediction: PredictedOutput | None = None  # of the output, by the caller
     grammar: "GrammarState | None" = None  # of the committed output
-    judged: tuple[Proposal, tuple[int, ...], int] | None = None  # in the last pass: arguments of `acceptance.judge`
-    passed_judgements: tuple[Judgement, ...] = ()  # of those that were passed over
+    # Of the last pass: whom the request's drafts came from, what they were asked for, and whether a draft was expected;
+    # arguments of `acceptance.judge`; and the verdicts on proposals that were passed over.
+    asked: tuple[str | None, DraftTerms, bool] = (None, NO_DRAFTS, False)
+    judged: tuple[Proposal, tuple[int, ...], int] | None = None
+    passed_judgements: tuple[Judgement, ...] = ()
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
     _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
@@ -152,7 +155,8 @@ class DraftState:
             proposal = _behind(proposal, lag)
         if self.grammar is not None:
             proposal = _up_to(proposal, self.grammar.num_valid(proposal.token_ids))
-        self.passed_over = [one for one in self._candidates if one[0].drafter in FREE_DRAFTERS]
+        if self.passed_over or self.proposal is not None:
+            self.passed_over = [one for one in self._candidates if one[0].drafter in FREE_DRAFTERS]
         self.proposal = proposal
         self._num_overtaken = lag
         self.survival = ()
@@ -179,6 +183,11 @@ class DraftState:
     def follow(self, grammar: "GrammarState", drafts: bool) -> None:
         """Proposals are cut to what the grammar allows, and what it forces may be proposed, if ``drafts``."""
         self.grammar, self._drafts = grammar, drafts
+
+    @property
+    def has_free_drafts(self) -> bool:
+        """Whether there may be some."""
+        return self.grammar is not None or self.prediction is not None
 
     @property
     def grammar_kind(self) -> GrammarKind | None:
@@ -230,12 +239,14 @@ class DraftState:
     def judge(self, committed: tuple[int, ...]) -> str | None:
         """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
         drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
+        self.asked = self.drafter, self.budget, self.expects_draft
         if self.grammar is not None:
             self.grammar.advance(committed)
         if self.prediction is not None:
             self.prediction.advance(committed)
-        passed, self.passed_over = self.passed_over, []
-        self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
+        if self.passed_over or self.passed_judgements:
+            passed, self.passed_over = self.passed_over, []
+            self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judged = None

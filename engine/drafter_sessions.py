@@ -12,10 +12,9 @@ from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
-from engine.target import SpanInput
 from engine.telemetry import Telemetry
 from router.assignment import Chain, drafter_of
-from router.plan import DrafterView, StepPlan
+from router.plan import DrafterView, Span, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class DrafterSessions:
         """Linked drafters, and for how many requests each drafts. From any thread."""
         return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in tuple(self._outboxes.items())])
 
-    def wanted(self, spans: Iterable[SpanInput]) -> set[str]:
+    def wanted(self, spans: Iterable[Span]) -> set[str]:
         """Linked drafters that are to draft for requests of these spans."""
         drafts = [self._sequences[span.request_id].draft for span in spans if span.samples]
         return {draft.drafter for draft in drafts if draft.drafter in self._outboxes and draft.asked_budget.num_tokens}
@@ -130,8 +129,6 @@ class DrafterSessions:
         """After a commit: proposes a free draft of the request where it is expected to bring most. A drafter on the target's
         device drafts nothing meanwhile, once it is known what to expect of it."""
         draft = sequence.draft
-        if draft.grammar is None and draft.prediction is None:
-            return
         candidates, awaited_len = self.learning.candidates(draft, draft.free_drafts(sequence.request.id))
         draft.offer_free(candidates, awaited_len)
         is_free = draft.proposal is not None and draft.proposal.drafter in FREE_DRAFTERS
@@ -193,13 +190,12 @@ class DrafterSessions:
     def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
         outboxes = self._outboxes
-        self.learning.note_commits(commits, outboxes, bool(self.table.scorers), now_s)
+        self.learning.committed(commits, outboxes, bool(self.table.scorers), now_s)
         scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
         for sequence, commit in commits:
             draft, request_id = sequence.draft, commit.request_id
-            drafter = draft.drafter
-            outbox = None if drafter is None else outboxes.get(drafter)
+            outbox = None if draft.drafter is None else outboxes.get(draft.drafter)
             if commit.finish is not None or sequence.max_new_tokens <= 1:
                 draft.expect_nothing()
                 continue
@@ -210,10 +206,10 @@ class DrafterSessions:
                 draft.expect_nothing()
                 continue
             outbox.extend(request_id)
-            if draft.is_plain:
-                draft.expect_nothing()
+            if draft.budget.num_tokens:
+                draft.expect(now_s, draft.drafter in queried)
             else:
-                draft.expect(now_s, drafter in queried)
+                draft.expect_nothing()
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

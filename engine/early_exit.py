@@ -28,10 +28,10 @@ from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.forward import CausalModel
 from engine.ops import Linear
 from engine.sampling import SamplingState
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import CostModel
 from router.drafting.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
 from router.estimates.trial import Trial
+from router.plan import Span
 
 DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
 LENS_ROWS = (16, 32)  # per hidden dimension, after which lenses are fitted; until the first, all passes are learning passes
@@ -101,7 +101,7 @@ class EarlyExit:
         self._num_since = 0  # passes since the last learning pass
         self._num_learned = 0
 
-    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> "PassWatch | None":
+    def watch(self, spans: Sequence[Span], states: Mapping[str, SamplingState]) -> "PassWatch | None":
         """For the next pass, over ``spans``. None: a plain pass."""
         num_rows = sum([len(span.token_ids) for span in spans])
         if self._scores is None:
@@ -225,7 +225,7 @@ class PassWatch:
     """``engine.native.PassWatch``. ``plan``: of an exit pass; None: a learning pass."""
 
     exits: EarlyExit
-    spans: Sequence[SpanInput]
+    spans: Sequence[Span]
     states: Mapping[str, SamplingState]
     plan: ExitPlan | None  # is_off: of a control pass
     trial: Trial | None = None  # that is told the time of the pass
@@ -253,10 +253,6 @@ class PassWatch:
         self.num_watched = len(self._rows.at)
         shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
         self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
-
-    @property
-    def has_left(self) -> bool:
-        return int(self.span_lens.sum()) < sum([len(span.token_ids) for span in self.spans])
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
         number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
@@ -298,9 +294,8 @@ class PassWatch:
         self.span_lens = span_lens
         return StayingRows.of(starts, span_lens, device)
 
-    def trimmed(self) -> list[SpanInput]:
-        """The spans as if drafts whose rows left had not been verified."""
-        return [_without_last(s, len(s.token_ids) - n) for s, n in zip(self.spans, self.span_lens.tolist(), strict=True)]
+    def nums_drafts(self) -> list[int]:
+        return [num - span.num_compute for span, num in zip(self.spans, self.span_lens.tolist(), strict=True)]
 
     # ---- learning passes
 
@@ -320,12 +315,12 @@ class PassWatch:
         self._margins[rows.span, number, rows.index] = margins
         return margins
 
-    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
+    def learn(self) -> None:
         if self.plan is not None:
             seconds = time.perf_counter() - self._started_s
             num_lost_each = self.exits.num_lost_per_wrong_cut  # by the samples, which a judgement may drop
-            num_lost = self._judge(self.plan, outcomes) * num_lost_each
-            num_tokens = sum([len(outcome.token_ids) for outcome in outcomes])
+            num_lost = self._judge(self.plan) * num_lost_each
+            num_tokens = sum([len(span.chosen) for span in self.spans])
             was_checked = self.plan.is_off or self.num_watched
             if self.trial is not None and num_tokens and was_checked:
                 # Not per token: how many are committed differs more from pass to pass than the time does.
@@ -337,23 +332,24 @@ class PassWatch:
         if watched:
             self.exits.learn_spans(
                 [
-                    (self._margins[i], min(MAX_DRAFTS, self.spans[i].num_drafts), min(MAX_DRAFTS, outcomes[i].num_accepted))
+                    (self._margins[i], min(MAX_DRAFTS, span.num_drafts), min(MAX_DRAFTS, span.num_accepted))
                     for i in watched
+                    for span in (self.spans[i],)
                 ]
             )
         self.exits.learn_rows(token_ids, self._hidden)
 
-    def _judge(self, plan: ExitPlan, outcomes: Sequence[SpanOutcome]) -> int:
+    def _judge(self, plan: ExitPlan) -> int:
         """Returns how many cuts lost a token: there the token of the last row that stayed is the draft token behind which
         rows left."""
         num_cut = num_wrong = 0
         unrejected = []
-        for span, span_len, outcome in zip(self.spans, self.span_lens.tolist(), outcomes, strict=True):
+        for span, span_len in zip(self.spans, self.span_lens.tolist(), strict=True):
             num_left = len(span.token_ids) - span_len
-            is_whole = outcome.num_accepted == span.num_drafts - num_left
+            is_whole = span.num_accepted == span.num_drafts - num_left
             if num_left:
                 num_cut += 1
-                is_whole = is_whole and outcome.token_ids[-1:] == (span.token_ids[-num_left],)
+                is_whole = is_whole and span.chosen[-1:] == (span.token_ids[-num_left],)
                 num_wrong += is_whole
             if is_whole and span.num_drafts:
                 unrejected.append(span.request_id)
@@ -381,10 +377,3 @@ def _remaining(model: CausalModel, depth: int) -> float:
     layer = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
     head = c.vocab_size * c.hidden_size
     return ((c.num_layers - depth) * layer + head) / (c.num_layers * layer + head)
-
-
-def _without_last(span: SpanInput, num: int) -> SpanInput:
-    if not num:
-        return span
-    end = len(span.token_ids) - num
-    return SpanInput(span.request_id, span.base_len, span.token_ids[:end], span.num_drafts - num, span.samples)

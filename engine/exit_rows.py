@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.noise import noise_keys
 from engine.sampling import SamplingState
-from engine.target import SpanInput
+from router.plan import Span
 
 MAX_DRAFTS = 16  # of a span; later drafts are not checked
 
@@ -31,7 +31,7 @@ class WatchedRows:
 
 
 def watched_rows(
-    spans: Sequence[SpanInput], states: Mapping[str, SamplingState], unchecked: frozenset[str] = frozenset()
+    spans: Sequence[Span], states: Mapping[str, SamplingState], unchecked: frozenset[str] = frozenset()
 ) -> WatchedRows:
     """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated. Without
     the requests ``unchecked``."""
@@ -50,7 +50,7 @@ def watched_rows(
         at.extend(range(first, first + num))
         span_of.extend([number] * num)
         index.extend(range(num))
-        drafts.extend(span.token_ids[len(span.token_ids) - span.num_drafts :][:num])
+        drafts.extend(span.drafts[:num])
         seeds.extend([state.sampling.seed] * num)
         positions.extend(range(len(state), len(state) + num))
         temperatures.extend([state.sampling.temperature] * num)

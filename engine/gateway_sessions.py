@@ -1,4 +1,4 @@
-"""The gateways of a target: which request came by which, and the commits to send to each."""
+"""The gateways of a target: which requests came by which, and the commits to send to each."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -7,15 +7,16 @@ from cluster.errors import LinkClosed
 from cluster.transport.base import Link
 from cluster.types import Commit
 from engine.outbox import GatewayOutbox
+from engine.sequences import LiveSequence, Sequences
 
 
 @dataclass(slots=True)
 class GatewaySessions:
     """Not thread-safe: owned by the round. ``end``: called for each request whose gateway is gone or aborts it."""
 
+    sequences: Sequences
     end: Callable[[str], None]
     _outboxes: dict[Link, GatewayOutbox] = field(default_factory=dict)
-    _owners: dict[str, GatewayOutbox] = field(default_factory=dict)  # by request
     _closed: list[Link] = field(default_factory=list)  # whose requests are still to be ended
 
     def link_up(self, link: Link) -> None:
@@ -25,42 +26,35 @@ class GatewaySessions:
         """Ends the requests that came by the link."""
         outbox = self._outboxes.pop(link, None)
         if outbox is not None:
-            for request_id in [key for key, owner in self._owners.items() if owner is outbox]:
-                del self._owners[request_id]
+            for request_id in [one.request.id for one in self.sequences if one.gateway is outbox]:
                 self.end(request_id)
 
     def knows(self, link: Link) -> bool:
         return link in self._outboxes
 
-    def add(self, link: Link, request_id: str) -> None:
-        """Records the link of a request."""
-        self._owners[request_id] = self._outboxes[link]
+    def outbox(self, link: Link) -> GatewayOutbox:
+        """Of the gateway at the other end of a link that is up."""
+        return self._outboxes[link]
 
     def abort(self, link: Link, request_id: str) -> None:
         """Ends a request, if it came by this link."""
-        outbox = self._owners.get(request_id)
-        if outbox is not None and outbox.link is link:
-            del self._owners[request_id]
+        sequence = self.sequences.get(request_id)
+        if sequence is not None and sequence.gateway is not None and sequence.gateway.link is link:
             self.end(request_id)
 
     def displace(self, link: Link, request_id: str) -> None:
         """Ends a request that came by another link of the same gateway: it has lost that link, which this target has not
         noticed, and resumes the request by ``link``. Requests of other gateways stay."""
-        outbox = self._owners.get(request_id)
-        if outbox is not None and outbox.link is not link and outbox.link.peer.name == link.peer.name:
-            self.abort(outbox.link, request_id)
+        sequence = self.sequences.get(request_id)
+        former = None if sequence is None or sequence.gateway is None else sequence.gateway.link
+        if former is not None and former is not link and former.peer.name == link.peer.name:
+            self.end(request_id)
 
-    def refuse(self, link: Link, commit: Commit) -> None:
-        """Publishes the only commit of a refused request."""
-        self._outboxes[link].publish(commit)
-
-    def publish(self, commits: Iterable[Commit]) -> None:
-        for commit in commits:
-            outbox = self._owners.get(commit.request_id)
-            if outbox is not None:
-                outbox.publish(commit)
-                if commit.finish is not None:
-                    del self._owners[commit.request_id]
+    def publish(self, commits: Iterable[tuple[LiveSequence, Commit]]) -> None:
+        """Also of requests that these commits end."""
+        for sequence, commit in commits:
+            if sequence.gateway is not None:
+                sequence.gateway.publish(commit)
 
     def flush(self) -> None:
         """Sends what is pending. Ends no request: ``end_lost`` does."""

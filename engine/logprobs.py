@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.types import Request, TokenLogprobs
 from engine.device import to_device, to_host
-from engine.target import SpanInput
+from router.plan import Span
 
 _ROWS_AT_ONCE = 64  # bounds the logits in memory: 64 rows of 128k tokens are 32 MiB in fp32
 
@@ -37,16 +37,16 @@ def token_logprobs(
 
 @torch.inference_mode()
 def prompt_logprobs(
-    request: Request, span: SpanInput, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    request: Request, span: Span, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[TokenLogprobs, ...]:
     """vLLM's ``prompt_logprobs``: of the prompt tokens that the span's rows predict, positions base_len + 1 onwards.
 
     Args:
-        hidden: (number of span tokens, hidden size).
+        hidden: (rows of the span, hidden size).
         logits_of: hidden states to logits (rows, V).
     """
     num_top = request.sampling.prompt_logprobs
-    next_ids = request.prompt_token_ids[span.base_len + 1 : span.base_len + 1 + len(span.token_ids) - span.num_drafts]
+    next_ids = request.prompt_token_ids[span.base_len + 1 : span.base_len + 1 + span.num_compute]
     if num_top is None or not next_ids:
         return ()
     found: list[TokenLogprobs] = []

@@ -1,10 +1,10 @@
 """A round between its halves, its report, and a snapshot of the loop for other threads."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.fast_dataclass import record
-from engine.target import SpanInput
-from router.plan import StepPlan
+from router.plan import Span, StepPlan
 
 
 @dataclass(slots=True)
@@ -13,9 +13,10 @@ class PendingPass:
 
     plan: StepPlan
     began_s: float
-    spans: list[SpanInput] = field(default_factory=list)
+    spans: Sequence[Span] = ()
     pass_began_s: float = 0.0
     end_s: float = 0.0
+    since_s: float = 0.0  # from when the draft lengths count its round
 
     @property
     def pass_s(self) -> float:

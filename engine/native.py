@@ -2,17 +2,16 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from cluster.types import Request, TokenLogprobs
-from engine.acceptance import verdict
+from cluster.types import Request
+from engine.acceptance import accept
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel, RowWatch
@@ -20,9 +19,9 @@ from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
 from engine.logprobs import prompt_logprobs
 from engine.sampling import SampleSpan, SamplingState
-from engine.target import FeatureSpan, SpanInput, SpanOutcome
+from engine.target import FeatureSpan
 from engine.tensor_parallel.sampling import sampler_of
-from router.plan import Capacity
+from router.plan import Capacity, Span
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import Grammars
@@ -31,20 +30,17 @@ if TYPE_CHECKING:
 class PassWatch(RowWatch, Protocol):
     """The watch of one pass over spans."""
 
-    @property
-    def has_left(self) -> bool: ...
+    def nums_drafts(self) -> list[int]:
+        """Of each span, the drafts whose rows have stayed: the others count as not verified."""
 
-    def trimmed(self) -> list[SpanInput]:
-        """The spans as if drafts whose rows left had not been verified."""
-
-    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
-        """After the pass. ``outcomes``: of ``trimmed()``."""
+    def learn(self) -> None:
+        """After the pass, from the outcomes of its spans."""
 
 
 class Exits(Protocol):
     """Decides before each pass whether and how its rows may leave (`engine.early_exit`)."""
 
-    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> PassWatch | None:
+    def watch(self, spans: Sequence[Span], states: Mapping[str, SamplingState]) -> PassWatch | None:
         """None: a plain pass."""
 
 
@@ -113,15 +109,15 @@ class NativeTarget:
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         return self._ledger.num_cached(request.id, _cacheable(request, token_ids), request.cache_salt)
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         if not spans:
-            return []
+            return ()
         for span in spans:
             self._check(span)
         with self._ledger_lock:
             checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
-            outcomes = self._compute(spans)
+            self._compute(spans)
             self._model.synchronize()  # callers time passes, and a pass without sampled rows reads nothing back
         except BaseException:
             with self._ledger_lock:
@@ -129,13 +125,11 @@ class NativeTarget:
                     self._ledger.commit(checkpoint, 0)
             raise
         with self._ledger_lock:
-            for span, outcome in zip(spans, outcomes, strict=True):
-                # Without the bonus token: the next pass computes its keys.
-                num_kept = len(span.token_ids) - span.num_drafts + outcome.num_accepted
-                self._ledger.commit(checkpoints[span.request_id], num_kept)
-        for span, outcome in zip(spans, outcomes, strict=True):
-            self._states[span.request_id].extend(outcome.token_ids)
-        return outcomes
+            for span in spans:  # without the bonus token: the next pass computes its keys
+                self._ledger.commit(checkpoints[span.request_id], span.num_compute + span.num_accepted)
+        for span in spans:
+            self._states[span.request_id].extend(span.chosen)
+        return spans
 
     def exit_early(self, exits: Exits | None) -> None:
         """From now on rows may leave passes as ``exits`` decides; None: all are computed to the end."""
@@ -193,7 +187,7 @@ class NativeTarget:
         for request_id in self._states:
             assert request_id in self._ledger, f"{request_id!r} has a sampling state and no blocks"
 
-    def _check(self, span: SpanInput) -> None:
+    def _check(self, span: Span) -> None:
         """Raises ValueError for a span that contradicts the ledger, which is a bug of the caller."""
         computed_len = self._ledger.computed_len(span.request_id)
         if span.base_len != computed_len:
@@ -201,72 +195,48 @@ class NativeTarget:
         if not 0 <= span.num_drafts < len(span.token_ids) or (span.num_drafts and not span.samples):
             raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
 
-    def _compute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def _compute(self, spans: Sequence[Span]) -> None:
+        """Fills in the outcomes."""
         watch = None if self._exits is None else self._exits.watch(spans, self._states)
-        packed = self._packed(spans)
+        packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
+        nums_drafts = [span.num_drafts for span in spans]
         if watch is None:
             states = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         else:
             states = self._model.forward_watched(packed, self._cache, self._features.layers, watch)
-            if watch.has_left:
-                spans = watch.trimmed()
+            nums_drafts = watch.nums_drafts()
         hidden = states.final
         self._features.write(states.slots, states.features)
         if self.meanwhile is not None:
             self.meanwhile()
-        scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
-        outcomes = self._sample(spans, hidden)
+        ends = list(accumulate([span.num_compute + num for span, num in zip(spans, nums_drafts, strict=True)]))
+        for span, num, end in zip(spans, nums_drafts, ends, strict=True):
+            scored = self._scored.get(span.request_id)
+            if scored is not None:
+                rows = hidden[end - num - span.num_compute : end]
+                span.prompt_logprobs = prompt_logprobs(scored, span, rows, self._whole_logits)
+                span.scored_from = span.base_len + 1
+        self._sample(spans, nums_drafts, ends, hidden)
         if watch is not None:
-            watch.learn(outcomes)
-        return [
-            replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
-            if span.request_id in scores
-            else outcome
-            for span, outcome in zip(spans, outcomes, strict=True)
-        ]
-
-    def _packed(self, spans: Sequence[SpanInput]) -> list[PackedSpan]:
-        return [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
-
-    def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
-        ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
-        return {
-            span.request_id: prompt_logprobs(
-                self._scored[span.request_id], span, hidden[end - len(span.token_ids) : end], self._whole_logits
-            )
-            for span, end in zip(spans, ends, strict=True)
-            if span.request_id in self._scored
-        }
+            watch.learn()
 
     def _whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._sampler.gathered(self._model.logits(hidden))
 
-    def _sample(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> list[SpanOutcome]:
-        sampled = [span for span in spans if span.samples]
+    def _sample(self, spans: Sequence[Span], nums_drafts: Sequence[int], ends: Sequence[int], hidden: torch.Tensor) -> None:
+        """``nums_drafts``: drafts that are verified of each span, whose rows of ``hidden`` end at ``ends``."""
+        sampled = [(span, num, end) for span, num, end in zip(spans, nums_drafts, ends, strict=True) if span.samples]
         if not sampled:
-            return [SpanOutcome(span.request_id, (), 0) for span in spans]
-        if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
-            hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
+            return
+        if sum([num + 1 for _, num, _ in sampled]) < len(hidden):
+            rows = np.concatenate([np.arange(end - num - 1, end) for _, num, end in sampled])
+            hidden = hidden[to_device(rows, hidden.device)]
         logits, states = self._model.logits(hidden), self._states
-        asked = [SampleSpan(states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
-        chosen = iter(self._sampler.choose(logits, asked))
-        return [
-            verdict(span.request_id, _drafts(span), next(chosen)) if span.samples else SpanOutcome(span.request_id, (), 0)
-            for span in spans
-        ]
+        asked = [SampleSpan(states[span.request_id], span.drafts[:num], num + 1) for span, num, _ in sampled]
+        for (span, _, _), rows_of, chosen in zip(sampled, asked, self._sampler.choose(logits, asked), strict=True):
+            accept(span, rows_of.drafts, chosen)
 
 
 def _cacheable(request: Request, token_ids: Sequence[int]) -> Sequence[int]:
     """Cached rows have no logits."""
     return token_ids if request.sampling.prompt_logprobs is None else ()
-
-
-def _drafts(span: SpanInput) -> tuple[int, ...]:
-    return span.token_ids[len(span.token_ids) - span.num_drafts :]
-
-
-def _sampled_rows(spans: Sequence[SpanInput]) -> NDArray[np.int64]:
-    """Indices of the rows whose logits are sampled, ascending."""
-    ends = np.cumsum([len(span.token_ids) for span in spans])
-    rows = [np.arange(end - span.num_drafts - 1, end) for span, end in zip(spans, ends, strict=True) if span.samples]
-    return np.concatenate(rows)

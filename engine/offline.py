@@ -10,6 +10,7 @@ from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import FinishReason, ModelInfo, Request
+from engine.admission import AdmissionRules
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from router.cost_model import CostModel
@@ -24,7 +25,7 @@ def generate(
     that no request is ready: it is polled again after the next pass. With no live request it ends generation. Raises
     GenerationFailed: the target refused a request, or failed on it."""
     network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
-    loop = TargetLoop(engine, model, mailbox, cost, time.monotonic, max_waiting=max_in_flight)
+    loop = TargetLoop(engine, model, mailbox, cost, time.monotonic, rules=AdmissionRules(max_in_flight))
     listener = network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", model.vocab_size, ""))
     link = network.connect(_ADDRESS, inbox, Hello(Role.GATEWAY, "offline", model.vocab_size, ""))
     pending = iter(requests)

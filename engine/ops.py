@@ -16,7 +16,7 @@ from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 
 if TYPE_CHECKING:
-    from engine.sampling import SpanRows
+    from engine.sampling import SampleSpan
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
@@ -76,7 +76,7 @@ class FusedSampling(GumbelArgmax, Protocol):
     def choose(
         self,
         logits: torch.Tensor,
-        members: Sequence["SpanRows"],
+        members: Sequence["SampleSpan"],
         keys: NDArray[np.int64],
         temperatures: NDArray[np.float32],
         *,

@@ -7,11 +7,11 @@ from typing import Self
 from cluster.fast_dataclass import record
 from cluster.types import Commit
 from engine.drafting_monitor import DraftingMonitor
-from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
 from router.drafting.value import DecodeRate, row_price
 from router.estimates.decayed import RECENT, DecayedMean
+from router.plan import Span
 
 
 @record
@@ -27,18 +27,19 @@ class PassCounts:
     num_prompt_rows: int  # of those requests
 
     @classmethod
-    def of(cls, spans: Iterable[SpanInput]) -> Self:
+    def of(cls, spans: Iterable[Span]) -> Self:
         num_rows = num_context = num_sampled = num_sampled_rows = num_sampled_context = num_prompt_rows = 0
         prompts = []
         for span in spans:
-            length, base_len = len(span.token_ids), span.base_len
+            base_len, num_drafts = span.base_len, span.num_drafts
+            length = span.num_compute + num_drafts
             num_rows += length
             num_context += base_len
             if span.samples:
                 num_sampled += 1
-                num_sampled_rows += 1 + span.num_drafts
+                num_sampled_rows += 1 + num_drafts
                 num_sampled_context += base_len
-                if length == 1 + span.num_drafts:
+                if span.num_compute == 1:
                     continue
             prompts.append(span.request_id)
             num_prompt_rows += length
@@ -55,6 +56,9 @@ class PassCounts:
             return 0.0
         num_decode_rows = self.num_rows - self.num_prompt_rows
         return cost.step_s(self.num_rows, self.num_context) - cost.step_s(num_decode_rows, self.num_context)
+
+
+NOTHING_COUNTED = PassCounts(0, 0, 0, 0, 0, frozenset(), 0)
 
 
 @record
@@ -99,11 +103,11 @@ class PassCosts:
         pass_s: float,
         counts: PassCounts,
         commits: Sequence[Commit],
-        planned: PlannedBatch,
         best_left_out: float,
     ) -> None:
-        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``planned``, ``best_left_out``: of
-        its plan; the next one may be made already."""
+        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``. ``best_left_out``: of its plan,
+        which was the last that ``plan`` was told of."""
+        planned = self.planned
         # A pass with prompts does not correct the model, for their rows are not all sampled.
         if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
             self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)

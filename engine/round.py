@@ -3,27 +3,25 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cluster.client import DraftingEffect
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, DraftTerms, FinishReason, ModelInfo, Request, RoutingTable
+from engine.admission import Admission, AdmissionRules
 from engine.colocated import ColocatedDrafters, InlineDrafters
 from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
-from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, PendingPass, StepReport
 from engine.pass_costs import PassCosts
-from engine.request_checks import adapter_refusal, refusal
 from engine.round_observer import RoundObserver
 from engine.sequences import LiveSequence, Sequences
 from engine.slo_monitor import SloMonitor
-from engine.target import SpanInput, SpanOutcome, TargetEngine
+from engine.target import TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
@@ -35,14 +33,35 @@ from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
 from router.planning.slo import NO_LIMITS, round_limits
 
-if TYPE_CHECKING:
-    from engine.grammar.compiling import CompiledGrammar, Grammars
-
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
 IDLE_WAIT_S = 1.0  # until an idle loop looks at its stop event again; mail ends the wait
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What decides a pass, and how far drafters draft."""
+
+    planner: Planner = field(default_factory=StepPlanner)
+    draft_lengths: DraftLengths = field(default_factory=DraftLengths)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPool:
+    """The drafters of a target.
+
+    Args:
+        table: until the router publishes one.
+        colocated: names of drafters in this process. They are linked to the mailbox as any others, but they share the
+            target's device: one is queried only while that pays. They have threads of their own, or are ``inline``.
+        proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
+    """
+
+    table: RoutingTable = field(default_factory=lambda: RoutingTable(version=0))
+    colocated: Collection[str] = ()
+    proposers: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 class TargetLoop:
@@ -55,11 +74,6 @@ class TargetLoop:
 
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and at the end of a round.
-        colocated: names of drafters in this process. They are linked to ``mailbox`` as any others, but they share the
-            target's device: one is queried only while that pays. They have threads of their own, or are ``inline``.
-        proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
-        grammars: of the model; None: requests with a grammar are refused.
-        sheds: refuse requests whose first token would come later than their objective.
     """
 
     def __init__(
@@ -69,43 +83,31 @@ class TargetLoop:
         mailbox: Mailbox,
         cost: CostModel,
         clock: Clock,
-        planner: Planner | None = None,
-        table: RoutingTable | None = None,
-        max_waiting: int = 1024,
-        draft_lengths: DraftLengths | None = None,
-        colocated: Collection[str] = (),
-        proposers: Mapping[str, Collection[str]] | None = None,
-        grammars: "Grammars | None" = None,
-        sheds: bool = True,
+        policies: Policies | None = None,
+        pool: DrafterPool | None = None,
+        rules: AdmissionRules | None = None,
     ) -> None:
+        policies, pool = policies or Policies(), pool or DrafterPool()
         self.mailbox = mailbox
         mailbox.clock = clock
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
         self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
-        self._engine = engine
-        self._model = model
-        self._cost = cost
-        self._planner = PlanAhead(planner or StepPlanner())
-        self._draft_lengths = draft_lengths or DraftLengths()
-        self._chunks = Chunks()
-        self._pass_costs = PassCosts(cost)
-        self._slo = SloMonitor(cost, self.telemetry, sheds)
-        self._max_waiting = max_waiting
-        self._clock = clock
+        self._engine, self._cost, self._clock = engine, cost, clock
+        self._planner, self._draft_lengths, self._chunks = PlanAhead(policies.planner), policies.draft_lengths, Chunks()
+        self._newest_table = pool.table
         self._sequences = Sequences(model)
-        self._newest_table = table or RoutingTable(version=0)
-        companions = ColocatedDrafters(colocated, cost)
+        companions, slo = ColocatedDrafters(pool.colocated, cost), SloMonitor(cost, self.telemetry)
         # Gates of drafters on the target's device count what was saved and what was waited for in the order of rounds.
         self._deferred = DeferredWork(engine, waits=bool(companions))
-        follow = self._newest_table, companions, proposers, self._deferred.later
+        follow = pool.table, companions, pool.proposers, self._deferred.later
         self._drafters = DrafterSessions(self._sequences, self.telemetry, *follow)
-        learns = companions, self._pass_costs, self._draft_lengths, self._slo
+        self._pass_costs = PassCosts(cost)
+        learns = companions, self._pass_costs, self._draft_lengths, slo
         self.observer = RoundObserver(self._deferred, self.telemetry, self._drafters, *learns)
-        self._gateways = GatewaySessions(self._end)
+        self._gateways = GatewaySessions(self._sequences, self._end)
+        self._admission = Admission(rules or AdmissionRules(), engine, self._sequences, slo, self._refuse, mailbox.wake)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self._submit)
-        self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
-        self._draining = False
         self._after_pass = False  # the last step had one
         self._status = LoopStatus()
 
@@ -119,7 +121,7 @@ class TargetLoop:
 
     def drain(self, drains: bool = True) -> None:
         """Refuses new requests from now on, but those of a lost target; live ones run to their end. False: accepts all."""
-        self._draining = drains
+        self._admission.draining = drains
         self.mailbox.wake()
 
     def status(self) -> LoopStatus:
@@ -165,28 +167,22 @@ class TargetLoop:
     def fail_all(self, reason: str) -> None:
         """Ends every live request: another target may continue it. While no other thread runs the loop."""
         self._deferred.catch_up()
-        sequences, finish = self._sequences.snapshot(), FinishReason.ABORT
-        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=finish, error=reason) for s in sequences])
-        for sequence in sequences:
-            self._end(sequence.request.id)
+        for sequence in self._sequences.snapshot():
+            self._refuse(sequence, FinishReason.ABORT, reason)
         self._flush()
 
     def step(self, now_s: float) -> StepReport:
-        """One round: read mail, plan, execute one pass, publish the commits."""
+        """One round."""
         begun = self.begin(now_s)
         if isinstance(begun, StepReport):
             return begun
-        outcomes = self.execute(begun)
-        self.finish(begun, outcomes, self._clock())
+        self.execute(begun)
+        self.finish(begun, self._clock())
         return StepReport(executed=True)
 
     def begin(self, now_s: float) -> PendingPass | StepReport:
         """The first half of a round: mail and plan. A report instead of a pass: there is nothing to compute now."""
-        self._gateways.end_lost()
-        self._drafters.follow(self._newest_table)
-        self._inbox.read(now_s, self._after_pass)
-        self._after_pass = False
-        self._follow_grammars(now_s)
+        self._read_mail(now_s)
         plan = self._plan(now_s)
         self.observer.planned(plan, {self._sequences[request_id].draft.drafter for request_id in plan.held}, now_s)
         if plan.is_empty:
@@ -196,7 +192,7 @@ class TargetLoop:
         self._after_pass = True
         return PendingPass(plan, now_s)
 
-    def execute(self, begun: PendingPass) -> Sequence[SpanOutcome]:
+    def execute(self, begun: PendingPass) -> None:
         """Preempts, admits and computes as planned. Raises OutOfBlocks: one request alone does not fit."""
         begun.pass_began_s = self._clock()
         for request_id in begun.plan.preempted:
@@ -204,12 +200,14 @@ class TargetLoop:
         for request_id in begun.plan.admitted:
             sequence = self._sequences[request_id]
             sequence.admit(self._engine.open(sequence.request, sequence.token_ids), begun.pass_began_s)
-        begun.spans = [self._sequences.span_input(span) for span in begun.plan.spans]
+        begun.spans = begun.plan.spans
+        self._sequences.bind(begun.spans)
         while begun.spans:
             self._deferred.begin_pass()
             begun.pass_began_s = self._clock()
             try:
-                return self._engine.execute(begun.spans)
+                self._engine.execute(begun.spans)
+                return
             except OutOfBlocks:
                 # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
                 running = [sequence for sequence in self._sequences if sequence.running]
@@ -219,70 +217,45 @@ class TargetLoop:
                 victim = running[-2] if running[-1].request.id == last_span else running[-1]
                 self._preempt(victim)
                 begun.spans = [span for span in begun.spans if span.request_id != victim.request.id]
-        return ()
 
-    def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
+    def finish(self, begun: PendingPass, end_s: float) -> None:
         """The second half of a round: commit, publish to drafters and gateways, learn; on an asynchronous device later."""
         begun.end_s = end_s
         self._deferred.catch_up()  # with the pass before, unless that was done while this one was computed
         self.observer.computed(begun)
-        commits = self._commit(begun.spans, outcomes, end_s)
-        self._drafters.flush()  # they draft while this thread learns
+        commits = self._commit(begun, end_s)
+        self._drafters.flush()  # they draft while this thread publishes and learns
         is_last = not self._sequences
-        self.observer.published(begun, commits, is_last)
-        self._deferred.later(self._gateways.flush)
+        self.observer.published(begun, [commit for _, commit in commits], is_last)
+        self._deferred.later(lambda: self._publish(commits))
         if is_last:
             self._deferred.catch_up()  # no pass follows
             self._engine.check_integrity()
         self._note_status()
         self.observer.round_ended(begun, self._clock(), is_last)
 
+    # ---- mail
+
+    def _read_mail(self, now_s: float) -> None:
+        self._gateways.end_lost()
+        self._drafters.follow(self._newest_table)
+        self._inbox.read(now_s, self._after_pass)
+        self._after_pass = False
+        self._admission.follow_grammars(now_s)
+
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
-        capacity = self._engine.capacity()
         self.observer.arrived(len(request.prompt_token_ids))
         self._gateways.displace(link, request.id)
-        refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, self._grammars)
-        refused = refused or adapter_refusal(request, self._sequences, self._engine)
-        cached_len = 0
-        if refused is None:
-            cached_len = self._engine.num_cached(request, (*request.prompt_token_ids, *request.output_token_ids))
-            refused = self._slo.refusal(request, cached_len, self._sequences, capacity, now_s)
-            if refused is not None:
-                self._engine.release(request.id)
-        if refused is not None:
-            self._gateways.refuse(link, refused)
+        decided = self._admission.decide(request, now_s)
+        if isinstance(decided, Commit):
+            self._gateways.outbox(link).publish(decided)
             return
-        self._gateways.add(link, request.id)
         sequence = self._sequences.add(request, now_s)
-        sequence.cached_len = cached_len
+        sequence.cached_len, sequence.gateway = decided, self._gateways.outbox(link)
         self._drafters.assign(sequence)
-        if request.sampling.grammar is not None and self._grammars is not None:
-            sequence.awaits_grammar = True
-            known = self._grammars.start(request.id, request.sampling.grammar, now_s)
-            if known is not None:
-                self._follow(sequence, known)
+        self._admission.compile_grammar(sequence, now_s)
 
-    def _follow_grammars(self, now_s: float) -> None:
-        """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
-        for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
-            if isinstance(result, GrammarRefusal):
-                finish = FinishReason.OVERLOADED if result.is_busy else FinishReason.REFUSED
-                self._refuse(self._sequences[request_id], finish, result.reason)
-            else:
-                self._follow(self._sequences[request_id], result)
-
-    def _follow(self, sequence: LiveSequence, grammar: "CompiledGrammar") -> None:
-        try:
-            sequence.follow(grammar)
-        except ValueError as error:  # the output of another target, for which its client is not to blame
-            self._refuse(sequence, FinishReason.ERROR, f"it cannot be continued: {error}")
-
-    def _refuse(self, sequence: LiveSequence, finish: FinishReason, reason: str) -> None:
-        request_id = sequence.request.id
-        self._gateways.publish([Commit(request_id, len(sequence.token_ids), (), finish=finish, error=reason)])
-        self._end(request_id)
-
-    # ---- the pass
+    # ---- the plan
 
     def _plan(self, now_s: float) -> StepPlan:
         if not self._sequences:
@@ -350,35 +323,42 @@ class TargetLoop:
         sequence.preempt()
         self.observer.preempted(sequence.request.id)
 
-    def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
-        published: list[tuple[LiveSequence, Commit]] = []
-        for span, outcome in zip(spans, outcomes, strict=True):
-            if outcome.prompt_logprobs:
-                self._gateways.publish(self._sequences.prompt_commits(outcome))
-            commit = self._sequences.apply(span, outcome)
-            if commit is None:
-                continue
-            sequence = self._sequences[commit.request_id]
-            if commit.base_len == sequence.prompt_len and commit.token_ids:
-                sequence.first_token_s = now_s
-                commit = replace(commit, prefill=sequence.prefill(now_s))
-            published.append((sequence, commit))
-        self._drafters.publish(published, now_s)
-        self.observer.committed(published, now_s)
-        for sequence, commit in published:
-            if commit.finish is None:
-                self._drafters.offer_free(sequence)
-            else:
+    # ---- the commit
+
+    def _commit(self, begun: PendingPass, now_s: float) -> list[tuple[LiveSequence, Commit]]:
+        """Commits the outcomes, and ends requests that are finished. Drafters' messages are queued."""
+        commits = []
+        for span in begun.spans:
+            if span.prompt_logprobs:
+                sequence = self._sequences[span.request_id]
+                self._gateways.publish([(sequence, commit) for commit in self._sequences.prompt_commits(span)])
+            committed = self._sequences.commit(span, now_s)
+            if committed is not None:
+                commits.append(committed)
+        self._drafters.publish(commits, now_s)
+        self.observer.committed(commits, now_s)
+        for sequence, commit in commits:
+            if commit.finish is not None:
                 self._end(commit.request_id)
-        commits = [commit for _, commit in published]
-        self._gateways.publish(commits)
+            elif sequence.draft.has_free_drafts:
+                self._drafters.offer_free(sequence)
         return commits
+
+    def _publish(self, commits: Sequence[tuple[LiveSequence, Commit]]) -> None:
+        """To gateways."""
+        self._gateways.publish(commits)
+        self._gateways.flush()
+
+    def _refuse(self, sequence: LiveSequence, finish: FinishReason, reason: str) -> None:
+        """Ends a live request, and tells its caller why."""
+        commit = Commit(sequence.request.id, len(sequence.token_ids), (), finish=finish, error=reason)
+        self._gateways.publish([(sequence, commit)])
+        self._end(sequence.request.id)
 
     def _end(self, request_id: str) -> None:
         sequence = self._sequences.remove(request_id)
         if sequence is not None:
-            if self._grammars is not None:
-                self._grammars.forget(request_id)
+            self._admission.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
             self.observer.ended(sequence, self._clock())
@@ -392,4 +372,4 @@ class TargetLoop:
     def _note_status(self) -> None:
         num_running = self._sequences.num_running
         num_waiting = len(self._sequences) - num_running
-        self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._draining)
+        self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._admission.draining)

@@ -3,31 +3,18 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from cluster.fast_dataclass import record
-from cluster.types import Commit, FinishReason
+from cluster.types import Commit
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
 from engine.loop_status import PendingPass
-from engine.pass_costs import PassCosts, PassCounts, PlannedBatch
+from engine.pass_costs import NOTHING_COUNTED, PassCosts, PassCounts
 from engine.request_spans import RequestSpans
 from engine.sequences import LiveSequence
 from engine.slo_monitor import SloMonitor
 from engine.telemetry import Telemetry
 from router.drafting.length import DraftLengths, PassFeedback
 from router.plan import StepPlan
-
-
-@record
-class _PassRecord:
-    """A pass whose commits are published."""
-
-    ended: PendingPass
-    since_s: float  # from when the draft lengths count its round
-    counts: PassCounts
-    commits: Sequence[Commit]
-    planned: PlannedBatch  # by its plan
-    prompts_wait: bool  # as of `BreakEvenGate.decide`
 
 
 class RoundObserver:
@@ -47,8 +34,7 @@ class RoundObserver:
         self._telemetry, self._observing = telemetry, telemetry.observing
         self._drafters, self._colocated, self._costs, self._lengths, self._slo = drafters, colocated, costs, lengths, slo
         self._deferred = deferred
-        self._counts, self._prompts_wait = PassCounts.of(()), False  # of the last pass
-        self._last_end_s: float | None = None  # of it; None: no request has been live since
+        self._last_end_s: float | None = None  # of the last pass; None: no request has been live since
 
     # ---- requests
 
@@ -63,17 +49,14 @@ class RoundObserver:
 
     def committed(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Before requests that these commits finish have ended."""
-        with self._observing:
-            for sequence, commit in commits:
-                if self.spans is not None:
+        if self.spans is not None:
+            with self._observing:
+                for sequence, commit in commits:
                     self.spans.note(sequence, commit, now_s)
-                is_answer = commit.finish not in (None, FinishReason.ERROR, FinishReason.REFUSED)
-                if sequence.has_slo and is_answer:
-                    self._slo.note_answer(sequence, now_s)
 
     def ended(self, sequence: LiveSequence, now_s: float) -> None:
         with self._observing:
-            self._slo.note_end()
+            self._slo.note_end(sequence, now_s)
             self._telemetry.ended(len(sequence.token_ids) - sequence.prompt_len)
         with self._observing:
             if self.spans is not None:
@@ -96,37 +79,38 @@ class RoundObserver:
 
     def computed(self, ended: PendingPass) -> None:
         """Before the commits of a pass: decides which drafters on the target's device are queried for its requests."""
+        if not self._colocated:
+            return
         with self._observing:
-            counts = self._counts = PassCounts.of(ended.spans)
-            # Prompts fill the next pass as they filled this one.
-            self._prompts_wait = 0 < counts.num_prompt_rows <= ended.plan.num_prompt_tokens_left
-            if self._colocated and counts.num_sampled:
+            counts = PassCounts.of(ended.spans)
+            if counts.num_sampled:
                 sampled = counts.num_sampled, counts.num_sampled_context
                 wanted, num_unsent = self._drafters.wanted(ended.spans), self._drafters.num_unsent
-                self._colocated.choose(*sampled, wanted, prompts_wait=self._prompts_wait, num_missed=num_unsent)
+                self._colocated.choose(*sampled, wanted, prompts_wait=_prompts_wait(ended, counts), num_missed=num_unsent)
 
     def published(self, ended: PendingPass, commits: Sequence[Commit], is_last: bool) -> None:
         """Drafters were sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
-        with self._observing:
-            self._slo.note_pass(self._counts.num_sampled_rows, ended.end_s, is_last)
-        since_s = ended.pass_began_s if self._last_end_s is None else self._last_end_s
+        ended.since_s = ended.pass_began_s if self._last_end_s is None else self._last_end_s
         self._last_end_s = None if is_last else ended.end_s
-        record = _PassRecord(ended, since_s, self._counts, commits, self._costs.planned, self._prompts_wait)
-        self._deferred.later(partial(self._learn, record))
+        self._deferred.later(partial(self._learn, ended, commits, is_last))
 
-    def _learn(self, record: _PassRecord) -> None:
-        ended, counts, commits = record.ended, record.counts, record.commits
+    def _learn(self, ended: PendingPass, commits: Sequence[Commit], is_last: bool) -> None:
+        counts = NOTHING_COUNTED
+        with self._observing:
+            counts = PassCounts.of(ended.spans)
+        with self._observing:
+            self._slo.note_pass(counts.num_sampled_rows, ended.end_s, is_last)
         with self._observing:
             if commits:
                 judgements = self._drafters.learning.judgements()
-                self._lengths.learn(PassFeedback(commits, judgements, ended.pass_s, ended.end_s - record.since_s))
+                self._lengths.learn(PassFeedback(commits, judgements, ended.pass_s, ended.end_s - ended.since_s))
         self._drafters.learning.learn()
         with self._observing:
             if self._colocated and counts.num_sampled:
-                num_prompt_rows = counts.num_prompt_rows if record.prompts_wait else 0
+                num_prompt_rows = counts.num_prompt_rows if _prompts_wait(ended, counts) else 0
                 self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, num_prompt_rows)
         with self._observing:
-            self._costs.note(ended.began_s, ended.pass_s, counts, commits, record.planned, ended.plan.best_left_out)
+            self._costs.note(ended.began_s, ended.pass_s, counts, commits, ended.plan.best_left_out)
         with self._observing:
             self._telemetry.record(counts.num_rows, commits, ended.end_s - ended.began_s, ended.end_s)
 
@@ -140,3 +124,8 @@ class RoundObserver:
         """Drafters that are stepped between passes took so long since the last one, by name."""
         with self._observing:
             self._colocated.note_inline(seconds)
+
+
+def _prompts_wait(ended: PendingPass, counts: PassCounts) -> bool:
+    """As of `BreakEvenGate.decide`: prompts fill the next pass as they filled this one."""
+    return 0 < counts.num_prompt_rows <= ended.plan.num_prompt_tokens_left

@@ -11,7 +11,7 @@ or not and with or without noise, so that a row pays only for what its request u
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +95,16 @@ class SamplingState:
             self.grammar.advance(token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SampleSpan:
     """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits. Row i predicts position len(state) + i after the
-    state's history and drafts[:i]."""
+    state's history and drafts[:i]. The sampler finds ``rows`` of its logits and their ``edits``."""
 
     state: SamplingState
     drafts: tuple[int, ...]
     num_rows: int
+    rows: slice = field(init=False)
+    edits: Edits | None = field(init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_rows <= len(self.drafts) + 1:
@@ -112,6 +114,10 @@ class SampleSpan:
     def num_before(self) -> int:
         """Drafts before the first sampled row."""
         return len(self.drafts) + 1 - self.num_rows
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.state.sampling.temperature > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +163,10 @@ class Sampler:
                 (padding) are ignored.
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
-        members, picks = self.candidates(logits, spans, want_confidences)
-        end_in_time(members, picks.token_ids)
-        logprobs = _raw_logprobs(logits, self.vocab_size, members, picks)
-        chosen = chosen_of(members, picks, logprobs)
-        return [_fitting(member, one) for member, one in zip(members, chosen, strict=True)]
+        picks = self.candidates(logits, spans, want_confidences)
+        end_in_time(spans, picks.token_ids)
+        chosen = chosen_of(spans, picks, _raw_logprobs(logits, self.vocab_size, spans, picks))
+        return [_fitting(span, one) for span, one in zip(spans, chosen, strict=True)]
 
     def gathered(self, logits: Tensor) -> Tensor:
         """The logits of the whole vocabulary, (rows, V)."""
@@ -173,34 +178,35 @@ class Sampler:
         spans: Sequence[SampleSpan],
         want_confidences: bool = False,
         want_logits: bool = False,
-    ) -> tuple[list["SpanRows"], "Picks"]:
+    ) -> "Picks":
         """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
         num_tokens = len(self.token_ids)
         if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < num_tokens:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
-        members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        if isinstance(self._kernel, FusedSampling) and members:
-            return members, self._fused(self._kernel, logits, members, want_confidences)
+        for span, start in zip(spans, ends, strict=False):
+            span.rows, span.edits = slice(start, start + span.num_rows), self._edits(span)
+        if isinstance(self._kernel, FusedSampling) and spans:
+            return self._fused(self._kernel, logits, spans, want_confidences)
         logits = logits[:, :num_tokens]
         picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
-                alike = [m for m in members if (m.edits is not None) == edited and noisy in (None, m.is_noisy)]
+                alike = [m for m in spans if (m.edits is not None) == edited and noisy in (None, m.is_noisy)]
                 if alike:
                     _pick(logits, alike, picks, kernel)
-        return members, picks
+        return picks
 
     def _fused(
-        self, kernel: FusedSampling, logits: Tensor, members: Sequence["SpanRows"], want_confidences: bool
+        self, kernel: FusedSampling, logits: Tensor, members: Sequence[SampleSpan], want_confidences: bool
     ) -> "Picks":
         keys, temperatures = keys_of(members), temperatures_of(members)
         found = kernel.choose(logits, members, keys, temperatures, want_confidences=want_confidences)
         confidences = found.confidences if want_confidences else None
         return Picks(self.token_ids, found.token_ids, found.highest, confidences, found.logits)
 
-    def _member(self, span: SampleSpan, start: int) -> "SpanRows":
+    def _edits(self, span: SampleSpan) -> Edits | None:
         state, sampling = span.state, span.state.sampling
         masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
         masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
@@ -211,26 +217,12 @@ class Sampler:
         if state.grammar is not None:  # the grammar's end comes before min_tokens
             masks = state.grammar.masks(span.drafts, span.num_before, masked_ids, num_masked_rows)
             num_masked_rows = 0
-        edits = None
-        if sampling.edits_logits or num_masked_rows or masks is not None:
-            bad = None if state.bad_words is None else state.bad_words.completing(span.drafts, span.num_rows)
-            edits = Edits(
-                sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, bad, masks
-            )
-        return SpanRows(span, slice(start, start + span.num_rows), edits)
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRows:
-    """A span, its rows of the logits, and their edits."""
-
-    span: SampleSpan
-    rows: slice
-    edits: Edits | None
-
-    @property
-    def is_noisy(self) -> bool:
-        return self.span.state.sampling.temperature > 0
+        if not sampling.edits_logits and not num_masked_rows and masks is None:
+            return None
+        bad = None if state.bad_words is None else state.bad_words.completing(span.drafts, span.num_rows)
+        return Edits(
+            sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, bad, masks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +243,9 @@ class Picks:
         return Picks(offered, void, nan, confidences if want_confidences else None, logits if want_logits else None)
 
 
-def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: GumbelArgmax | None) -> None:
+def _pick(logits: Tensor, members: Sequence[SampleSpan], picks: Picks, kernel: GumbelArgmax | None) -> None:
     """Chooses for the rows of one group and writes ``picks``. The kernel takes rows with and without noise together."""
-    is_all = sum(member.span.num_rows for member in members) == len(logits)
+    is_all = sum(member.num_rows for member in members) == len(logits)
     rows: slice | NDArray[np.int64] = slice(None)
     x = logits
     if not is_all:
@@ -261,7 +253,7 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
         x = logits[to_device(rows, logits.device)]
     if members[0].edits is not None:
         x = x.to(torch.float32, copy=is_all)
-        for own_rows, member in zip(x.split([member.span.num_rows for member in members]), members, strict=True):
+        for own_rows, member in zip(x.split([member.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
                 edit(own_rows, member.edits, picks.offered[0])
     if kernel is not None:
@@ -297,41 +289,39 @@ def _logits_of(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def _by_kernel(
-    x: Tensor, members: Sequence[SpanRows], kernel: GumbelArgmax
+    x: Tensor, members: Sequence[SampleSpan], kernel: GumbelArgmax
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     temperatures = temperatures_of(members)
     if not temperatures.any():
         return kernel(x, np.zeros(len(x), np.int64), temperatures)
     floor = None
-    if any(member.is_noisy and member.span.state.is_filtered for member in members):
+    if any(member.is_noisy and member.state.is_filtered for member in members):
         tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
         floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
     return kernel(x, keys_of(members), temperatures, floor)
 
 
-def temperatures_of(members: Sequence[SpanRows]) -> NDArray[np.float32]:
+def temperatures_of(members: Sequence[SampleSpan]) -> NDArray[np.float32]:
     return _by_row(members, lambda s: s.temperature, np.float32)
 
 
-def _filters(members: Sequence[SpanRows]) -> Filters:
-    return Filters.of([member.span.state.sampling for member in members], [member.span.num_rows for member in members])
+def _filters(members: Sequence[SampleSpan]) -> Filters:
+    return Filters.of([member.state.sampling for member in members], [member.num_rows for member in members])
 
 
-def _by_row(members: Sequence[SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
-    return np.repeat(
-        np.array([value(member.span.state.sampling) for member in members], dtype), [m.span.num_rows for m in members]
-    )
+def _by_row(members: Sequence[SampleSpan], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
+    return np.repeat(np.array([value(member.state.sampling) for member in members], dtype), [m.num_rows for m in members])
 
 
-def keys_of(members: Sequence[SpanRows]) -> NDArray[np.int64]:
-    firsts = [len(member.span.state) + member.span.num_before for member in members]
-    positions = np.concatenate([np.arange(n, n + m.span.num_rows) for n, m in zip(firsts, members, strict=True)])
+def keys_of(members: Sequence[SampleSpan]) -> NDArray[np.int64]:
+    firsts = [len(member.state) + member.num_before for member in members]
+    positions = np.concatenate([np.arange(n, n + m.num_rows) for n, m in zip(firsts, members, strict=True)])
     return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
 
 
-def _raw_logprobs(logits: Tensor, vocab_size: int, members: Sequence[SpanRows], picks: Picks) -> dict[int, TokenLogprobs]:
+def _raw_logprobs(logits: Tensor, vocab_size: int, members: Sequence[SampleSpan], picks: Picks) -> dict[int, TokenLogprobs]:
     """Logprobs by row, where requested."""
-    asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
+    asking = [(m, m.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
     if not num_top:
         return {}
@@ -341,17 +331,17 @@ def _raw_logprobs(logits: Tensor, vocab_size: int, members: Sequence[SpanRows], 
     return dict(zip(num_top, found, strict=True))
 
 
-def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:
+def end_in_time(members: Sequence[SampleSpan], token_ids: NDArray[np.int64]) -> None:
     """Replaces tokens, (N,), so that outputs with a grammar end within max_tokens (`engine.grammar.state`)."""
     for member in members:
-        state, span = member.span.state, member.span
+        state = member.state
         if state.grammar is not None:
             num_left = state.sampling.max_tokens - state.num_generated
-            chosen = state.grammar.end_in_time(span.drafts, span.num_before, token_ids[member.rows].tolist(), num_left)
+            chosen = state.grammar.end_in_time(member.drafts, member.num_before, token_ids[member.rows].tolist(), num_left)
             token_ids[member.rows] = chosen
 
 
-def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:
+def chosen_of(members: Sequence[SampleSpan], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:
     """One ``Chosen`` per span."""
     if not logprobs and picks.confidences is None and np.isfinite(picks.highest).all():
         token_ids = picks.token_ids.tolist()
@@ -359,12 +349,12 @@ def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, Tok
     return [_chosen(member, picks, logprobs) for member in members]
 
 
-def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) -> Chosen:
+def _chosen(member: SampleSpan, picks: Picks, logprobs: dict[int, TokenLogprobs]) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
     highest, error = picks.highest[member.rows], None
     if not np.isfinite(highest).all():
         i = int(np.isfinite(highest).argmin())
-        position = len(member.span.state) + member.span.num_before + i
+        position = len(member.state) + member.num_before + i
         why = "every token is masked" if highest[i] == -np.inf else f"its logits hold {highest[i]}"
         error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
     kept = slice(rows.start, rows.stop)
@@ -374,10 +364,10 @@ def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) 
     return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error, bool(is_refused))
 
 
-def _fitting(member: SpanRows, chosen: Chosen) -> Chosen:
+def _fitting(span: SampleSpan, chosen: Chosen) -> Chosen:
     """Without the tokens from the first on that a grammar refuses although its mask allowed it: a defect, which ends this
     request alone."""
-    span, grammar = member.span, member.span.state.grammar
+    grammar = span.state.grammar
     if grammar is None:
         return chosen
     num_reached = common_prefix_len(span.drafts[span.num_before :], chosen.token_ids) + 1

@@ -1,13 +1,12 @@
 """The live requests of one target: their committed tokens, what is drafted for them, and when they end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
 from engine.predicted_output import PredictedOutput
-from engine.target import SpanInput, SpanOutcome
 from router.drafter.prompt_features import prompt_features
 from router.plan import SequenceView, SloProgress, Span
 
@@ -15,6 +14,7 @@ MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar
+    from engine.outbox import GatewayOutbox
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +35,12 @@ class LiveSequence:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
+    gateway: "GatewayOutbox | None" = None  # by which it came; its commits go there
 
     # Derived from the request; each round reads them several times.
     prompt_len: int = field(init=False)
     end_len: int = field(init=False)  # committed length at which max_tokens is reached
+    last_len: int = field(init=False)  # and at which that or the model's context is
     teaches: bool = field(init=False)
     has_slo: bool = field(init=False)
     draft: DraftState = field(init=False)
@@ -46,6 +48,7 @@ class LiveSequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.end_len = self.prompt_len + self.request.sampling.max_tokens
+        self.last_len = self.end_len
         self.teaches = self.request.teaches
         self.has_slo = self.request.slo.ttft_s is not None or self.request.slo.tpot_s is not None
         predicted = () if self.request.chain == () else self.request.prediction_token_ids
@@ -148,6 +151,7 @@ class Sequences:
         stops = frozenset(sampling.stop_token_ids).union(() if ignores_eos else self.model.eos_token_ids)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         sequence = LiveSequence(request, token_ids, features, stops, arrived_s=now_s)
+        sequence.last_len = min(sequence.end_len, self.model.max_model_len)
         if request.output_token_ids:  # as if its tokens had come in time: this target knows no other times of them
             sequence.first_token_s = now_s - (request.slo.tpot_s or 0.0) * len(request.output_token_ids)
         self._live[request.id] = sequence
@@ -159,64 +163,69 @@ class Sequences:
     def views(self) -> list[SequenceView]:
         return [s.view() for s in self._live.values() if not s.awaits_grammar]
 
-    def span_input(self, span: Span) -> SpanInput:
-        """The tokens of a planned span. A cached prefix may have shortened what is left to compute since it was planned."""
-        sequence = self._live[span.request_id]
-        token_ids, start = sequence.token_ids, sequence.computed_len
-        end = start + span.num_compute
-        if end < len(token_ids):
-            return SpanInput(span.request_id, start, tuple(token_ids[start:end]), samples=False)
-        proposal = sequence.draft.proposal
-        if not span.num_verify or proposal is None:
-            return SpanInput(span.request_id, start, tuple(token_ids[start:]))
-        drafts = proposal.token_ids[: span.num_verify]
-        return SpanInput(span.request_id, start, (*token_ids[start:], *drafts), len(drafts))
+    def bind(self, spans: Iterable[Span]) -> None:
+        """Sets the tokens of planned spans. A cached prefix may have shortened what is left to compute since the plan."""
+        live = self._live
+        for span in spans:
+            sequence = live[span.request_id]
+            token_ids, start = sequence.token_ids, sequence.computed_len
+            end = start + span.num_compute
+            span.base_len = start
+            if end < len(token_ids):
+                span.token_ids, span.num_drafts, span.samples = tuple(token_ids[start:end]), 0, False
+                continue
+            span.num_compute = len(token_ids) - start
+            proposal = sequence.draft.proposal
+            drafts = proposal.token_ids[: span.num_drafts] if proposal is not None and span.num_drafts else ()
+            span.token_ids, span.num_drafts = (*token_ids[start:], *drafts), len(drafts)
 
-    def prompt_commits(self, outcome: SpanOutcome) -> list[Commit]:
+    def prompt_commits(self, span: Span) -> list[Commit]:
         """Log-probabilities of prompt tokens that are not published yet: a pass after a preemption computes some again."""
-        sequence = self._live[outcome.request_id]
-        new = outcome.prompt_logprobs[sequence.num_prompt_logprobs + 1 - outcome.scored_from :]
+        sequence = self._live[span.request_id]
+        new = span.prompt_logprobs[sequence.num_prompt_logprobs + 1 - span.scored_from :]
         sequence.num_prompt_logprobs += len(new)
         return [
-            Commit(outcome.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
+            Commit(span.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
             for start in range(0, len(new), MAX_SCORED)
         ]
 
-    def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:
-        """Commits the tokens that a pass found and judges the proposal. None for a prefill chunk. Tokens beyond a stop token
+    def commit(self, span: Span, now_s: float) -> tuple[LiveSequence, Commit] | None:
+        """Commits the tokens that a pass chose and judges the proposal. None for a prefill chunk. Tokens beyond a stop token
         or ``max_tokens`` are cut off: plain decoding would never have computed them."""
         sequence = self._live[span.request_id]
-        base_len = len(sequence.token_ids)
-        if outcome.error is not None:
-            sequence.finish = FinishReason.REFUSED if outcome.is_refused else FinishReason.ERROR
+        committed, chosen = sequence.token_ids, span.chosen
+        base_len = len(committed)
+        if span.error is not None:
+            sequence.finish = FinishReason.REFUSED if span.is_refused else FinishReason.ERROR
             sequence.draft.judge(())
-            return Commit(span.request_id, base_len, (), finish=sequence.finish, error=outcome.error)
-        if not outcome.token_ids:
-            computed_len = outcome.computed_len
+            return sequence, Commit(span.request_id, base_len, (), finish=sequence.finish, error=span.error)
+        if not chosen:
+            computed_len = span.computed_len
             sequence.computed_len = span.base_len + len(span.token_ids) if computed_len is None else computed_len
             return None
-        token_ids, finish = self._until_end(sequence, outcome.token_ids)
-        sequence.token_ids.extend(token_ids)
-        sequence.computed_len = len(sequence.token_ids) - 1
+        num, finish, stops = len(chosen), None, sequence.stop_token_ids
+        room = sequence.last_len - base_len
+        if num >= room:
+            num, finish = room, FinishReason.LENGTH
+        if stops and not stops.isdisjoint(chosen[:num]):
+            num, finish = 1 + next(i for i, token in enumerate(chosen) if token in stops), FinishReason.STOP
+        chosen = chosen[:num]
+        committed.extend(chosen)
+        sequence.computed_len = base_len + num - 1
+        prefill = None
+        if base_len == sequence.prompt_len:
+            sequence.first_token_s, prefill = now_s, sequence.prefill(now_s)
         sequence.finish = finish
-        return Commit(
+        num_accepted, drafter = min(span.num_accepted, num), sequence.draft.judge(chosen)
+        return sequence, Commit(
             span.request_id,
             base_len,
-            token_ids,
+            chosen,
             span.num_drafts,
-            min(outcome.num_accepted, len(token_ids)),
-            sequence.draft.judge(token_ids),
-            outcome.logprobs[: len(token_ids)],
+            num_accepted,
+            drafter,
+            span.logprobs[:num],
             finish,
+            None,
+            prefill,
         )
-
-    def _until_end(self, sequence: LiveSequence, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        num_committed = len(sequence.token_ids)
-        room = min(sequence.end_len, self.model.max_model_len) - num_committed
-        stops = sequence.stop_token_ids
-        if stops and not stops.isdisjoint(token_ids[:room]):
-            num = 1 + next(i for i, token in enumerate(token_ids) if token in stops)
-            return tuple(token_ids[:num]), FinishReason.STOP
-        if len(token_ids) >= room:
-            return tuple(token_ids[:room]), FinishReason.LENGTH
-        return tuple(token_ids), None

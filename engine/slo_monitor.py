@@ -10,13 +10,11 @@ from router.planning.admission import Departures, Load, exceeds_objective, predi
 
 
 class SloMonitor:
-    """The round owns it, and calls the ``note`` methods ``observing``. ``sheds``: refuse requests whose first token would
-    come too late."""
+    """The round owns it, and calls the ``note`` methods ``observing``."""
 
-    def __init__(self, cost: CostModel, telemetry: Telemetry, sheds: bool) -> None:
+    def __init__(self, cost: CostModel, telemetry: Telemetry) -> None:
         self._cost = cost
         self._attainment, self._observing = telemetry.attainment, telemetry.observing
-        self._sheds = sheds
         self._departures = Departures()
         self._num_decode_rows = self._num_ended = 0
 
@@ -26,7 +24,7 @@ class SloMonitor:
         """The only commit of a request that is refused, with the predicted times; None: it is taken. ``cached_len``: of its
         tokens those that the prefix cache holds."""
         slo = request.slo
-        if slo.ttft_s is None or not self._sheds or request.was_admitted:
+        if slo.ttft_s is None or request.was_admitted:
             return None
         with self._observing:
             return self._predicted_refusal(request, slo.ttft_s, cached_len, sequences, capacity, now_s)
@@ -50,18 +48,16 @@ class SloMonitor:
         prefill = Prefill(0, predicted.queue_s, predicted.prefill_s)
         return Commit(request.id, request.committed_len, (), finish=FinishReason.OVERLOADED, error=error, prefill=prefill)
 
-    def note_answer(self, sequence: LiveSequence, now_s: float) -> None:
-        """A request with objectives has all its tokens."""
-        if sequence.first_token_s is None:
+    def note_end(self, sequence: LiveSequence, now_s: float) -> None:
+        """A request has left, for whatever reason."""
+        self._num_ended += 1
+        is_answered = sequence.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if not sequence.has_slo or not is_answered or sequence.first_token_s is None:
             return
         num_later = len(sequence.token_ids) - sequence.prompt_len - 1
         tpot_s = (now_s - sequence.first_token_s) / num_later if num_later > 0 else None
         ttft_s = sequence.first_token_s - sequence.arrived_s
         self._attainment.note(SloCounts.of_answer(sequence.request.slo, ttft_s, tpot_s))
-
-    def note_end(self) -> None:
-        """A request has left, for whatever reason."""
-        self._num_ended += 1
 
     def note_pass(self, num_decode_rows: int, now_s: float, is_idle: bool) -> None:
         """A pass ended."""

@@ -4,52 +4,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cluster.fast_dataclass import record
-from cluster.types import Adapter, Request, TokenLogprobs
-from router.plan import Capacity
+from cluster.types import Adapter, Request
+from router.plan import Capacity, Span
 
 if TYPE_CHECKING:  # drafters without a model import this module, and no torch
     from torch import Tensor
 
     from engine.grammar.compiling import Grammars
-
-
-@record
-class SpanInput:
-    """Tokens of one sequence to compute in a pass.
-
-        base_len .. base_len + len(token_ids)         the positions computed
-                            \\- the last num_drafts of them are draft tokens
-
-    ``samples``: the span reaches the last committed token, and the target's own token is wanted at each of the last
-    ``num_drafts + 1`` rows. A span that does not sample is a prefill chunk, and has no drafts.
-    """
-
-    request_id: str
-    base_len: int
-    token_ids: tuple[int, ...]
-    num_drafts: int = 0
-    samples: bool = True
-
-
-@record
-class SpanOutcome:
-    """The accepted draft tokens of a span, then the target's own next one. Empty for a prefill chunk, or if nothing ran.
-
-    ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``is_refused``: it is the
-    request's own doing, which masks all tokens. ``computed_len``: tokens in the cache
-    after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
-    ``prompt_logprobs``: of consecutive prompt tokens, where requested, from position ``scored_from`` on.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
-    is_refused: bool = False
-    computed_len: int | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    scored_from: int = 1
 
 
 @record
@@ -72,15 +33,16 @@ class PrefixCache(Protocol):
 class TargetEngine(PrefixCache, Protocol):
     """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
     parameters, seed) alone (docs/architecture.md#principles): not on drafts, the batch or preemptions. An engine may
-    schedule for itself, compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
+    schedule for itself, compute less than the spans ask for, or preempt: ``Span.computed_len`` tells."""
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
         many of them the prefix cache holds: at most len - 1, and none if prompt log-probabilities are requested."""
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
-        Raises OutOfBlocks: the spans need more blocks than are free; nothing was computed."""
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """One packed pass over these spans, which it returns with their outcome. Rolls back rejected draft tokens, and
+        returns when the device has finished: callers time it. Raises OutOfBlocks: the spans need more blocks than are free;
+        nothing was computed."""
 
     def release(self, request_id: str) -> None:
         """Frees the KV blocks of a finished, aborted or preempted request. Unknown requests are ignored."""

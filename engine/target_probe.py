@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from engine.target import SpanInput, TargetEngine
+from engine.target import TargetEngine
 from profiler.stopwatch import Stopwatch
 from router.cost_model import ROWS
+from router.plan import Span
 
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -64,9 +65,9 @@ class TargetProbe:
         for i, request in enumerate(requests):
             own = (i % 2**8, i // 2**8, *(0,) * max(0, context_each - 2))[:context_each]
             self._hold(request, own, (_LAST,))
-        firsts = self._target.execute([SpanInput(request.id, context_each, (_LAST,)) for request in requests])
+        firsts = self._target.execute([Span.bound(request.id, context_each, (_LAST,)) for request in requests])
         drafts = (0,) * (rows_each - 1)
-        spans = [SpanInput(o.request_id, context_each + 1, (*o.token_ids, *drafts), len(drafts)) for o in firsts]
+        spans = [Span.bound(o.request_id, context_each + 1, (*o.chosen, *drafts), len(drafts)) for o in firsts]
         return self._timed(requests, spans)
 
     def prefill(self, num_rows: int, context: int) -> float:
@@ -77,7 +78,7 @@ class TargetProbe:
             number = next(self._fresh)
             chunk = (number % 2**8, number // 2**8 % 2**8, number // 2**16, *(_LAST,) * (num_rows - 3))
             if self._hold(request, (1,) * before, (*chunk, _LAST)) == before:
-                return self._timed([request], [SpanInput(request.id, before, chunk, samples=False)])
+                return self._timed([request], [Span.bound(request.id, before, chunk, samples=False)])
             self._target.release(request.id)  # cached by an earlier probe
 
     def _shape(self, num_rows: int) -> tuple[int, int]:
@@ -98,11 +99,11 @@ class TargetProbe:
         base_len = self._target.open(request, (*context, *further))
         while base_len < len(context):
             chunk = context[base_len : base_len + self._capacity.max_pass_tokens]
-            self._target.execute([SpanInput(request.id, base_len, chunk, samples=False)])
+            self._target.execute([Span.bound(request.id, base_len, chunk, samples=False)])
             base_len += len(chunk)
         return base_len
 
-    def _timed(self, requests: Sequence[Request], spans: Sequence[SpanInput]) -> float:
+    def _timed(self, requests: Sequence[Request], spans: Sequence[Span]) -> float:
         try:
             self._stopwatch.start()
             self._target.execute(spans)

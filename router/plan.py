@@ -1,10 +1,11 @@
 """The planner's input and output: views of sequences and drafters, and the StepPlan."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
+from typing import Self
 
 from cluster.fast_dataclass import record
-from cluster.types import MAX_DRAFT_LEN
+from cluster.types import MAX_DRAFT_LEN, TokenLogprobs
 
 
 @record
@@ -110,14 +111,47 @@ class Capacity:
     max_verify_len: int = MAX_DRAFT_LEN  # draft tokens of one sequence in a pass
 
 
-@record
+@dataclass(slots=True)
 class Span:
-    """The rows of one sequence in a pass: ``num_compute`` committed tokens from computed_len on (of one that starts to run:
-    behind those that are cached), then, if these reach the last committed token, ``num_verify`` draft tokens."""
+    """What one request does in one pass, from the plan to the outcome. The planner sets the two numbers, the round the
+    tokens, and the engine what it chose.
+
+        base_len .............. + num_compute ............ + num_drafts
+        | committed tokens      | draft tokens to verify   |  = token_ids
+    """
 
     request_id: str
-    num_compute: int
-    num_verify: int = 0
+    num_compute: int  # committed tokens from computed_len on; of a request that starts to run, behind those that are cached
+    num_drafts: int = 0  # 0 unless the committed tokens are computed to the last one
+
+    base_len: int = 0
+    token_ids: tuple[int, ...] = ()
+    samples: bool = True  # a token is chosen at each of the last num_drafts + 1 rows; False: a chunk of a prompt
+
+    chosen: tuple[int, ...] = ()  # accepted draft tokens, then the target's next one; () if nothing was chosen
+    num_accepted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the chosen tokens, if requested
+    error: str | None = None  # no token could be chosen (the logits are NaN, say): the request ends
+    is_refused: bool = False  # the error is the request's own doing, which masks all tokens
+    computed_len: int | None = None  # in the cache after a pass that chose nothing; None: all of the span was computed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of consecutive prompt tokens, from position ``scored_from`` on
+    scored_from: int = 1
+
+    @classmethod
+    def bound(
+        cls, request_id: str, base_len: int, token_ids: tuple[int, ...], num_drafts: int = 0, samples: bool = True
+    ) -> Self:
+        """A span that was not planned, of these tokens."""
+        return cls(request_id, len(token_ids) - num_drafts, num_drafts, base_len, token_ids, samples)
+
+    def take(self, outcome: "Span") -> None:
+        """The tokens chosen, as of another span."""
+        self.chosen, self.num_accepted, self.logprobs = outcome.chosen, outcome.num_accepted, outcome.logprobs
+        self.error, self.is_refused = outcome.error, outcome.is_refused
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.token_ids[self.num_compute :]
 
 
 @record

@@ -14,7 +14,8 @@ from cluster.slo import Attainment, SloCounts
 from cluster.transport.base import Mailbox
 from cluster.types import FinishReason, ModelInfo
 from drafters.sessions import SessionLimits
-from engine.round import TargetLoop
+from engine.admission import AdmissionRules
+from engine.round import DrafterPool, Policies, TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel, relative_draft_cost
 from router.drafter.chains import pass_times
@@ -268,13 +269,9 @@ class Simulation:
                 mailbox,
                 spec.cost,
                 lambda: events.now_s,
-                spec.planner(),
-                self._router.first_table,
-                spec.limits.max_waiting,
-                build_draft_lengths(spec.draft_length, draft_lens),
-                companions,
-                dict.fromkeys(draft_lens, frozenset(draft_lens)),
-                sheds=spec.sheds,
+                Policies(spec.planner(), build_draft_lengths(spec.draft_length, draft_lens)),
+                DrafterPool(self._router.first_table, companions, dict.fromkeys(draft_lens, frozenset(draft_lens))),
+                AdmissionRules(spec.limits.max_waiting, sheds=spec.sheds),
             )
 
         target = SimulatedTarget(events, engine, make_loop, self._jitter, list(companions.values()))

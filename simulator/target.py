@@ -8,8 +8,7 @@ from cluster.types import Request
 from drafters.loop import StepWork
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
-from engine.target import SpanInput, SpanOutcome
-from router.plan import Capacity
+from router.plan import Capacity, Span
 from simulator.drafter import TimedLoop
 from simulator.events import STEP, Events
 from simulator.links import VirtualMailbox
@@ -51,22 +50,20 @@ class SimulatedEngine:
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         return 0
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         decoding: list[Rows] = []
         prefilling: list[Rows] = []
-        outcomes = []
         for span in spans:
             request_id, num_drafts, num_rows = span.request_id, span.num_drafts, len(span.token_ids)
-            end = span.base_len + num_rows - num_drafts
-            (decoding if num_rows - num_drafts == 1 else prefilling).append((num_rows, end))
+            end = span.base_len + span.num_compute
+            (decoding if span.num_compute == 1 else prefilling).append((num_rows, end))
             if not span.samples:
                 self._set_computed(request_id, end)
-                outcomes.append(SpanOutcome(request_id, (), 0))
                 continue
             tokens = self._scripts[request_id].tokens(end, num_drafts + 1)
             num_right = 0
             if num_drafts:
-                drafts = span.token_ids[num_rows - num_drafts :]
+                drafts = span.drafts
                 if drafts == tokens[:num_drafts]:
                     num_right = num_drafts
                 else:
@@ -74,9 +71,9 @@ class SimulatedEngine:
                         num_right += 1
                     tokens = tokens[: num_right + 1]
             self._set_computed(request_id, end + len(tokens) - 1)
-            outcomes.append(SpanOutcome(request_id, tokens, num_right))
+            span.chosen, span.num_accepted = tokens, num_right
         self.seconds = self._timer.seconds(decoding, prefilling)
-        return outcomes
+        return spans
 
     def release(self, request_id: str) -> None:
         if request_id in self._computed:
@@ -143,10 +140,11 @@ class SimulatedTarget:
         if isinstance(begun, StepReport):
             self._draft(now_s, begun.wake_s)
             return
-        outcomes, seconds = self.loop.execute(begun), self._jitter(self._engine.seconds)
+        self.loop.execute(begun)
+        seconds = self._jitter(self._engine.seconds)
 
         def end(now_s: float) -> None:
-            self.loop.finish(begun, outcomes, now_s)
+            self.loop.finish(begun, now_s)
             self._draft(now_s, goes_on=True)
 
         self.busy_s += seconds

@@ -23,7 +23,6 @@ from engine.gateway_sessions import GatewaySessions
 from engine.inbox import TargetInbox
 from engine.mailbox import DialingMailbox
 from engine.sequences import LiveSequence, Sequences
-from engine.target import SpanInput, SpanOutcome
 from engine.telemetry import Telemetry
 from router.drafting.frontiers import Chunks, Frontiers
 from router.drafting.length import PassFeedback
@@ -91,7 +90,8 @@ class DraftersElsewhere:
         self._sequences = Sequences(target)
         none = ColocatedDrafters((), lengths.times.table())
         self._drafters = DrafterSessions(self._sequences, self.telemetry, RoutingTable(version=0), none)
-        gateways = GatewaySessions(lambda request_id: None)  # none: a link has one target, and the drafter is the other end
+        # A link has one target, and the drafter is the other end: there is no gateway.
+        gateways = GatewaySessions(self._sequences, lambda request_id: None)
         self._inbox = TargetInbox(mailbox, target.vocab_size, gateways, self._drafters, lambda *submitted: None)
         self._rule, self._frontiers, self._chunks, self._rate = Outrider(), Frontiers(), Chunks(), DecodeRate()
         self._published: list[tuple[LiveSequence, Commit]] = []  # to be
@@ -107,7 +107,7 @@ class DraftersElsewhere:
         sampling = replace(sampling, max_tokens=self._sequences.model.max_model_len - prompt_len)
         request = Request(request_id, prompt, sampling, self._clock(), output_token_ids=output, cache_salt=salt)
         sequence = self._sequences.add(request)
-        sequence.running, sequence.computed_len = True, len(token_ids) - 1
+        sequence.admit(len(token_ids) - 1, request.arrival_s)
         self._drafters.assign(sequence)
         self._published.append((sequence, Commit(request_id, prompt_len, output)))
         self._rate.interrupt()
@@ -115,10 +115,10 @@ class DraftersElsewhere:
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._local.extend(request_id, token_ids)
         num_drafts = self._lengths.verified.get(request_id, 0) if request_id in self._chosen else 0
-        span = SpanInput(request_id, 0, (), num_drafts)
-        commit = self._sequences.apply(span, SpanOutcome(request_id, tuple(token_ids), min(num_drafts, len(token_ids) - 1)))
-        assert commit is not None, "tokens were committed"
-        self._published.append((self._sequences[request_id], commit))
+        span = Span(request_id, 1, num_drafts, chosen=tuple(token_ids), num_accepted=min(num_drafts, len(token_ids) - 1))
+        committed = self._sequences.commit(span, self._clock())
+        assert committed is not None, "tokens were committed"
+        self._published.append(committed)
 
     def release(self, request_id: str) -> None:
         self._local.release(request_id)

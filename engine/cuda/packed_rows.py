@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.logits import Edits
 
 if TYPE_CHECKING:
-    from engine.sampling import SpanRows
+    from engine.sampling import SampleSpan
 
 
 class Field(IntEnum):
@@ -87,14 +87,14 @@ class PackedRows:
         """Of all rows, [rows]."""
         self._floats[:, Field.FLOOR] = floors
 
-    def add(self, member: "SpanRows", columns: "Columns") -> None:
+    def add(self, member: "SampleSpan", columns: "Columns") -> None:
         """The filters and edits of a span's rows."""
-        rows, sampling = member.rows, member.span.state.sampling
-        if member.is_noisy and member.span.state.is_filtered:
+        rows, sampling = member.rows, member.state.sampling
+        if member.is_noisy and member.state.is_filtered:
             self._filter(rows, sampling.top_k, sampling.top_p, sampling.min_p)
         if member.edits is not None:
-            self._table[rows, Field.EDITED] = self.num_edited + np.arange(member.span.num_rows)
-            self.num_edited += member.span.num_rows
+            self._table[rows, Field.EDITED] = self.num_edited + np.arange(member.num_rows)
+            self.num_edited += member.num_rows
             self._edit(rows, member.edits, columns)
 
     def _filter(self, rows: slice, top_k: int | None, top_p: float, min_p: float) -> None:

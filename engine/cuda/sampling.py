@@ -20,7 +20,7 @@ from engine.noise import BLOCK_LEN
 from engine.ops import RowChoices
 
 if TYPE_CHECKING:
-    from engine.sampling import SpanRows
+    from engine.sampling import SampleSpan
 
 _PART = 128  # blocks of a program that finds peaks
 _BLOCKS = 64  # blocks that a program reads at once, at most
@@ -65,7 +65,7 @@ class CudaGumbelArgmax:
     def choose(
         self,
         logits: torch.Tensor,
-        members: Sequence["SpanRows"],
+        members: Sequence["SampleSpan"],
         keys: NDArray[np.int64],
         temperatures: NDArray[np.float32],
         *,

@@ -16,9 +16,9 @@ from engine.forward import CausalModel
 from engine.grammar.compiling import Grammars
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
-from engine.target import SpanInput, SpanOutcome
 from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.rounds import RankChange, RankRound, encode
+from router.plan import Span
 
 
 class LeadingTarget(NativeTarget):
@@ -58,9 +58,9 @@ class LeadingTarget(NativeTarget):
         self._changes.append(RankChange(open=opened))
         return computed_len
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         if not spans:
-            return []
+            return ()
         for span in spans:
             self._check(span)
         self._send(RankRound(tuple(self._changes), tuple(spans)))

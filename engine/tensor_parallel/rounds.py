@@ -13,8 +13,8 @@ from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.types import Request
 from engine.liveness import PASSES
 from engine.native import NativeTarget
-from engine.target import SpanInput
 from engine.tensor_parallel.ranks import RankGroup
+from router.plan import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,27 @@ class RankRound:
     """``changes`` in the order of the calls. ``ends``: the last round."""
 
     changes: tuple[RankChange, ...] = ()
-    spans: tuple[SpanInput, ...] = ()
+    spans: tuple[Span, ...] = ()
     ends: bool = False
 
 
+_SENT = ("request_id", "base_len", "token_ids", "num_drafts", "samples")  # of a span: no rank is told outcomes
+
+
 def encode(message: RankRound) -> bytes:
-    return wire.RankRound(**encoder_of(RankRound)(message)).SerializeToString()
+    changes = map(encoder_of(RankChange), message.changes)
+    spans = [wire.Span(**{name: getattr(span, name) for name in _SENT}) for span in message.spans]
+    return wire.RankRound(
+        changes=[wire.RankChange(**one) for one in changes], spans=spans, ends=message.ends
+    ).SerializeToString()
 
 
 def decode(data: bytes) -> RankRound:
-    message: RankRound = decoder_of(RankRound)(wire.RankRound.FromString(data))
-    return message
+    message = wire.RankRound.FromString(data)
+    spans = [
+        Span.bound(one.request_id, one.base_len, tuple(one.token_ids), one.num_drafts, one.samples) for one in message.spans
+    ]
+    return RankRound(tuple(map(decoder_of(RankChange), message.changes)), tuple(spans), message.ends)
 
 
 class Follower:

@@ -28,7 +28,6 @@ from engine.sampling import (
     Sampler,
     SampleSpan,
     SamplingState,
-    SpanRows,
     chosen_of,
     keys_of,
     temperatures_of,
@@ -103,16 +102,16 @@ class ShardedSampler:
         return torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=-1)
 
     def _over_candidates(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
-        members, picks = self._own.candidates(logits, spans, want_logits=True)
+        picks = self._own.candidates(logits, spans, want_logits=True)
         assert picks.logits is not None, "they were asked for"
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
-        token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
-        return chosen_of(members, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
+        token_ids, highest = best_of(spans, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
+        return chosen_of(spans, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
 
 
 def best_of(
-    members: Sequence[SpanRows],
+    members: Sequence[SampleSpan],
     token_ids: NDArray[np.int64],
     logits: NDArray[np.float64],
     highest: NDArray[np.float64],

@@ -19,13 +19,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, iter_la
 
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
-from engine.acceptance import verdict
+from engine.acceptance import accept
 from engine.device import to_device
 from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
 from engine.sampling import Sampler, SampleSpan, SamplingState
-from engine.target import SpanOutcome
 from engine.vllm.arguments import EOS_TOKEN_IDS, FEATURE_LAYERS
+from router.plan import Span
 
 EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
 
@@ -43,7 +43,7 @@ class PassResult:
     """Of one pass, from rank 0: the outcomes of the spans that were sampled, by request, and the hidden states after the
     wanted layers of all rows, with their slots in the KV cache."""
 
-    outcomes: dict[str, SpanOutcome]
+    outcomes: dict[str, Span]
     slots: torch.Tensor | None  # [rows]
     features: torch.Tensor | None  # [rows, layers * hidden]
 
@@ -77,7 +77,7 @@ class ExactSampling:
         self._read_layers = self._aux_layers  # and those that vLLM's proposer reads
         self._states: dict[str, SamplingState] = {}
         self._drafts: dict[str, list[int]] = {}  # that the pass verifies, by request
-        self._outcomes: dict[str, SpanOutcome] = {}
+        self._outcomes: dict[str, Span] = {}
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -166,11 +166,11 @@ class ExactSampling:
                 logits = logits.index_select(0, to_device(np.array(rows), logits.device))
             chosen = self._sampler.choose(logits, spans)
             for i, span, choice in zip(sampled, spans, chosen, strict=True):
-                outcome = verdict(names[i], span.drafts, choice)
-                self._outcomes[names[i]] = outcome
-                if outcome.token_ids:
-                    token_ids[i, : len(outcome.token_ids)] = outcome.token_ids
-                    span.state.extend(outcome.token_ids)
+                outcome = self._outcomes[names[i]] = Span(names[i], 1, len(span.drafts))
+                accept(outcome, span.drafts, choice)
+                if outcome.chosen:
+                    token_ids[i, : len(outcome.chosen)] = outcome.chosen
+                    span.state.extend(outcome.chosen)
         return token_ids
 
     def _new_state(self, params: Any, token_ids: Sequence[int]) -> SamplingState:

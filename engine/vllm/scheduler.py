@@ -7,7 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from engine.target import SpanInput
+from router.plan import Span
 
 
 class PlannedScheduler(Scheduler):
@@ -19,7 +19,7 @@ class PlannedScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.plan: Mapping[str, SpanInput] = {}
+        self.plan: Mapping[str, Span] = {}
         self.num_spec_tokens = 0  # else a resumed request is padded with placeholders of draft tokens
         self._max_tokens = self.max_num_scheduled_tokens
 
@@ -49,5 +49,5 @@ class PlannedScheduler(Scheduler):
         """Every planned request gets the drafts of its span, or none: those of an earlier plan would be stale."""
         decoding = [r.request_id for r in self.running if r.request_id in self.plan]
         spans = [self.plan[request_id] for request_id in decoding]
-        drafts = [list(span.token_ids[len(span.token_ids) - span.num_drafts :]) for span in spans]
+        drafts = [list(span.drafts) for span in spans]
         self.update_draft_token_ids(DraftTokenIds(decoding, drafts))

@@ -31,7 +31,7 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import Adapter, Request, TokenLogprobs
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
-from engine.target import FeatureSpan, SpanInput, SpanOutcome
+from engine.target import FeatureSpan
 from engine.vllm.adapters import AdapterSlots
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
 from engine.vllm.environment import RUNNER_V2
@@ -41,7 +41,7 @@ from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.sampling import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import require_vllm
-from router.plan import Capacity
+from router.plan import Capacity, Span
 
 logger = logging.getLogger(__name__)
 
@@ -151,19 +151,20 @@ class VllmTarget:
         found = self._waiting[request.id] = _Waiting(prepared, wave, len(token_ids))
         return found
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         if not spans:
-            return []
+            return ()
         if self._has_failed:
             raise RuntimeError("vLLM's engine computes nothing after an error")
         try:
             with nullcontext() if self._ranks is None else self._ranks.guarded():
-                return self._execute(spans)
+                self._execute(spans)
+                return spans
         except BaseException:
             self._has_failed = True
             raise
 
-    def _execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def _execute(self, spans: Sequence[Span]) -> None:
         scheduler, executor = self._scheduler, self._core.model_executor
         scheduler.plan = {span.request_id: _cut(span) for span in spans}
         with self._lock:
@@ -186,16 +187,15 @@ class VllmTarget:
             scheduler.update_from_output(scheduled, output)
             self._computed_before.clear()
         found = {} if result is None else result.outcomes
-        outcomes = []
         for span in spans:
             outcome = found.get(span.request_id)
             if outcome is None:
-                outcome = SpanOutcome(span.request_id, (), 0, computed_len=computed[span.request_id])
+                span.computed_len = computed[span.request_id]
+            else:
+                span.take(outcome)
             scored = output.prompt_logprobs_dict.get(span.request_id)
             if scored is not None:
-                outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(scored, prompt_lens[span.request_id]))
-            outcomes.append(outcome)
-        return outcomes
+                span.prompt_logprobs = _prompt_logprobs(scored, prompt_lens[span.request_id])
 
     def draft(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
         """`drafters.engine_proposals.Proposing`: of vLLM's own proposer. The ranks compute: the target's thread calls it."""
@@ -337,9 +337,9 @@ def _prompt_logprobs(scored: LogprobsTensors, prompt_len: int) -> tuple[TokenLog
     )
 
 
-def _cut(span: SpanInput) -> SpanInput:
+def _cut(span: Span) -> Span:
     """With at most MAX_DRAFT_LEN drafts: the buffers of vLLM's grammar masks hold no more."""
     excess = span.num_drafts - MAX_DRAFT_LEN
     if excess <= 0:
         return span
-    return SpanInput(span.request_id, span.base_len, span.token_ids[:-excess], MAX_DRAFT_LEN, span.samples)
+    return Span.bound(span.request_id, span.base_len, span.token_ids[:-excess], MAX_DRAFT_LEN, span.samples)

@@ -51,11 +51,11 @@ class PlanAhead:
             return
         if any(s.slo is not None or s.num_left > 1 for s in sequences):
             return
-        num_verified = {span.request_id: span.num_verify for span in plan.spans}
+        num_verified = {span.request_id: span.num_drafts for span in plan.spans}
         expected = [_after(s, num_verified[s.request_id]) for s in sequences]
         ahead = self._planner.plan(expected, drafters, capacity, cost, now_s)
         if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
-            num_verify = sum([span.num_verify for span in ahead.spans])
+            num_verify = sum([span.num_drafts for span in ahead.spans])
             self._expected = _Expected(frozenset(num_verified), sum([s.num_drafted for s in sequences]), num_verify)
 
     def plan(

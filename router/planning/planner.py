@@ -106,7 +106,7 @@ class StepPlanner:
             ),
         )
         decode = _decode_spans(survivors, rows.verify_lens, blocks, followed=bool(prompts))
-        verified = [span.num_verify for span in decode]
+        verified = [span.num_drafts for span in decode]
         num_rows = len(decode) + sum(verified)
         num_prompt_tokens = min(capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
         if num_prompt_tokens and decode and limits.limit_s is not None:  # not every policy regards both together

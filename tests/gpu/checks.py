@@ -32,8 +32,8 @@ from engine.native import NativeLimits, NativeTarget
 from engine.noise import gumbel, noise_keys
 from engine.ops import TorchOps
 from engine.sampling import Sampler, SampleSpan, SamplingState
-from engine.target import SpanInput
 from engine.tensor_parallel.group import NcclRanks
+from router.plan import Span
 from tests.gpu.place import Place
 from tests.gpu.skipped import Skipped
 from tests.support.dspark import make_dspark, target_rows, write_dspark
@@ -260,7 +260,7 @@ def a_pass_is_over_when_execute_returns(place: Place, folder: Path) -> None:
     target = target_of(loaded(place, write_tiny_model(folder / "model")))
     request = Request("a", tuple(range(30)), SamplingParams(max_tokens=1), arrival_s=0.0)
     target.open(request, request.prompt_token_ids)
-    target.execute([SpanInput("a", 0, request.prompt_token_ids, samples=False)])
+    target.execute([Span.bound("a", 0, request.prompt_token_ids, samples=False)])
     assert not place.is_gpu or torch.cuda.current_stream().query()
 
 

@@ -13,7 +13,8 @@ from cluster.transport.base import Event, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
 from cluster.types import Commit, DraftTerms, FinishReason, Request, RoutingTable
 from drafters.loop import DrafterLoop
-from engine.round import TargetLoop
+from engine.admission import AdmissionRules
+from engine.round import Policies, TargetLoop
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths
 from router.drafting.policies import VERIFICATION_POLICIES
@@ -116,9 +117,8 @@ class SimulatedCluster:
             self.mailbox,
             cost,
             self._after_pass,
-            StepPlanner(settings),
-            max_waiting=64,
-            draft_lengths=RandomBudgets(rng),
+            Policies(StepPlanner(settings), RandomBudgets(rng)),
+            rules=AdmissionRules(max_waiting=64),
         )
         self.names = [f"toy-{i}" for i in range(num_drafters)]
         self.drafters = {name: self._start_drafter(name) for name in self.names}

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request, TokenLogprobs
 from drafters.protocol import Demand, Drafter
-from engine.target import SpanInput, SpanOutcome, TargetEngine
+from engine.target import TargetEngine
+from router.plan import Span
 
 Drafts = Callable[[str, int], Sequence[int]]  # request and committed length -> draft tokens
 Holds = Callable[[str, int], bool]  # request and pass -> whether it sits out
@@ -78,7 +79,7 @@ def play(
             _take(span, outcome, tokens[span.request_id], computed, played)
             known = played.prompt_logprobs.setdefault(span.request_id, [])
             known += outcome.prompt_logprobs[len(known) + 1 - outcome.scored_from :]
-            on_tokens(span.request_id, outcome.token_ids)
+            on_tokens(span.request_id, outcome.chosen)
         for name in [name for name in live if len(tokens[name]) >= len(prompts[name]) + sampling[name].max_tokens]:
             engine.release(name)
             live.remove(name)
@@ -95,22 +96,22 @@ def _span(
     sampling: SamplingParams,
     drafts: Drafts,
     chunk_len: int,
-) -> SpanInput:
+) -> Span:
     left = tokens[computed_len:]
     if len(left) > chunk_len:
-        return SpanInput(name, computed_len, tuple(left[:chunk_len]), samples=False)
+        return Span.bound(name, computed_len, tuple(left[:chunk_len]), samples=False)
     room = prompt_len + sampling.max_tokens - len(tokens) - 1
     drafted = tuple(drafts(name, len(tokens)))[:room] if len(left) == 1 else ()
-    return SpanInput(name, computed_len, (*left, *drafted), len(drafted))
+    return Span.bound(name, computed_len, (*left, *drafted), len(drafted))
 
 
-def _take(span: SpanInput, outcome: SpanOutcome, tokens: list[int], computed: dict[str, int], played: Played) -> None:
+def _take(span: Span, outcome: Span, tokens: list[int], computed: dict[str, int], played: Played) -> None:
     assert outcome.error is None, outcome.error
     name = span.request_id
-    if not outcome.token_ids:
+    if not outcome.chosen:
         computed[name] = span.base_len + len(span.token_ids) if outcome.computed_len is None else outcome.computed_len
         return
-    tokens.extend(outcome.token_ids)
+    tokens.extend(outcome.chosen)
     computed[name] = len(tokens) - 1
     played.num_drafted += span.num_drafts
     played.num_accepted += outcome.num_accepted

@@ -17,8 +17,7 @@ from cluster.types import ModelInfo, Request
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.kv_blocks import BlockLedger
 from engine.noise import gumbel, noise_keys
-from engine.target import SpanInput, SpanOutcome
-from router.plan import Capacity
+from router.plan import Capacity, Span
 
 VOCAB_SIZE = 12
 EOS = 0
@@ -88,11 +87,10 @@ class ToyTarget:
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         return self.ledger.num_cached(request.id, token_ids)
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         assert sum(len(span.token_ids) for span in spans) <= self.max_pass_tokens
         assert len({span.request_id for span in spans}) == len(spans) <= self.max_num_sequences
         checkpoints = self.ledger.speculate_all({span.request_id: span.token_ids for span in spans})
-        outcomes = []
         for span in spans:
             assert self.ledger.computed_len(span.request_id) == span.base_len
             table = self.ledger.block_table(span.request_id)
@@ -100,10 +98,8 @@ class ToyTarget:
                 self._slots[self._slot(table, span.base_len + i)] = token
             if not span.samples:
                 self.ledger.commit(checkpoints[span.request_id], len(span.token_ids))
-                outcomes.append(SpanOutcome(span.request_id, (), 0))
                 continue
-            num_known = len(span.token_ids) - span.num_drafts
-            drafts = span.token_ids[num_known:]
+            num_known, drafts = span.num_compute, span.drafts
             chosen: list[int] = []
             for i in range(span.num_drafts + 1):
                 end = span.base_len + num_known + i
@@ -113,8 +109,8 @@ class ToyTarget:
                     break
             num_accepted = len(chosen) - 1
             self.ledger.commit(checkpoints[span.request_id], num_known + num_accepted)
-            outcomes.append(SpanOutcome(span.request_id, tuple(chosen), num_accepted))
-        return outcomes
+            span.chosen, span.num_accepted = tuple(chosen), num_accepted
+        return spans
 
     def release(self, request_id: str) -> None:
         self.ledger.forget(request_id)

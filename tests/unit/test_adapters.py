@@ -22,7 +22,7 @@ from cluster.types import Adapter, Commit, FinishReason, ModelInfo, Request
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.command_line import parse
-from engine.request_checks import adapter_refusal
+from engine.admission import load_adapter
 from engine.sequences import Sequences
 from tests.support.api import chat_body, finishing, model_info, token_ids, tokenizer
 from tests.support.asgi import CHAT
@@ -157,12 +157,12 @@ def test_a_target_refuses_what_it_cannot_load(error: Exception | None, finish: F
     sequences = Sequences(model_info())
     sequences.add(Request("live", (1,), SamplingParams(1), 0.0, adapter=A))
     asked = Request("new", (1,), SamplingParams(1), 0.0, adapter=B)
-    refused = adapter_refusal(asked, sequences, engine)
-    assert (refused and refused.finish) == finish
+    refused, reason = load_adapter(asked, sequences, engine)
+    assert (reason and refused) == finish
     engine.load_adapter.assert_called_once_with(B, {A})
-    refused = adapter_refusal(asked, sequences, cast(Any, object()))
-    assert refused is not None
-    assert refused.finish is FinishReason.REFUSED, "the native engine takes none"
+    refused, reason = load_adapter(asked, sequences, cast(Any, object()))
+    assert reason
+    assert refused is FinishReason.REFUSED, "the native engine takes none"
     too_long = replace(asked, adapter=replace(B, key="k" * 65))
     assert (request_fault(asked, 9), "salt" in str(request_fault(too_long, 9))) == (None, True)
 

@@ -20,11 +20,10 @@ from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
 from engine.sampling import Chosen
-from engine.target import SpanOutcome
 from engine.vllm.environment import RUNNER_V2
 from router.cost_model import TableCost
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
-from router.plan import Capacity, SequenceView
+from router.plan import Capacity, SequenceView, Span
 from router.planning.planner import StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
@@ -94,12 +93,12 @@ def test_a_rule_that_is_broken_shows(options: BenchOptions, monkeypatch: pytest.
     """A target that takes the first draft token unseen: wrong wherever a drafter errs. Other ranks, in their own processes,
     would not, and end."""
 
-    def trusting(request_id: str, drafts: Sequence[int], chosen: Chosen) -> SpanOutcome:
-        if not drafts:
-            return SpanOutcome(request_id, chosen.token_ids[:1], 0, chosen.logprobs[:1])
-        return SpanOutcome(request_id, (drafts[0], chosen.token_ids[1]), 1, chosen.logprobs[:2])
+    def trusting(span: Span, drafts: Sequence[int], chosen: Chosen) -> None:
+        span.num_accepted = len(drafts[:1])
+        span.chosen = (*drafts[:1], chosen.token_ids[span.num_accepted])
+        span.logprobs = chosen.logprobs[: len(span.chosen)]
 
-    monkeypatch.setattr(engine.native, "verdict", trusting)
+    monkeypatch.setattr(engine.native, "accept", trusting)
     scenarios = invariance.scenarios
     monkeypatch.setattr(
         invariance, "scenarios", lambda *made: {name: case for name, case in scenarios(*made).items() if case.num_ranks == 1}

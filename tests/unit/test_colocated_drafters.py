@@ -14,9 +14,9 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.colocated import ColocatedDrafters
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from router.drafting.value import DecodeRate
+from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.waiting import eventually
@@ -101,10 +101,10 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
     execute, note = engine.execute, DecodeRate.note
     noted: list[int] = []
 
-    def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def executed(spans: Sequence[Span]) -> Sequence[Span]:
         outcomes = execute(spans)
         decoding = {span.request_id for span in spans if span.samples and len(span.token_ids) == 1 + span.num_drafts}
-        decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
+        decoded.append(sum(len(outcome.chosen) for outcome in outcomes if outcome.request_id in decoding))
         return outcomes
 
     def noting(
@@ -208,7 +208,7 @@ def test_a_companion_with_a_thread_of_its_own_drafts_while_a_pass_runs(
     engine, model = engine_of(target, ())
     drafter, execute, num_passes = _DuringPasses(), engine.execute, itertools.count()
 
-    def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def executed(spans: Sequence[Span]) -> Sequence[Span]:
         drafter.pass_runs.set()
         if next(num_passes) == 3:  # drafts have been asked for since the first
             assert drafter.has_drafted.wait(DEADLINE_S)

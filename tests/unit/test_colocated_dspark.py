@@ -19,9 +19,9 @@ from cluster.types import Request
 from drafters.hidden_states.features import FeatureShape, HostFeatures
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.registry import feature_layers, make_drafter
-from engine.target import SpanInput
 from router.assignment import member_name
 from router.cost_model import TableCost
+from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, NODES, config, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark, write_speculators
@@ -82,10 +82,14 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
 def test_every_kind_beside_the_others_leaves_the_tokens_as_they_are(
     target: Path, tmp_path: Path, plain: list[list[int]]
 ) -> None:
+    """Also EAGLE-3 without a head of its own, and with tokens drafted ahead."""
     kinds = get_args(HiddenStateKind)
     for kind in kinds:
         write_speculators(tmp_path / kind, target, kind, draft_token_ids=tuple(range(0, 256, 3)))
-    pool = tuple(DrafterConfig(name=kind, options=options(tmp_path / kind, kind), max_draft_len=6) for kind in kinds)
+    pool = tuple(
+        DrafterConfig(name=kind, options=options(tmp_path / kind, kind), max_draft_len=6, ahead_len=2 * (kind == "eagle3"))
+        for kind in kinds
+    )
     resolved = resolve(config(target, pool), NODES).model_copy(update={"planner": config(target, ()).planner})
     with EmbeddedCluster.of(resolved) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
@@ -158,7 +162,7 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
     prompt = tuple(range(30))
     request = Request("r", prompt, SamplingParams(max_tokens=3), 0.0)
     engine.open(request, prompt)
-    engine.execute([SpanInput("r", 0, prompt)])
+    engine.execute([Span.bound("r", 0, prompt)])
     whole = rows_of(engine, "r", 0, 30)
     picked = rows_of(HostFeatures(engine, FeatureShape((0, 2), 64)), "3/r", 4, 9)
     assert picked.equal(whole[4:9].view(5, 4, 64)[:, [1, 3]].flatten(1))

@@ -13,10 +13,9 @@ from engine import loading
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
 from engine.pass_timing import BUDGET_S, CHECK_S, is_too_steep, measure_cost
-from engine.target import SpanInput, SpanOutcome
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost, padded
-from router.plan import Capacity
+from router.plan import Capacity, Span
 from tests.support.memory_store import MemoryStateStore
 from tests.support.toys import ToyTarget
 
@@ -224,7 +223,7 @@ class DisturbedTarget(ToyTarget):
         super().__post_init__()
         self.now_s = 0.0
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         num_rows = sum(len(span.token_ids) for span in spans)
         disturbed = self.more_s if self.from_s <= self.now_s < self.until_s else 0.0
         self.now_s += true_s(num_rows) + disturbed
@@ -248,7 +247,7 @@ def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes(more_
 class UnevenTarget(DisturbedTarget):
     """Passes of 2 to 8 rows always take twice as long."""
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         began_s, outcomes = self.now_s, super().execute(spans)
         if 2 <= sum(len(span.token_ids) for span in spans) <= 8:
             self.now_s += self.now_s - began_s

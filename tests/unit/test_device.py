@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,7 @@ from engine.native import NativeLimits, NativeTarget
 from engine.ops import Linear, Logits, TorchOps
 from engine.pass_timing import ROWS
 from engine.sampling import Sampler, SamplingState
-from engine.target import SpanInput, SpanOutcome
-from router.plan import Capacity
+from router.plan import Capacity, Span
 from tests.support.device_transfers import DeviceTransfers
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
@@ -114,7 +114,7 @@ def test_a_pass_is_over_when_execute_returns(waits: Waits, samples: bool) -> Non
     target = NativeTarget(waits, NativeLimits(16, 16, 4, 64, 128))
     request = Request("a", tuple(range(8)), SamplingParams(max_tokens=4), arrival_s=0.0)
     target.open(request, request.prompt_token_ids)
-    target.execute([SpanInput("a", 0, request.prompt_token_ids, samples=samples)])
+    target.execute([Span.bound("a", 0, request.prompt_token_ids, samples=samples)])
     assert waits.finished
 
 
@@ -123,7 +123,7 @@ def test_work_beside_a_pass_begins_when_it_is_launched(waits: Waits) -> None:
     request = Request("a", tuple(range(8)), SamplingParams(max_tokens=4), arrival_s=0.0)
     target.open(request, request.prompt_token_ids)
     target.meanwhile = lambda: finished.append(waits.finished)
-    target.execute([SpanInput("a", 0, request.prompt_token_ids)])
+    target.execute([Span.bound("a", 0, request.prompt_token_ids)])
     assert finished == [False]
     assert not target.is_asynchronous, "a CPU computes on this thread"
     waits.device = torch.device("cuda")
@@ -234,9 +234,9 @@ class Counted:
     def num_cached(self, request: Request, token_ids: Sequence[int]) -> int:
         return 0
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         self.passes.append(sum(len(span.token_ids) for span in spans))
-        return [SpanOutcome(span.request_id, (0,), 0) for span in spans]
+        return [replace(span, chosen=(0,)) for span in spans]
 
     def release(self, request_id: str) -> None:
         pass

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from cluster.sampling_params import SamplingParams
-from engine.acceptance import verdict
+from engine.acceptance import accept
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
-from engine.target import SpanOutcome
+from router.plan import Span
 from tests.support.quick import first
 
 pytestmark = pytest.mark.slow  # together they take seconds
@@ -34,7 +34,7 @@ OTHER_LOGITS = LOGITS + 0.8 * torch.randn(LOGITS.shape, generator=torch.Generato
 State = Callable[[SamplingParams], SamplingState]
 Drafts = list[tuple[int, ...]]
 Drafter = Callable[[list[SamplingState], Drafts], Drafts]  # of states and the tokens after the prompt: up to two drafts each
-Rule = Callable[[str, tuple[int, ...], Chosen], SpanOutcome]
+Rule = Callable[[Span, tuple[int, ...], Chosen], None]
 
 
 def logits_after(table: torch.Tensor, contexts: list[tuple[int, ...]]) -> torch.Tensor:
@@ -83,7 +83,7 @@ DRAFTERS = [no_drafts, perfect, shared_noise, bad, one_hot, dropping_by_content]
 def sequences(
     drafter: Drafter,
     first_seed: int,
-    rule: Rule = verdict,
+    rule: Rule = accept,
     state_type: type[SamplingState] = SamplingState,
     num_requests: int = NUM_REQUESTS,
 ) -> NDArray[np.int64]:
@@ -101,9 +101,10 @@ def sequences(
         ]
         spans = [SampleSpan(states[i], drafts, len(drafts) + 1) for i, drafts in zip(live, all_drafts, strict=True)]
         for i, drafts, chosen in zip(live, all_drafts, SAMPLER.choose(logits_after(LOGITS, contexts), spans), strict=True):
-            outcome = rule(str(i), drafts, chosen)
-            states[i].extend(outcome.token_ids)
-            outputs[i] += outcome.token_ids
+            span = Span(str(i), 1, len(drafts))
+            rule(span, drafts, chosen)
+            states[i].extend(span.chosen)
+            outputs[i] += span.chosen
         live = [i for i in live if len(outputs[i]) < LENGTH]
     return np.array([output[:LENGTH] for output in outputs])
 
@@ -148,19 +149,19 @@ def test_drafting_with_the_requests_noise_agrees_more_often_than_without() -> No
     assert agreement[shared_noise] > agreement[one_hot] + 0.1 > agreement[bad] + 0.1
 
 
-def accept_by_chance(request_id: str, drafts: tuple[int, ...], chosen: Chosen) -> SpanOutcome:
+def accept_by_chance(span: Span, drafts: tuple[int, ...], chosen: Chosen) -> None:
     """Broken: also accepts every fifth draft token, whatever the target says."""
     kept = tuple(
-        draft if (int(request_id) + i) % 5 == 0 else token
+        draft if (int(span.request_id) + i) % 5 == 0 else token
         for i, (draft, token) in enumerate(zip(drafts, chosen.token_ids, strict=False))
     )
-    return verdict(request_id, drafts, Chosen((*kept, *chosen.token_ids[len(kept) :])))
+    accept(span, drafts, Chosen((*kept, *chosen.token_ids[len(kept) :])))
 
 
-def accept_one_too_many(request_id: str, drafts: tuple[int, ...], chosen: Chosen) -> SpanOutcome:
+def accept_one_too_many(span: Span, drafts: tuple[int, ...], chosen: Chosen) -> None:
     """Broken: commits the row behind the rejected draft token, which was computed from a wrong history."""
-    outcome = verdict(request_id, drafts, chosen)
-    return SpanOutcome(request_id, chosen.token_ids[: outcome.num_accepted + 2], outcome.num_accepted)
+    accept(span, drafts, chosen)
+    span.chosen = chosen.token_ids[: span.num_accepted + 2]
 
 
 class NoiseSharedBetweenPositions(SamplingState):
@@ -185,10 +186,11 @@ def test_noise_shared_between_positions_is_seen() -> None:
 def test_drafts_dropped_by_content_are_seen_where_acceptance_is_random() -> None:
     """Broken: the adversary with a rule that takes its word for half of the requests."""
 
-    def trusting(request_id: str, drafts: tuple[int, ...], chosen: Chosen) -> SpanOutcome:
-        if drafts and int(request_id) % 2:
-            return SpanOutcome(request_id, drafts, len(drafts))
-        return verdict(request_id, drafts, chosen)
+    def trusting(span: Span, drafts: tuple[int, ...], chosen: Chosen) -> None:
+        if drafts and int(span.request_id) % 2:
+            span.chosen, span.num_accepted = drafts, len(drafts)
+        else:
+            accept(span, drafts, chosen)
 
     def dropping(states: list[SamplingState], outputs: Drafts) -> Drafts:
         return [draft if draft[0] % 2 == 0 else () for draft in shared_noise(states, outputs)]

@@ -74,12 +74,12 @@ def test_rounds_of_requests_that_have_only_begun_do_not_count() -> None:
     begun = PassCounts(1, 0, 1, 1, 0, frozenset(), 0)
     for number in range(10):
         costs.plan(0, 0)
-        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], costs.planned, 0.0)
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], 0.0)
     costs.plan(8, 0)
     assert costs.planned.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0))
     costs.plan(0, 0)
     for number in range(10, 20):
-        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], costs.planned, 0.0)
+        costs.note(number * 0.1, 0.1, begun, [Commit("r", 10, (1,))], 0.0)
     costs.plan(8, 0)
     assert costs.planned.tokens_per_s == pytest.approx(8 / COST.step_s(8, 0)), "nor by the price of the batch before"
 
@@ -93,7 +93,7 @@ def test_the_value_of_a_second_follows_the_batch_at_once() -> None:
     commits = [Commit(str(i), 10, (1, 2), num_proposed=1, num_accepted=1) for i in range(8)]
     for number in range(10):
         costs.plan(8, 0)
-        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits, costs.planned, 0.0)
+        costs.note(number * COST.step_s(8, 0), COST.step_s(8, 0), decoded, commits, 0.0)
     for batch in (1, 16, 2):
         costs.plan(batch, 0)
         assert costs.planned.tokens_per_s == pytest.approx(2 * batch / COST.step_s(batch, 0))
@@ -125,7 +125,7 @@ def test_the_price_of_a_row_at_a_knee_is_that_of_what_is_left_out() -> None:
     at_knee = PassCounts(8, 0, 8, 8, 0, frozenset(), 0)
     commits = [Commit(str(i), 10, (1,)) for i in range(8)]
     for left_out, price in ((0.0, 0.0), (0.6, 0.3)):
-        costs.note(0.0, 0.01, at_knee, commits, costs.planned, left_out)
+        costs.note(0.0, 0.01, at_knee, commits, left_out)
         assert costs.row_price == pytest.approx(price, abs=0.02), "a mean of the passes"
 
 
@@ -137,7 +137,7 @@ def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
         costs.plan(4, 0)
         counts = PassCounts(num_rows, 0, 4, num_rows, 0, frozenset(), 0)
         commits = [Commit(str(i), 10, (1,), num_proposed=num_rows // 4 - 1) for i in range(4)]
-        costs.note(number * 0.01, COST.step_s(num_rows, 0), counts, commits, costs.planned, 0.0)
+        costs.note(number * 0.01, COST.step_s(num_rows, 0), counts, commits, 0.0)
         prices.append(costs.row_price)
     beyond = row_price(costs.planned.tokens_per_s, 12, 0, COST)
     assert beyond > 0.1

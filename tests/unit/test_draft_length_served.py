@@ -18,7 +18,7 @@ from drafters.sessions import SessionLimits
 from drafters.small_model import SmallModel
 from engine.factory import load_model, load_target
 from engine.loop_status import StepReport
-from engine.round import TargetLoop
+from engine.round import DrafterPool, Policies, TargetLoop
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths
 from router.drafting.policies import build_draft_lengths
@@ -102,9 +102,8 @@ class Served:
             mailbox,
             self.cost,
             lambda: self.now_s,
-            StepPlanner(PlannerSettings("all", max_hold_s=1.0)),
-            RoutingTable(1, defaults=(("d",),)),
-            draft_lengths=lengths,
+            Policies(StepPlanner(PlannerSettings("all", max_hold_s=1.0)), lengths),
+            DrafterPool(RoutingTable(1, defaults=(("d",),))),
         )
         network.listen(ADDRESS, mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "tiny"))
         network.connect(ADDRESS, drafter_mailbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "tiny"))
@@ -127,9 +126,9 @@ class Served:
                 self.num_waits += 1
                 self.now_s += 0.001
             else:
-                outcomes = self.target.execute(begun)
+                self.target.execute(begun)
                 self.now_s += PASS_S
-                self.target.finish(begun, outcomes, self.now_s)
+                self.target.finish(begun, self.now_s)
                 self.plans.append(begun.plan)
             for event in self.inbox.drain():
                 if isinstance(event, Received) and isinstance(event.message, CommitRound):
@@ -181,7 +180,7 @@ def test_without_a_budget_a_request_is_decoded_plainly_and_acceptance_is_at_once
     plain = served.run(60)
     assert served.num_waits == 0
     assert not served.drafter.lens
-    assert all(not plan.held and [span.num_verify for span in plan.spans] == [0] for plan in served.plans)
+    assert all(not plan.held and [span.num_drafts for span in plan.spans] == [0] for plan in served.plans)
     assert {(commit.num_proposed, commit.drafter, len(commit.token_ids)) for commit in plain} == {(0, None, 1)}
 
     lengths.num_tokens = MAX_LEN

@@ -10,11 +10,10 @@ import pytest
 
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.sampling_params import SamplingParams
-from cluster.types import DraftTerms, ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
-from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
@@ -55,6 +54,7 @@ class Target:
     def take(self, num_tokens: int, request_id: str = "r") -> LiveSequence:
         sequence = self.sequences.add(Request(request_id, (1, 2, 3), SamplingParams(max_tokens=num_tokens), arrival_s=0.0))
         self.drafters.assign(sequence)
+        sequence.admit(0, self.now_s)
         return sequence
 
     def _allow(self, sequence: LiveSequence) -> None:
@@ -72,24 +72,27 @@ class Target:
         self.now_s += 0.1
         request_id = sequence.request.id
         num_left = len(sequence.token_ids) - sequence.computed_len
-        span = self.sequences.span_input(Span(request_id, num_left, 4))
-        drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
+        span = Span(request_id, num_left, 4)
+        self.sequences.bind([span])
+        drafts = span.drafts
         num_right = next((i for i, token in enumerate(drafts) if token != RIGHT), len(drafts))
         self._allow(sequence)
-        commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
-        assert commit is not None
-        self.drafters.publish([(sequence, commit)], self.now_s)
+        span.chosen, span.num_accepted = (RIGHT,) * (num_right + 1), num_right
+        commit = self._publish(span)
         self.drafters.learning.learn()
         if commit.finish is not None:
             self.sequences.remove(request_id)
             self.drafters.release(sequence)
 
     def fail(self, sequence: LiveSequence) -> None:
-        span = self.sequences.span_input(Span(sequence.request.id, 1, 0))
-        commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
-        assert commit is not None
-        self.drafters.publish([(sequence, commit)], self.now_s)
+        self._publish(Span(sequence.request.id, 1, error="no number among the logits"))
         self.drafters.learning.learn()
+
+    def _publish(self, span: Span) -> Commit:
+        committed = self.sequences.commit(span, self.now_s)
+        assert committed is not None
+        self.drafters.publish([committed], self.now_s)
+        return committed[1]
 
     def seen(self) -> Observation:
         (seen,) = self.telemetry.take_observations()

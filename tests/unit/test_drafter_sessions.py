@@ -15,6 +15,7 @@ from engine.telemetry import Telemetry
 from router import assignment
 from router.assignment import Positions
 from router.cost_model import TableCost
+from router.plan import Span
 
 COST = TableCost((1,), (0.02,))
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -187,7 +188,10 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
     drafters.assign(sequence)
     drafters.set_budgets({"r": DraftTerms(4)})
-    drafters.publish([(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1))], 1.0)
+    sequence.admit(0, 0.0)
+    committed = sequences.commit(Span("r", 2, chosen=(5, 5)), 1.0)
+    assert committed is not None
+    drafters.publish([committed], 1.0)
     drafters.flush()
     drafters.learning.learn()
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same

@@ -13,7 +13,8 @@ from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model, load_target
-from engine.target import SpanInput, TargetEngine
+from engine.target import TargetEngine
+from router.plan import Span
 from tests.support.quick import first
 from tests.support.tiny_model import write_tiny_model
 from tests.support.with_proposers import WithProposers
@@ -60,9 +61,9 @@ def plain_run(folder: Path, sampling: SamplingParams, num_tokens: int = 80) -> l
     token_ids = list(PROMPT)
     base_len = target.open(Request("r", PROMPT, sampling, 0.0), token_ids)
     while len(token_ids) < len(PROMPT) + num_tokens:
-        (outcome,) = target.execute([SpanInput("r", base_len, tuple(token_ids[base_len:]))])
+        (outcome,) = target.execute([Span.bound("r", base_len, tuple(token_ids[base_len:]))])
         base_len = len(token_ids)
-        token_ids += outcome.token_ids
+        token_ids += outcome.chosen
     return token_ids
 
 

@@ -18,8 +18,8 @@ from cluster.transport.base import Mailbox
 from cluster.types import Commit, FinishReason, Request
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
+from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
@@ -110,7 +110,7 @@ class _Held(ToyTarget):
         super().__init__()
         self.goes_on = threading.Event()
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         assert self.goes_on.wait(30.0)
         return super().execute(spans)
 
@@ -175,7 +175,7 @@ def test_a_draining_target_refuses_and_finishes(cluster: EmbeddedCluster) -> Non
 
 
 class _FailingTarget(ToyTarget):
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         raise FloatingPointError("the device is gone")
 
 

@@ -19,7 +19,7 @@ from cluster.types import Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import FACTORIES, make_drafter
-from engine.round import TargetLoop
+from engine.round import DrafterPool, Policies, TargetLoop
 from router.assignment import PoolMember
 from router.cost_model import TableCost
 from router.drafter.policies import POLICIES, build_policy
@@ -57,7 +57,13 @@ class Served:
         table = RoutingTable(version=0, defaults=((),))  # nobody drafts until the policy has decided
         cost = TableCost((1, 32), (0.02, 0.03))
         self.target = TargetLoop(
-            ToyTarget(), MODEL, self.mailbox, cost, time.monotonic, table=table, draft_lengths=draft_lengths
+            ToyTarget(),
+            MODEL,
+            self.mailbox,
+            cost,
+            time.monotonic,
+            Policies(draft_lengths=draft_lengths or DraftLengths()),
+            DrafterPool(table),
         )
         repeat = DrafterConfig.model_construct(name="a-repeat", options=page["RepeatOptions"](), device="cpu")
         self.drafters = [
@@ -128,6 +134,6 @@ def test_the_verification_policy_of_the_page_decides(page: dict[str, Any], monke
     def num_verified(policy: str) -> int:
         planner = StepPlanner(PlannerSettings(policy))
         plan = planner.plan(batch, context.drafters, context.capacity, context.cost, 0.0)
-        return plan.spans[0].num_verify
+        return plan.spans[0].num_drafts
 
     assert [num_verified(policy) for policy in ("outrider", "at-most-three")] == [5, 3]

@@ -16,8 +16,8 @@ from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.native import NativeLimits, NativeTarget
-from engine.target import SpanInput
 from engine.threads import in_own_thread
+from router.plan import Span
 from tests.support.families import write_family
 from tests.support.features import rows_of
 
@@ -54,16 +54,16 @@ def grow(target: NativeTarget, name: str, token_ids: list[int], num_tokens: int,
     while num_tokens > 0:
         base_len = len(token_ids) - 1
         drafts = tokens(rng.randrange(1000), rng.randint(0, 5))
-        (outcome,) = target.execute([SpanInput(name, base_len, (token_ids[-1], *drafts), num_drafts=len(drafts))])
-        token_ids += outcome.token_ids
-        num_tokens -= len(outcome.token_ids)
+        (outcome,) = target.execute([Span.bound(name, base_len, (token_ids[-1], *drafts), num_drafts=len(drafts))])
+        token_ids += outcome.chosen
+        num_tokens -= len(outcome.chosen)
 
 
 def prefill(target: NativeTarget, name: str, token_ids: list[int], chunk_len: int) -> None:
     base_len = opened(target, name, token_ids)
     while base_len < len(token_ids) - 1:
         chunk = tuple(token_ids[base_len : min(base_len + chunk_len, len(token_ids) - 1)])
-        target.execute([SpanInput(name, base_len, chunk, samples=False)])
+        target.execute([Span.bound(name, base_len, chunk, samples=False)])
         base_len += len(chunk)
 
 
@@ -96,7 +96,7 @@ def test_a_shared_prefix_shares_its_features(pair: tuple[CausalModel, torch.nn.M
     grow(target, "a", first, 6, random.Random(2))
     second = [*first[:50], *tokens(4, 9)]
     assert opened(target, "b", second) == 48
-    target.execute([SpanInput("b", 48, tuple(second[48:]))])
+    target.execute([Span.bound("b", 48, tuple(second[48:]))])
     torch.testing.assert_close(rows_of(target, "b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
     target.release("a")
     third = [*first[:40], *tokens(5, 30)]
@@ -163,7 +163,7 @@ def test_committed_positions_can_be_read_while_a_pass_runs(
         return logits(hidden)
 
     monkeypatch.setattr(model, "logits", during)
-    target.execute([SpanInput("a", 30, tuple(token_ids[30:35]), 4)])
+    target.execute([Span.bound("a", 30, tuple(token_ids[30:35]), 4)])
     assert len(read) == 2
     torch.testing.assert_close(read[0], expected(theirs, others)[:29], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(read[1], expected(theirs, token_ids[:31])[:30], rtol=1e-4, atol=1e-4)

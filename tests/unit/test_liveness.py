@@ -22,10 +22,10 @@ from engine import liveness
 from engine.factory import load_target
 from engine.liveness import PassProgress
 from engine.mailbox import MonitoredMailbox
-from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.drafter.policies import build_policy
 from router.drafter.router import Router
+from router.plan import Span
 from router.planning.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
 
 
@@ -80,7 +80,7 @@ def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: py
     monkeypatch.setattr(liveness.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), 0.0)
     target.open(request, (1, 2, 3))
-    target.execute([SpanInput("r", 0, (1, 2, 3))])
+    target.execute([Span.bound("r", 0, (1, 2, 3))])
     assert len(seen) > target.model.config.num_layers
     target.release("r")
 

@@ -15,8 +15,8 @@ from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.native import NativeLimits, NativeTarget
 from engine.pass_timing import measure_cost
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import ROWS
+from router.plan import Span
 from tests.support.families import write_family
 from tests.support.quick import first
 
@@ -62,22 +62,22 @@ class Caller:
     def output(self) -> tuple[int, ...]:
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])
 
-    def chunk(self, num_tokens: int) -> SpanInput:
+    def chunk(self, num_tokens: int) -> Span:
         ids = self.token_ids[self.computed_len : self.computed_len + num_tokens]
         samples = self.computed_len + len(ids) == len(self.token_ids)
-        return SpanInput(self.request.id, self.computed_len, tuple(ids), samples=samples)
+        return Span.bound(self.request.id, self.computed_len, tuple(ids), samples=samples)
 
-    def span(self, drafts: Sequence[int] = ()) -> SpanInput:
+    def span(self, drafts: Sequence[int] = ()) -> Span:
         ids = (*self.token_ids[self.computed_len :], *drafts)
-        return SpanInput(self.request.id, self.computed_len, ids, num_drafts=len(drafts))
+        return Span.bound(self.request.id, self.computed_len, ids, num_drafts=len(drafts))
 
-    def take(self, span: SpanInput, outcome: SpanOutcome) -> None:
+    def take(self, span: Span, outcome: Span) -> None:
         assert outcome.request_id == self.request.id
         self.computed_len += len(span.token_ids) - span.num_drafts + outcome.num_accepted
         self.num_accepted += outcome.num_accepted
-        self.token_ids += outcome.token_ids
+        self.token_ids += outcome.chosen
 
-    def run(self, span: SpanInput) -> None:
+    def run(self, span: Span) -> None:
         self.take(span, self.target.execute([span])[0])
 
     def preempt(self) -> None:
@@ -129,7 +129,7 @@ def test_right_drafts_are_all_accepted_and_followed_by_a_bonus_token(model: Caus
     wanted = request("a", SAMPLINGS["sampled"])
     expected = plain(model, wanted)
     outcome = target.execute([Caller(target, wanted).span(expected[:8])])[0]
-    assert (outcome.token_ids, outcome.num_accepted) == (expected[:9], 8)
+    assert (outcome.chosen, outcome.num_accepted) == (expected[:9], 8)
 
 
 def test_preempted_and_recomputed_sequences_go_on_as_if_nothing_had_been(model: CausalModel, target: NativeTarget) -> None:
@@ -150,7 +150,7 @@ def test_preempted_and_recomputed_sequences_go_on_as_if_nothing_had_been(model: 
 
 def test_a_cached_prefix_is_not_computed_again_and_changes_nothing(model: CausalModel, target: NativeTarget) -> None:
     first = request("a", SAMPLINGS["greedy"], prompt_len=64)
-    Caller(target, first).run(SpanInput("a", 0, first.prompt_token_ids))
+    Caller(target, first).run(Span.bound("a", 0, first.prompt_token_ids))
     second = replace(first, id="b", prompt_token_ids=(*first.prompt_token_ids[:50], 9, 9, 9))
     caller = Caller(target, second)
     assert caller.computed_len == 48
@@ -198,8 +198,8 @@ def test_prefill_chunks_and_verify_spans_share_a_pass(model: CausalModel, target
     first.run(first.span())
     spans = [second.chunk(50), first.span(expected[1:4])]
     outcomes = target.execute(spans)
-    assert outcomes[0] == SpanOutcome("b", (), 0)
-    assert outcomes[1].token_ids == expected[1:5]
+    assert outcomes[0].chosen == ()
+    assert outcomes[1].chosen == expected[1:5]
     for caller, span, outcome in zip((second, first), spans, outcomes, strict=True):
         caller.take(span, outcome)
     while len(second.output) < NUM_TOKENS:
@@ -210,18 +210,18 @@ def test_prefill_chunks_and_verify_spans_share_a_pass(model: CausalModel, target
 def test_spans_that_contradict_the_ledger_are_refused(target: NativeTarget) -> None:
     caller = Caller(target, request("a", SAMPLINGS["greedy"]))
     with pytest.raises(ValueError, match="starts at 3; 0 tokens are computed"):
-        target.execute([SpanInput("a", 3, (1, 2))])
+        target.execute([Span.bound("a", 3, (1, 2))])
     with pytest.raises(ValueError, match="2 drafts in 2 tokens"):
-        target.execute([SpanInput("a", 0, (1, 2), num_drafts=2)])
+        target.execute([Span.bound("a", 0, (1, 2), num_drafts=2)])
     with pytest.raises(ValueError, match="1 drafts in 2 tokens"):
-        target.execute([SpanInput("a", 0, (1, 2), num_drafts=1, samples=False)])
+        target.execute([Span.bound("a", 0, (1, 2), num_drafts=1, samples=False)])
     target.check_integrity()
     caller.run(caller.span())
     assert len(caller.output) == 1
 
 
 def test_no_spans_no_pass_and_unknown_requests_are_released_quietly(target: NativeTarget) -> None:
-    assert target.execute([]) == []
+    assert not target.execute([])
     target.release("never seen")
 
 
@@ -238,7 +238,7 @@ def test_log_probabilities_are_the_models(model: CausalModel, target: NativeTarg
     cache = model.new_cache(LIMITS.num_blocks, LIMITS.block_len)
     hidden = model.forward([PackedSpan(0, wanted.prompt_token_ids, np.arange(4, dtype=np.int32))], cache)
     expected = model.logits(hidden[-1:])[0].log_softmax(-1)
-    assert outcome.logprobs[0].logprob == pytest.approx(expected[outcome.token_ids[0]].item(), abs=1e-4)
+    assert outcome.logprobs[0].logprob == pytest.approx(expected[outcome.chosen[0]].item(), abs=1e-4)
     assert [token for token, _ in outcome.logprobs[0].top] == expected.topk(3).indices.tolist()
 
 

@@ -13,7 +13,7 @@ import torch
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from engine import early_exit
-from engine.batch_layout import StayingRows
+from engine.batch_layout import PackedSpan, StayingRows
 from engine.early_exit import EarlyExit
 from engine.exit_lens import ReducedScores, lens_product
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
@@ -22,10 +22,10 @@ from engine.forward import CausalModel
 from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from router.drafting.early_exit import ExitPlan
 from router.estimates.trial import Trial
+from router.plan import Span
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.support.features import rows_of
@@ -62,7 +62,7 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 class RandomWatch:
     """Lets random suffixes of drafts leave after every layer."""
 
-    spans: Sequence[SpanInput]
+    spans: Sequence[Span]
     rng: random.Random
     depths: tuple[int, ...]
     span_lens: np.ndarray = field(init=False)
@@ -79,19 +79,11 @@ class RandomWatch:
         self.num_left += int((before - self.span_lens).sum())
         return StayingRows.of(starts, self.span_lens, residual.device)
 
-    @property
-    def has_left(self) -> bool:
-        return self.num_left > 0
+    def nums_drafts(self) -> list[int]:
+        return [n - span.num_compute for span, n in zip(self.spans, self.span_lens.tolist(), strict=True)]
 
-    def trimmed(self) -> list[SpanInput]:
-        lens = zip(self.spans, self.span_lens.tolist(), strict=True)
-        return [
-            replace(s, token_ids=s.token_ids[:n], num_drafts=s.num_drafts - len(s.token_ids) + n) if n else s
-            for s, n in lens
-        ]
-
-    def learn(self, outcomes: Sequence[SpanOutcome]) -> None:
-        assert all(len(outcome.token_ids) <= n for outcome, n in zip(outcomes, self.span_lens, strict=True))
+    def learn(self) -> None:
+        assert all(len(span.chosen) <= n for span, n in zip(self.spans, self.span_lens, strict=True))
 
 
 @dataclass(slots=True)
@@ -101,7 +93,7 @@ class RandomExits:
     num_left: int = 0
     watches: list[RandomWatch] = field(default_factory=list)
 
-    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> RandomWatch:
+    def watch(self, spans: Sequence[Span], states: Mapping[str, SamplingState]) -> RandomWatch:
         self.watches.append(RandomWatch(spans, self.rng, self.depths))
         return self.watches[-1]
 
@@ -136,7 +128,7 @@ def assert_states_of_whole_passes(target: NativeTarget, caller: Caller) -> None:
     whole = NativeTarget(target.model, LIMITS, feature_layers=target.feature_layers)
     name, token_ids, num = caller.request.id, tuple(caller.token_ids), caller.computed_len
     whole.open(caller.request, token_ids)
-    whole.execute([SpanInput(name, 0, token_ids[:num], samples=False)])
+    whole.execute([Span.bound(name, 0, token_ids[:num], samples=False)])
     found, expected = (rows_of(one, name, 0, num).float() for one in (target, whole))
     # In bf16 rounding differs by the shape of the attention. Rows of other tokens differ by as much as their norm.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -183,12 +175,12 @@ def test_a_row_that_left_must_not_count_as_computed(model: CausalModel, monkeypa
     caller.run(caller.span())
     drafts = expected[1:6]
     checkpoint = target._ledger.speculate("a", (expected[0], *drafts))
-    packed = target._packed([SpanInput("a", caller.computed_len, (expected[0], *drafts), 5)])
-    watch = RandomWatch([SpanInput("a", caller.computed_len, (expected[0], *drafts), 5)], random.Random(0), (2,))
+    packed = [PackedSpan(caller.computed_len, (expected[0], *drafts), target._ledger.block_table("a"))]
+    watch = RandomWatch([Span.bound("a", caller.computed_len, (expected[0], *drafts), 5)], random.Random(0), (2,))
     monkeypatch.setattr(watch.rng, "randint", lambda first, last: first)
     model.forward_watched(packed, target._cache, (), watch)
     target._ledger.commit(checkpoint, 6)
-    outcome = target.execute([SpanInput("a", caller.computed_len + 6, (9,), samples=True)])[0]
+    outcome = target.execute([Span.bound("a", caller.computed_len + 6, (9,), samples=True)])[0]
     assert outcome.error is not None
 
 
@@ -204,7 +196,7 @@ def test_margins_after_the_last_layer_tell_what_will_be_chosen(model: CausalMode
         span = caller.span(drafts)
         rows = watched_rows([span], target._states)
         checkpoint = target._ledger.speculate("a", span.token_ids)
-        hidden = model.forward(target._packed([span]), target._cache)
+        hidden = model.forward([PackedSpan(span.base_len, span.token_ids, target._ledger.block_table("a"))], target._cache)
         target._ledger.commit(checkpoint, 0)
         scores = ReducedScores(model, np.arange(VOCABULARY))
         margins = scores.margins(hidden[:3], rows.drafts, rows.keys, rows.temperatures)
@@ -246,7 +238,7 @@ def test_exits_are_learned_where_rows_cost_time(
         assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
         for caller in callers:
             target.release(caller.request.id)
-    assert any(watch.has_left for watch in watches) == (cost is STEEP)
+    assert any(rows_left(watch) for watch in watches) == (cost is STEEP)
 
 
 def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
@@ -275,7 +267,7 @@ def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
         wrong = (expected[1][2] + 1) % VOCABULARY
         spans = [callers[0].span(expected[0][1:6]), callers[1].span((expected[1][1], wrong, *expected[1][3:6]))]
         outcomes = target.execute(spans)
-        assert [outcome.token_ids for outcome in outcomes] == [tuple(expected[0][1:7]), tuple(expected[1][1:3])]
+        assert [outcome.chosen for outcome in outcomes] == [tuple(expected[0][1:7]), tuple(expected[1][1:3])]
         (watch,) = watches
         assert watch.plan is None
         has_left.append(watch.span_lens.tolist())
@@ -309,7 +301,7 @@ class Recorded:
     exits: EarlyExit
     watches: list[early_exit.PassWatch]
 
-    def watch(self, spans: Sequence[SpanInput], states: Mapping[str, SamplingState]) -> "early_exit.PassWatch | None":
+    def watch(self, spans: Sequence[Span], states: Mapping[str, SamplingState]) -> "early_exit.PassWatch | None":
         watch = self.exits.watch(spans, states)
         if watch is not None:
             self.watches.append(watch)
@@ -351,6 +343,16 @@ def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     target.release("a")
 
 
+def rows_left(watch: early_exit.PassWatch) -> bool:
+    return watch.nums_drafts() != [span.num_drafts for span in watch.spans]
+
+
+def chose(watch: early_exit.PassWatch, *token_ids: int) -> None:
+    """The pass of one span ends with these tokens, all but the last of them accepted drafts."""
+    watch.spans[0].chosen, watch.spans[0].num_accepted = token_ids, len(token_ids) - 1
+    watch.learn()
+
+
 def test_exits_that_lost_their_trial_are_learned_of_rarely(
     trying: Callable[[], early_exit.PassWatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,9 +368,9 @@ def test_exits_that_lost_their_trial_are_learned_of_rarely(
 def test_a_control_pass_does_no_more_than_a_plain_one(
     trying: Callable[[], early_exit.PassWatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched: list[Sequence[SpanInput]] = []
+    watched: list[Sequence[Span]] = []
 
-    def counted(spans: Sequence[SpanInput], *others: Any) -> WatchedRows:
+    def counted(spans: Sequence[Span], *others: Any) -> WatchedRows:
         watched.append(spans)
         return watched_rows(spans, *others)
 
@@ -393,7 +395,7 @@ def test_a_request_of_which_no_draft_was_rejected_is_not_checked(
         while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
             pass
         watch.span_lens -= num_left
-        watch.learn([SpanOutcome("a", (*(1, 2, 3)[:num_accepted], last_id), num_accepted)])
+        chose(watch, *(1, 2, 3)[:num_accepted], last_id)
         while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
             pass
         return len(watch._rows.at)
@@ -414,12 +416,12 @@ def test_exits_that_are_faster_and_lose_tokens_are_turned_off(trying: Callable[[
         clock_s = time.perf_counter()
         if watch.plan.is_off:
             watch._started_s = clock_s - 2.0
-            watch.learn([SpanOutcome("a", (1, 9), 1)])
+            chose(watch, 1, 9)
         else:
             num_exits += 1
             watch._started_s = clock_s - 1.0
             watch.span_lens -= 3  # all drafts left; the first was right
-            watch.learn([SpanOutcome("a", (1,), 0)])
+            chose(watch, 1)
     assert num_exits < 2 * early_exit.PERIOD
 
 
@@ -432,12 +434,12 @@ def test_a_pass_that_checks_no_row_says_nothing_of_exits(
     noted: list[bool] = []
     assert watch.trial is not None
     monkeypatch.setattr(watch.trial, "note", lambda is_used, cost: noted.append(is_used))
-    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)])
+    chose(watch, 1, 2, 3, 7)
     assert noted == [True]
     while (watch := trying()) is None or watch.plan is None or watch.plan.is_off:
         pass
     assert watch.num_watched == 0
-    watch.learn([SpanOutcome("a", (1, 2, 3, 7), 3)])
+    chose(watch, 1, 2, 3, 7)
     assert noted == [True]
 
 

@@ -68,8 +68,8 @@ def test_only_lengths_and_drafts_are_corrected_after_a_pass() -> None:
     plan = planned(ahead, after)
     assert not planner.made
     assert [span.num_compute for span in plan.spans] == [1] * NUM
-    assert sum(span.num_verify for span in plan.spans) == 40, "up to the knee"
-    assert [span.num_verify for span in plan.spans[:10]] == [3] * 10
+    assert sum(span.num_drafts for span in plan.spans) == 40, "up to the knee"
+    assert [span.num_drafts for span in plan.spans[:10]] == [3] * 10
     assert plan.best_left_out == pytest.approx(0.4)
     planned(ahead, after)
     assert planner.made, "an expected plan is used once"
@@ -81,7 +81,7 @@ def test_who_ended_is_left_out_and_no_draft_goes_beyond_an_end() -> None:
     plan = planned(ahead, after)
     assert not planner.made
     assert [span.request_id for span in plan.spans] == [f"r{i}" for i in range(NUM // 2)]
-    assert sum(span.num_verify for span in plan.spans) == 20
+    assert sum(span.num_drafts for span in plan.spans) == 20
     assert plan.spans[3] == Span("r3", 1, 0)
 
 

@@ -55,7 +55,7 @@ def lengths_by(policy: str, batch: list[SequenceView], drafters: dict[str, Draft
 
 
 def spans_of(step: StepPlan) -> dict[str, tuple[int, int]]:
-    return {span.request_id: (span.num_compute, span.num_verify) for span in step.spans}
+    return {span.request_id: (span.num_compute, span.num_drafts) for span in step.spans}
 
 
 def test_a_lone_request_waits_for_its_proposal_no_longer_than_it_is_worth() -> None:
@@ -198,7 +198,7 @@ def test_the_best_draft_token_without_a_row_is_told() -> None:
     knee = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
     batch = [view(str(i), num_drafted=2, survival=(0.9 - 0.1 * i, 0.5 - 0.1 * i)) for i in range(4)]
     step = StepPlanner().plan(batch, {"d": QUICK}, CAPACITY, knee, 1.0)
-    assert {span.num_verify for span in step.spans} == {1}
+    assert {span.num_drafts for span in step.spans} == {1}
     assert step.best_left_out == 0.5
     assert StepPlanner().plan(batch[:2], {"d": QUICK}, CAPACITY, knee, 1.0).best_left_out == 0.0, "all are verified"
 
@@ -278,20 +278,20 @@ def test_no_plan_asks_for_more_than_there_is(
     spans = [(by_id[span.request_id], span) for span in step.spans]
     assert len({span.request_id for span in step.spans}) == len(step.spans)
     assert not {span.request_id for span in step.spans} & (set(step.preempted) | set(step.held))
-    assert sum(span.num_compute + span.num_verify for span in step.spans) <= max_pass_tokens
+    assert sum(span.num_compute + span.num_drafts for span in step.spans) <= max_pass_tokens
 
     def blocks(length: int) -> int:
         return -(-length // capacity.block_len)
 
     freed = sum(blocks(by_id[name].computed_len) for name in step.preempted)
-    needed = sum(blocks(s.computed_len + span.num_compute + span.num_verify) - blocks(s.computed_len) for s, span in spans)
+    needed = sum(blocks(s.computed_len + span.num_compute + span.num_drafts) - blocks(s.computed_len) for s, span in spans)
     num_running = sum(s.running for s in batch)
     if num_running != 1 or num_free > 0:  # a lone sequence without a block is refused when it is submitted
         assert needed <= num_free + freed
     for s, span in spans:
         assert 1 <= span.num_compute <= s.committed_len - s.computed_len
-        assert span.num_verify <= s.num_drafted
-        assert span.num_verify == 0 or span.num_compute == s.committed_len - s.computed_len
+        assert span.num_drafts <= s.num_drafted
+        assert span.num_drafts == 0 or span.num_compute == s.committed_len - s.computed_len
         assert s.running or s.request_id in step.admitted
     if any(s.running for s in batch) and num_running > 1:
         assert step.spans or step.preempted or step.held, "a plan that does nothing while there is work"

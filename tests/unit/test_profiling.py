@@ -36,7 +36,6 @@ from engine.factory import load_target as load_native
 from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
 from engine.pass_timing import measure_cost
-from engine.target import SpanInput, SpanOutcome
 from engine.target_probe import TargetProbe
 from profiler.interleaved import TimingBudget
 from profiler.latency import FORMS
@@ -45,6 +44,7 @@ from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
 from router.drafter.router import Router, SlotReport
+from router.plan import Span
 from tests.support.dspark import write_dspark
 
 pytestmark = pytest.mark.usefixtures("known_costs")
@@ -72,9 +72,9 @@ class Watched:
         self._target, self._ticks = target, ticks
         self.open, self.release, self.capacity = target.open, target.release, target.capacity
         self.check_integrity = target.check_integrity
-        self.passes: list[tuple[int, list[SpanInput]]] = []
+        self.passes: list[tuple[int, list[Span]]] = []
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         self.passes.append((self._ticks.num, list(spans)))
         return self._target.execute(spans)
 

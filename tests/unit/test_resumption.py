@@ -26,8 +26,8 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo, TokenLo
 from drafters.registry import make_drafter
 from engine.factory import load_target
 from engine.native import NativeTarget
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
+from router.plan import Span
 from tests.support.quick import first
 from tests.support.waiting import eventually
 
@@ -56,7 +56,7 @@ class HaltingTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         if self.num_left == 0:
             self.halted.set()
             assert self.goes_on.wait(WAIT_S)
@@ -258,9 +258,9 @@ async def test_a_target_that_has_not_noticed_the_loss_of_a_link_continues_its_re
 
 @pytest.mark.parametrize("num_passes", [0, 4])  # with 0 it has no output yet
 async def test_a_full_queue_takes_a_request_that_was_taken_before(replicas: Replicas, num_passes: int) -> None:
-    replicas.second.loop._max_waiting = 0  # new requests are refused
+    replicas.second.loop._admission._max_waiting = 0  # new requests are refused
     (found,) = await disturbed(replicas, [request(3)], num_passes)
-    replicas.second.loop._max_waiting = 9
+    replicas.second.loop._admission._max_waiting = 9
     assert tokens(found) == tokens((await undisturbed(replicas, [request(3)]))[0])
     await replicas.client.close()
 

@@ -13,13 +13,13 @@ from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, DraftTerms, Request, RoutingTable
 from engine.loop_status import StepReport
 from engine.request_spans import RequestSpans
-from engine.round import TargetLoop
-from engine.target import SpanInput, SpanOutcome
+from engine.round import DrafterPool, Policies, TargetLoop
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
 from router.drafting.length import DraftLengths
 from router.drafting.value import PRICE_STEPS
+from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
@@ -41,7 +41,7 @@ def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when
     cost = TableCost((1, 32), (PASS_S, PASS_S + 31 * row_s))
     table = RoutingTable(1, defaults=(("d",),))
     lengths = DraftLengths({"d": 5})
-    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, table=table, draft_lengths=lengths)
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, Policies(draft_lengths=lengths), DrafterPool(table))
     network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
     network.connect("memory://t", drafter_inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
     gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
@@ -49,9 +49,9 @@ def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when
     rounds: list[DraftRound] = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         if begun.plan.spans:
-            outcomes = loop.execute(begun)
+            loop.execute(begun)
             clock.now_s += PASS_S
-            loop.finish(begun, outcomes, clock.now_s)
+            loop.finish(begun, clock.now_s)
         for event in drafter_inbox.drain():
             if isinstance(event, Received) and isinstance(event.message, DraftRound):
                 rounds.append(event.message)
@@ -82,10 +82,10 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         begun = loop.begin(clock.now_s)
         if isinstance(begun, StepReport):
             break
-        outcomes = loop.execute(begun)
+        loop.execute(begun)
         assert begun.spans
         clock.now_s += slowdown * PASS_S  # an event queue does other things meanwhile
-        loop.finish(begun, outcomes, clock.now_s)
+        loop.finish(begun, clock.now_s)
         for event in inbox.drain():
             if isinstance(event, Received) and isinstance(event.message, CommitRound):
                 commits += event.message.commits
@@ -104,7 +104,9 @@ def test_prompts_that_are_cached_begin_together() -> None:
     """Beside streams, whose passes have room for few prompt tokens."""
     clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
     planner = StepPlanner(PlannerSettings(max_chunk_len=16))
-    loop = TargetLoop(ToyTarget(num_blocks=64), MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock, planner)
+    loop = TargetLoop(
+        ToyTarget(num_blocks=64), MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock, Policies(planner)
+    )
     network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
     gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
 
@@ -117,9 +119,9 @@ def test_prompts_that_are_cached_begin_together() -> None:
         for _ in range(num):
             begun = loop.begin(clock.now_s)
             assert not isinstance(begun, StepReport)
-            outcomes = loop.execute(begun)
+            loop.execute(begun)
             clock.now_s += PASS_S
-            loop.finish(begun, outcomes, clock.now_s)
+            loop.finish(begun, clock.now_s)
             found.append({span.request_id for span in begun.spans})
         return found
 
@@ -144,7 +146,7 @@ class Launching(ToyTarget):
         self.nums_learned: list[tuple[int, int]] = []  # passes, before and after the work beside each pass
         self.telemetry = Telemetry()
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         before = self.telemetry.num_passes
         if self.meanwhile is not None and self._calls_back:
             self.meanwhile()
@@ -167,7 +169,8 @@ class Served:
         self.cost: CostModel = OnlineCost(table_cost) if corrects_cost else table_cost
         mailbox, network, planner = Mailbox(), LocalNetwork(), StepPlanner(PlannerSettings(max_hold_s=max_hold_s))
         table = RoutingTable(1, defaults=(("d",),))
-        self.loop = TargetLoop(engine, MODEL, mailbox, self.cost, self.clock, planner, table, colocated=colocated)
+        pool = DrafterPool(table, colocated)
+        self.loop = TargetLoop(engine, MODEL, mailbox, self.cost, self.clock, Policies(planner), pool)
         if isinstance(engine, Launching):
             engine.telemetry = self.loop.telemetry
         network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
@@ -186,9 +189,9 @@ class Served:
             begun = self.loop.begin(self.clock.now_s)
             self.clock.now_s += PASS_S
             if not isinstance(begun, StepReport):
-                outcomes = self.loop.execute(begun)
+                self.loop.execute(begun)
                 self.clock.now_s += PASS_S * len(begun.spans)
-                self.loop.finish(begun, outcomes, self.clock.now_s)
+                self.loop.finish(begun, self.clock.now_s)
             for event in self.inbox.drain():
                 if isinstance(event, Received) and isinstance(event.message, CommitRound):
                     self.num_told += sum(len(commit.token_ids) for commit in event.message.commits)
@@ -240,7 +243,7 @@ def test_clients_are_told_beside_the_next_pass_and_a_lost_one_ends_after_it() ->
     class Computing(Launching):
         computes, loses = False, False
 
-        def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
             before, self.computes = len(served.inbox._events), True
             if self.loses:
                 served.gateway.close()
@@ -303,7 +306,8 @@ def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clien
     """They draft meanwhile. What a client is told is counted."""
     clock, mailbox, network = Clock(), Mailbox(), LocalNetwork()
     cost = TableCost((1, 32), (PASS_S, PASS_S))
-    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, table=RoutingTable(1, defaults=(("d",),)))
+    pool = DrafterPool(RoutingTable(1, defaults=(("d",),)))
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, pool=pool)
     seen: dict[str, list[int]] = {"drafter": [], "client": []}
 
     class Seeing(Mailbox):

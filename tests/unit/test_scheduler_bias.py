@@ -13,12 +13,12 @@ import torch
 from scipy import stats
 
 from cluster.sampling_params import SamplingParams
-from engine.acceptance import verdict
+from engine.acceptance import accept
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES
 from router.drafting.verification import PassRows, VerificationPolicy, VerifyContext
-from router.plan import SequenceView
+from router.plan import SequenceView, Span
 from tests.support.verification import a_pass, decoding
 
 A, B = 0, 1
@@ -72,7 +72,10 @@ def by_shared_noise(name: str) -> list[int]:
     drafts = [(chosen.token_ids[0], B)[: num_verified(scheduler, chosen.token_ids[0])] for chosen in drafted]
     spans = [SampleSpan(state, draft, len(draft) + 1) for state, draft in zip(states, drafts, strict=True)]
     chosen = sampler.choose(logits(TARGET, sum(span.num_rows for span in spans)), spans)
-    return [verdict("r", draft, one).token_ids[0] for draft, one in zip(drafts, chosen, strict=True)]
+    outcomes = [Span("r", 1, len(draft)) for draft in drafts]
+    for outcome, draft, one in zip(outcomes, drafts, chosen, strict=True):
+        accept(outcome, draft, one)
+    return [outcome.chosen[0] for outcome in outcomes]
 
 
 def logits(probabilities: Sequence[float], num_rows: int) -> torch.Tensor:

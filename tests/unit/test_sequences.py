@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from cluster.sampling_params import SamplingParams
-from cluster.types import FinishReason, ModelInfo, Prefill, Proposal, Request
+from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal, Request
 from engine.sequences import LiveSequence, Sequences
-from engine.target import SpanOutcome
 from router.plan import Span
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -17,9 +16,21 @@ def start(**parameters: Any) -> tuple[Sequences, LiveSequence]:
     sequences = Sequences(MODEL)
     sampling = SamplingParams(**{"max_tokens": 10, **parameters})
     sequence = sequences.add(Request("r", (1, 2, 3), sampling, 0.0))
-    sequence.running, sequence.computed_len = True, 2
+    sequence.admit(2, 0.0)
     sequence.draft.switch(("d",))
     return sequences, sequence
+
+
+def planned(sequences: Sequences, num_compute: int, num_drafts: int = 0) -> Span:
+    span = Span("r", num_compute, num_drafts)
+    sequences.bind([span])
+    return span
+
+
+def commit(sequences: Sequences, span: Span) -> Commit:
+    committed = sequences.commit(span, 1.0)
+    assert committed is not None
+    return committed[1]
 
 
 def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
@@ -41,11 +52,11 @@ def test_prefill_is_measured_from_the_first_admission() -> None:
 def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
     sequences, sequence = start()
     sequence.draft.offer(propose(3, 5, 6, 7))
-    span = sequences.span_input(Span("r", 1, 3))
+    span = planned(sequences, 1, 3)
     assert (span.base_len, span.token_ids, span.num_drafts, span.samples) == (2, (3, 5, 6, 7), 3, True)
-    commit = sequences.apply(span, SpanOutcome("r", (5, 6, 8), 2))
-    assert commit is not None
-    assert (commit.base_len, commit.token_ids, commit.num_proposed, commit.num_accepted) == (3, (5, 6, 8), 3, 2)
+    span.chosen, span.num_accepted = (5, 6, 8), 2
+    made = commit(sequences, span)
+    assert (made.base_len, made.token_ids, made.num_proposed, made.num_accepted) == (3, (5, 6, 8), 3, 2)
     assert (sequence.computed_len, len(sequence.token_ids), sequence.draft.proposal) == (5, 6, None)
 
 
@@ -53,9 +64,9 @@ def test_a_chunk_that_does_not_reach_the_end_commits_nothing() -> None:
     sequences, sequence = start()
     sequence.computed_len = 0
     sequence.draft.offer(propose(3, 5))
-    span = sequences.span_input(Span("r", 2, 0))
+    span = planned(sequences, 2)
     assert (span.token_ids, span.samples, span.num_drafts) == ((1, 2), False, 0)
-    assert sequences.apply(span, SpanOutcome("r", (), 0)) is None
+    assert sequences.commit(span, 1.0) is None
     assert sequence.computed_len == 2
     assert sequence.draft.proposal is not None
 
@@ -78,16 +89,16 @@ def test_what_lies_beyond_the_end_is_cut_off(
 ) -> None:
     sequences, sequence = start(**parameters)
     sequence.draft.offer(propose(3, *token_ids[:-1]))
-    span = sequences.span_input(Span("r", 1, len(token_ids) - 1))
-    commit = sequences.apply(span, SpanOutcome("r", token_ids, len(token_ids) - 1))
-    assert commit is not None
-    assert (commit.token_ids, commit.finish, sequence.finish) == (committed, finish, finish)
-    assert commit.num_accepted == min(len(token_ids) - 1, len(committed))
+    span = planned(sequences, 1, len(token_ids) - 1)
+    span.chosen, span.num_accepted = token_ids, len(token_ids) - 1
+    made = commit(sequences, span)
+    assert (made.token_ids, made.finish, sequence.finish) == (committed, finish, finish)
+    assert made.num_accepted == min(len(token_ids) - 1, len(committed))
 
 
 def test_a_failed_span_ends_with_its_reason() -> None:
     sequences, _ = start()
-    span = sequences.span_input(Span("r", 1, 0))
-    commit = sequences.apply(span, SpanOutcome("r", (), 0, error="no number among the logits"))
-    assert commit is not None
-    assert (commit.finish, commit.error, commit.token_ids) == (FinishReason.ERROR, "no number among the logits", ())
+    span = planned(sequences, 1)
+    span.error = "no number among the logits"
+    made = commit(sequences, span)
+    assert (made.finish, made.error, made.token_ids) == (FinishReason.ERROR, "no number among the logits", ())

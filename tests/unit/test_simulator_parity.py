@@ -19,7 +19,7 @@ from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from drafters.replay import Recording
 from drafters.sessions import SessionLimits
-from engine.round import TargetLoop
+from engine.round import DrafterPool, Policies, TargetLoop
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
 from router.drafting.policies import build_draft_lengths
@@ -70,7 +70,7 @@ class Noting:
         for plan in self.plans:
             for span in plan.spans:
                 if span.num_compute == 1:
-                    found[span.request_id].append(span.num_verify)
+                    found[span.request_id].append(span.num_drafts)
         return dict(found)
 
 
@@ -96,7 +96,7 @@ def live(requests: Sequence[Request]) -> Rounds:
     table = RoutingTable(1, defaults=(("ngram",),))
     engine = ToyTarget(512, max_num_sequences=NUM_REQUESTS, max_pass_tokens=MAX_PASS_TOKENS, prefix_cache=False)
     lengths = build_draft_lengths(LENGTHS, {"ngram": DRAFT_LEN})
-    target = TargetLoop(engine, MODEL, target_mailbox, COST, lambda: now_s, planner, table, draft_lengths=lengths)
+    target = TargetLoop(engine, MODEL, target_mailbox, COST, lambda: now_s, Policies(planner, lengths), DrafterPool(table))
     drafter = DrafterLoop("ngram", lookup(), drafter_mailbox, SessionLimits(max_draft_len=DRAFT_LEN))
 
     def hello(role: Role, name: str) -> Hello:
@@ -118,7 +118,7 @@ def recorded(requests: Sequence[Request]) -> list[AgreementAnswer]:
     answers = [Recording(one.id, "toy", one.prompt_token_ids, plain_run(one), one.sampling) for one in requests]
     recorder = Recorder("toy", [("ngram", "ngram")], DRAFT_LEN, 0.0)
     for one, drafts in zip(answers, agreement(lookup(), answers, DRAFT_LEN), strict=True):
-        recorder.add(one.name, "toy", len(one.prompt_token_ids), (0.0,) * 18, [drafts])
+        recorder.add(one.name, "toy", len(one.prompt_token_ids), [drafts])
     recording = recorder.recording()
     return [recording.answer(number) for number in range(len(requests))]
 

@@ -53,7 +53,7 @@ def chunks(step: StepPlan) -> dict[str, int]:
 
 
 def pass_s(step: StepPlan) -> float:
-    return COST.step_s(sum(span.num_compute + span.num_verify for span in step.spans), 0)
+    return COST.step_s(sum(span.num_compute + span.num_drafts for span in step.spans), 0)
 
 
 def test_a_pass_takes_at_most_the_tightest_objective_and_half_of_what_is_ahead_of_it() -> None:
@@ -123,15 +123,15 @@ def test_passes_compute_what_due_prompts_need() -> None:
 def test_algorithm_3_is_minus_one_beyond_the_tpot_of_the_batch() -> None:
     """AdaSpec: a pass may commit a single token, so it takes at most the tightest objective, ahead or not."""
     ahead = decoding(tpot_s=0.012, num_tokens=50, since_s=0.1, num_drafted=4, survival=(0.9,) * 4, drafter="d")
-    assert [s.num_verify for s in plan([ahead], verification="adaspec").spans] == [2]
-    assert [s.num_verify for s in plan([replace(ahead, slo=None)], verification="adaspec").spans] == [4]
+    assert [s.num_drafts for s in plan([ahead], verification="adaspec").spans] == [2]
+    assert [s.num_drafts for s in plan([replace(ahead, slo=None)], verification="adaspec").spans] == [4]
 
 
 @pytest.mark.parametrize("verification", ["outrider", "goodput"])
 def test_drafts_fit_what_the_tightest_stream_leaves(verification: str) -> None:
     drafted = [decoding(str(i), num_drafted=8, survival=(0.95,) * 8, drafter="d") for i in range(4)]
     lax, tight = plan(drafted, verification=verification), decoding("t", tpot_s=0.03, num_tokens=2, since_s=0.03)
-    assert sum(s.num_verify for s in lax.spans) > 24
+    assert sum(s.num_drafts for s in lax.spans) > 24
     assert pass_s(plan([*drafted, tight], verification=verification)) <= 0.03 + 1e-9
 
 
@@ -167,7 +167,7 @@ def test_drafts_give_way_to_what_is_due_of_a_prompt_that_attends_to_much() -> No
     batch = [decoding(str(i), tpot_s=0.08, num_drafted=10, survival=(0.95,) * 10, drafter="d") for i in range(3)]
     cost = RowsAttend((1, 1001), (0.01, 1.01))
     step = StepPlanner(PlannerSettings(max_chunk_len=64)).plan([*batch, due], {}, CAPACITY, cost, NOW_S)
-    assert sum(span.num_verify for span in step.spans) == 0
+    assert sum(span.num_drafts for span in step.spans) == 0
     assert chunks(step)["p"] == 34
 
 

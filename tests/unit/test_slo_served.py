@@ -15,8 +15,8 @@ from cluster.errors import Unattainable
 from cluster.sampling_params import SamplingParams
 from cluster.slo import SloCounts
 from cluster.types import FinishReason, Request, Slo
-from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
+from router.plan import Span
 from tests.support.api import chat_body, finishing, serving, token_ids
 from tests.support.scripted import Step
 from tests.support.toys import MODEL, ToyTarget
@@ -61,7 +61,7 @@ async def test_answers_are_counted_by_class_and_those_without_one_are_not() -> N
 class Slow(ToyTarget):
     """Takes some time for a pass, so that streams are live for a while."""
 
-    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         time.sleep(0.01)
         return super().execute(spans)
 

@@ -25,6 +25,7 @@ from cluster.slo import Attainment
 from cluster.spans import FinishedSpan
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
+from engine.admission import AdmissionRules
 from engine.colocated import ColocatedDrafters
 from engine.drafting_monitor import DraftingMonitor
 from engine.early_exit import EarlyExit
@@ -32,7 +33,7 @@ from engine.factory import load_target
 from engine.native import NativeTarget
 from engine.pass_costs import PassCosts, PassCounts
 from engine.request_spans import RequestSpans
-from engine.round import TargetLoop
+from engine.round import DrafterPool, Policies, TargetLoop
 from engine.slo_monitor import SloMonitor
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
@@ -138,11 +139,9 @@ class Fuzz:
             self.mailbox,
             OnlineCost(COST) if rng.random() < 0.5 else COST,
             self._clock,
-            StepPlanner(settings),
-            RoutingTable(0, defaults=(("far",), ("near",)), scorers=("far",)),
-            draft_lengths=build_draft_lengths(length, {"far": 64, "near": 8}),
-            colocated=colocated,
-            grammars=engine.grammars,
+            Policies(StepPlanner(settings), build_draft_lengths(length, {"far": 64, "near": 8})),
+            DrafterPool(RoutingTable(0, defaults=(("far",), ("near",)), scorers=("far",)), colocated),
+            AdmissionRules(grammars=engine.grammars),
         )
         self.loop._deferred._is_deferred = not colocated  # as on a GPU
         self.spans = Spans()

@@ -27,12 +27,12 @@ from engine.models.config import load_config
 from engine.models.int8 import stored
 from engine.models.weights import LinearWeight, SafetensorsFolder, open_weights
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
-from engine.target import SpanInput
 from engine.tensor_parallel.group import GlooRanks, NcclRanks
 from engine.tensor_parallel.leader import LeadingTarget
 from engine.tensor_parallel.rounds import Follower, RankChange, RankRound, decode, encode
 from engine.tensor_parallel.sampling import ShardedSampler
 from engine.tensor_parallel.sharding import shard_of, split
+from router.plan import Span
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.support.sampling_cases import states
@@ -199,7 +199,7 @@ def test_a_round_arrives_as_it_was_sent() -> None:
     sampling = SamplingParams(9, 0.7, top_k=3, logit_bias=((4, 1.5),), seed=2**63 + 5)
     sent = RankRound(
         (RankChange(release="a"), RankChange(open=Open("a", (1, 2, 3), 2, sampling)), RankChange(release="")),
-        (SpanInput("a", 2, (3, 4, 5), 2), SpanInput("b", 0, (7, 8), samples=False)),
+        (Span.bound("a", 2, (3, 4, 5), 2), Span.bound("b", 0, (7, 8), samples=False)),
     )
     assert decode(encode(sent)) == sent
     assert decode(encode(RankRound(ends=True))) == RankRound(ends=True)
@@ -213,7 +213,7 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(uneven: Path) -> None:
         assert isinstance(leader, LeadingTarget)
         leader.open(Request("a", (1, 2, 3), SamplingParams(4), 0.0), (1, 2, 3))
         with pytest.raises(RankLost, match=r"rank 0 of 2 lost another rank \(.*imed out.*\): send the request again"):
-            leader.execute([SpanInput("a", 0, (1, 2, 3))])
+            leader.execute([Span.bound("a", 0, (1, 2, 3))])
         leader.check_integrity()
 
 

@@ -15,10 +15,11 @@ from cluster.errors import InvalidField, ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.model_facts import read_facts
-from engine.target import LoadedTarget, SpanInput
+from engine.target import LoadedTarget
 from engine.vllm.arguments import VllmLimits, engine_arguments
 from engine.vllm.engine_args import argument_switches
 from engine.vllm.environment import prepare_environment
+from router.plan import Span
 from tests.support.features import rows_of
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
 from tests.support.vllm_models import WINDOW, write_model
@@ -89,7 +90,7 @@ def test_hidden_states_lie_in_the_slots_of_layers_with_full_attention(windowed: 
     found = []
     for name, num_cached in (("first", 0), ("again", 2 * WINDOW)):
         assert windowed.open(Request(name, prompt, sampling, arrival_s=0.0), prompt) == num_cached
-        windowed.execute([SpanInput(name, num_cached, prompt[num_cached:])])
+        windowed.execute([Span.bound(name, num_cached, prompt[num_cached:])])
         found.append(rows_of(windowed, name, 0, len(prompt)))
         windowed.release(name)
     torch.testing.assert_close(found[0][:, :128], windowed.embedding[list(prompt)])

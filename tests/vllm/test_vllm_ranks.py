@@ -18,8 +18,9 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, ModelInfo, Request
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from engine.models.tokenizer import fingerprint
-from engine.target import AdapterHost, LoadedTarget, SpanInput
+from engine.target import AdapterHost, LoadedTarget
 from router.cost_model import TableCost
+from router.plan import Span
 from tests.support.dspark import write_dspark
 from tests.support.features import rows_of
 from tests.support.target_driver import play, play_with_drafter
@@ -93,8 +94,8 @@ def test_hidden_states_and_embedding_are_those_of_one_rank(one: LoadedTarget, tw
     found = []
     for engine in (one, two):
         engine.open(asked, asked.prompt_token_ids)
-        engine.execute([SpanInput(asked.id, 0, asked.prompt_token_ids[:16], samples=False)])
-        engine.execute([SpanInput(asked.id, 16, asked.prompt_token_ids[16:])])
+        engine.execute([Span.bound(asked.id, 0, asked.prompt_token_ids[:16], samples=False)])
+        engine.execute([Span.bound(asked.id, 16, asked.prompt_token_ids[16:])])
         found.append(rows_of(engine, asked.id, 0, len(asked.prompt_token_ids)))
         engine.release(asked.id)
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
@@ -121,7 +122,7 @@ def test_a_rank_killed_in_a_pass_ends_the_engine(folder: Path) -> None:
     engine = make_vllm(folder, num_ranks=2)
     ranks, num_passes, execute = rank_processes(before=others), 0, engine.execute
 
-    def killing(spans: Sequence[SpanInput]) -> Any:
+    def killing(spans: Sequence[Span]) -> Any:
         nonlocal num_passes
         num_passes += 1
         if num_passes == 9:
@@ -139,7 +140,7 @@ def test_a_rank_killed_in_a_pass_ends_the_engine(folder: Path) -> None:
         cluster.close()
     eventually(lambda: all(map(has_ended, ranks)))
     with pytest.raises(RuntimeError, match="computes nothing after an error"):
-        engine.execute([SpanInput("later", 0, (1, 2))])
+        engine.execute([Span.bound("later", 0, (1, 2))])
     engine.close()
 
 

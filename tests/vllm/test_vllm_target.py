@@ -21,11 +21,12 @@ from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.ngram import NgramDrafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
-from engine.target import LoadedTarget, SpanInput
+from engine.target import LoadedTarget
 from engine.target_probe import TargetProbe
 from engine.vllm.environment import RUNNER_V2
 from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
+from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.features import rows_of
@@ -91,18 +92,18 @@ def test_hidden_states_are_those_of_the_native_target(target: LoadedTarget, nati
         asked = request("states-1", length=2 * BLOCK_LEN + 9)
         prompt = asked.prompt_token_ids
         engine.open(asked, prompt)
-        engine.execute([SpanInput(asked.id, 0, prompt[:40], samples=False)])
-        (first,) = engine.execute([SpanInput(asked.id, 40, prompt[40:])])
-        span = SpanInput(asked.id, len(prompt), (*first.token_ids, 3, 4), num_drafts=2)
+        engine.execute([Span.bound(asked.id, 0, prompt[:40], samples=False)])
+        (first,) = engine.execute([Span.bound(asked.id, 40, prompt[40:])])
+        span = Span.bound(asked.id, len(prompt), (*first.chosen, 3, 4), num_drafts=2)
         (second,) = engine.execute([span])
-        committed_len = len(prompt) + 1 + len(second.token_ids)
+        committed_len = len(prompt) + 1 + len(second.chosen)
         rows = rows_of(engine, asked.id, 0, committed_len - 1)
         with pytest.raises(LookupError):
             rows_of(engine, asked.id, 0, committed_len)
         engine.release(asked.id)
         again = Request("states-again", prompt, asked.sampling, arrival_s=0.0)
         assert engine.open(again, prompt) == 2 * BLOCK_LEN
-        engine.execute([SpanInput(again.id, 2 * BLOCK_LEN, prompt[2 * BLOCK_LEN :])])
+        engine.execute([Span.bound(again.id, 2 * BLOCK_LEN, prompt[2 * BLOCK_LEN :])])
         cached = rows_of(engine, again.id, 0, len(prompt))
         engine.release(again.id)
         torch.testing.assert_close(cached, rows[: len(prompt)], atol=1e-4, rtol=1e-4)
@@ -211,7 +212,7 @@ def test_after_an_error_of_the_engine_streams_end_and_nothing_is_computed(folder
     with pytest.raises(RuntimeError, match="the embedded target failed: RuntimeError: the device is gone"):
         cluster.close()
     with pytest.raises(RuntimeError, match="computes nothing after an error"):
-        engine.execute([SpanInput("later", 0, (1, 2))])
+        engine.execute([Span.bound("later", 0, (1, 2))])
 
 
 @pytest.mark.skipif(ON_V2, reason="V2 refuses custom proposers")
