@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil, inf
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.config import DraftLengthConfig
+from cluster.config import DEFAULT_DRAFT_LEN, DraftLengthConfig
 from cluster.types import Commit, DraftTerms, FinishReason
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths, PassFeedback
@@ -20,6 +23,7 @@ from router.plan import DrafterView, SequenceView
 
 FLAT = TableCost((1, 1024), (0.01, 0.01))
 MAX_LEN = 8
+LONGEST = {"d": MAX_LEN, "short": 2}
 GOOD = {"d": DrafterView(0.0, 3.0, 0.8)}
 ADDING = {"d": DrafterView(0.0, 3.0, 0.8, request_s=0.001)}  # to the time of a batch, with each request
 
@@ -29,7 +33,7 @@ def view(name: str, drafter: str | None = "d") -> SequenceView:
 
 
 def policy(config: DraftLengthConfig) -> DraftLengths:
-    return build_draft_lengths(config, {"d": MAX_LEN, "short": 2})
+    return build_draft_lengths(config, LONGEST)
 
 
 def passed(num_right: Mapping[str, int], drafted: int = 4, round_s: float = 0.02, drafter: str = "d") -> PassFeedback:
@@ -300,6 +304,36 @@ class TestTurboSpec:
         assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(cost, self.VIEW))) == {
             "a": expected
         }
+
+    @given(
+        drafters=st.lists(st.sampled_from(["d", "short", None]), min_size=1, max_size=5),
+        acceptance=st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)),
+        row_s=st.sampled_from([0.0, 0.0005, 0.002, 0.01]),
+        reply_s=st.sampled_from([0.0, 0.004, 0.04, 0.2]),
+    )
+    def test_goodput_as_the_paper_has_it(
+        self, drafters: list[str | None], acceptance: tuple[float, float], row_s: float, reply_s: float
+    ) -> None:
+        cost = TableCost((1, 1001), (0.01, 0.01 + 1000 * row_s))
+        rates = dict(zip(("d", "short"), acceptance, strict=True))
+        views = {name: DrafterView(reply_s, 1.0, rate) for name, rate in rates.items()}
+
+        def goodput(length: int) -> float:
+            lens = [0 if one is None else min(length, LONGEST[one]) for one in drafters]
+            tokens = sum(
+                1.0 if one is None else (1 - rates[one] ** (k + 1)) / (1 - rates[one])
+                for one, k in zip(drafters, lens, strict=True)
+            )
+            drafting_s = max(reply_s * k / DEFAULT_DRAFT_LEN for k in lens)
+            return tokens / (drafting_s + cost.step_s(sum(lens) + len(lens), 0))
+
+        sequences = [view(f"r{i}", one) for i, one in enumerate(drafters)]
+        prompt = replace(view("prompt"), computed_len=3)  # not counted: it decodes nothing yet
+        found = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([*sequences, prompt], BatchState(cost, views)))
+        best = max(goodput(length) for length in range(MAX_LEN + 1))
+        assert goodput(max(found[s.request_id] for s in sequences if s.drafter) if any(drafters) else 0) == pytest.approx(
+            best
+        )
 
     def test_one_length_for_the_batch_and_more_rows_cost_more(self) -> None:
         cost = TableCost((1, 8, 100), (0.01, 0.01, 0.102))  # free up to 8 rows

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from cluster.config import DraftLengthConfig
 from router.cost_model import TableCost
@@ -127,6 +128,33 @@ def test_asynchronous_dspark_gives_the_capacity_to_the_likeliest() -> None:
 def test_nothing_to_decode_is_nothing_to_verify(policy: str) -> None:
     rows = decide(policy, [], a_pass(SMOOTH, num_prompt_tokens=9))
     assert (rows.verify_lens, rows.num_prompt_tokens) == ([], 9)
+
+
+@pytest.mark.parametrize("policy", sorted(VERIFICATION_POLICIES))
+@given(drawn=passes(), scale=st.sampled_from((2.0**-10, 2.0**10)))
+def test_a_machine_so_many_times_slower_is_served_alike(policy: str, drawn: Drawn, scale: float) -> None:
+    before = drawn.context
+    assume(isinstance(before.cost, TableCost))
+    assert isinstance(before.cost, TableCost)
+    limit_s = None if before.limit_s is None else scale * before.limit_s
+    seconds = tuple(scale * one for one in before.cost.step_s_at)
+    cost = TableCost(before.cost.rows, seconds, scale * before.cost.per_context_s)
+    scaled = replace(before, cost=cost, limit_s=limit_s, tpot_s=limit_s)
+    assert decide(policy, drawn.batch, scaled).verify_lens == decide(policy, drawn.batch, before).verify_lens
+
+
+@given(passes())
+def test_goodput_tries_each_length_for_the_whole_batch(drawn: Drawn) -> None:
+    drawn = replace(drawn, context=replace(drawn.context, weights={}))
+    candidates = []
+    for length in range(max(len(one.survival) for one in drawn.batch) + 1):
+        lens = [min(length, len(one.survival)) for one in drawn.batch]
+        if length and not drawn.is_allowed(sum(lens)):
+            break
+        candidates.append((drawn.expected(lens) / drawn.seconds(sum(lens)), lens))
+    best = max(rate for rate, _ in candidates)
+    chosen = drawn.lens_of(decide("goodput", drawn.batch, drawn.context))
+    assert drawn.expected(chosen) / drawn.seconds(sum(chosen)) == pytest.approx(best)
 
 
 @given(passes())
