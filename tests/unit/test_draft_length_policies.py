@@ -329,7 +329,7 @@ class TestTurboSpec:
 
         sequences = [view(f"r{i}", one) for i, one in enumerate(drafters)]
         prompt = replace(view("prompt"), computed_len=3)  # not counted: it decodes nothing yet
-        found = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([*sequences, prompt], BatchState(cost, views)))
+        found = lens(policy(DraftLengthConfig(kind="turbospec")).budgets([*sequences, prompt], DraftingValue(cost, views)))
         best = max(goodput(length) for length in range(MAX_LEN + 1))
         assert goodput(max(found[s.request_id] for s in sequences if s.drafter) if any(drafters) else 0) == pytest.approx(
             best

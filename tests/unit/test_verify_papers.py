@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import DraftLengthConfig
@@ -131,6 +131,7 @@ def test_nothing_to_decode_is_nothing_to_verify(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(VERIFICATION_POLICIES))
+@settings(max_examples=30)
 @given(drawn=passes(), scale=st.sampled_from((2.0**-10, 2.0**10)))
 def test_a_machine_so_many_times_slower_is_served_alike(policy: str, drawn: Drawn, scale: float) -> None:
     before = drawn.context
