@@ -5,10 +5,10 @@ lengthen the pass, proposals add handling to the round, and after rounds without
 measured per octave of batch sizes, apart for rounds in which prompts wait: a pass that prompts fill is not saved, and trials
 would delay first tokens.
 
-While drafts do not pay, a round without them gives a hundredth of its pass as credit. A trial begins when the credit covers
-what it will lose at least, with the time in which the drafter catches up; what it loses is debited. So trials take a
-hundredth of the time. No trial needs credit of more than _MOST_NEEDED passes, and larger debts are reduced to _MOST_OWED:
-else a drafter that stalled, or needs long to catch up, would not be tried again.
+While drafts do not pay, trials of some rounds lose a hundredth of the time (`router.estimates.trial.Exploration`): what a
+trial will lose at least, with the time in which the drafter catches up, must be covered, and what it loses is charged. No
+trial must be covered beyond _MOST_NEEDED plain passes, and debts are reduced to _MOST_OWED: otherwise a drafter that
+stalled, or needs long to catch up, would not be tried again.
 """
 
 from collections import deque
@@ -17,12 +17,12 @@ from statistics import median
 
 from router.estimates.decayed import UNUSUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
+from router.estimates.trial import Exploration
 
 _CATCH_UP_MEMORY = 4096.0  # tokens
 _PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
 _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
-_CREDIT = 0.01  # of a plain pass, for each round without drafts
 _FIRST_CREDIT = 1.0  # plain passes; where prompts wait as much is owed
 # A trial has at least so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a
 # round of a busy target. Where none are verified it ends after _MOST_ASKED rounds.
@@ -35,38 +35,42 @@ _REST_ROUNDS, _FEW_RESTS = 15, 5  # whose median is taken, and from how many on
 class _Situation:
     """Measurements of one octave of batch sizes, with or without prompts that wait."""
 
-    def __init__(self, plain_s: float = 0.0, prompts_wait: bool = False) -> None:
+    def __init__(self, prompts_wait: bool = False) -> None:
         self.draft_s = DraftTimes()
         # Rounds without pass and drafting, by whether it was queried in them.
         self.rest_s: dict[bool, deque[float]] = {asked: deque(maxlen=_REST_ROUNDS) for asked in (True, False)}
         self.on_trial = False
         self._saved_s, self._catch_up_s = DecayedMean(), DecayedMean()  # of a round that it is queried in
-        self._credit_s = (-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT) * plain_s
+        self._exploration = Exploration(credit=-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT)
+        self._plain_s = 0.0  # of a round without drafts
         self._trial = _Trial()
 
     def decide(self, batch: int, plain_s: float, draft_s: float, catch_up_s: Callable[[], float]) -> bool:
         draft_s += self._handling_s
+        self._plain_s = plain_s
+        exploration = self._exploration
         trial, num_rounds = self._trial, min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
         if self.on_trial and trial.num_verified < num_rounds and trial.num_asked < _MOST_ASKED:
             trial.num_asked += 1
             return True
         if self._saved_s.value > draft_s + self._catch_up_s.value:
-            self.on_trial, self._credit_s = False, 0.0
+            self.on_trial = False
+            exploration.reset()
             return True
         if self.on_trial:
-            if trial.num_verified and max(self._credit_s, trial.gain_s) > 0.0:
+            if trial.num_verified and max(exploration.credit, trial.gain_s) > 0.0:
                 return True
             self.on_trial = False
-            self._credit_s = max(self._credit_s, -_MOST_OWED * plain_s)
+            exploration.credit = max(exploration.credit, -_MOST_OWED)
         else:
             trial_s = 0.0  # of a batch size that has not been tried the drafts may save as much as they take
             if self.draft_s.num:
                 trial_s = num_rounds * max(draft_s - self._saved_s.value, _LEAST_LOSS * draft_s)
-            most_s = _MOST_NEEDED * plain_s
-            if self._credit_s >= min(trial_s, most_s) and self._credit_s >= min(trial_s + catch_up_s(), most_s):
+            most_s, credit_s = _MOST_NEEDED * plain_s, exploration.credit * plain_s
+            if credit_s >= min(trial_s, most_s) and credit_s >= min(trial_s + catch_up_s(), most_s):
                 self.on_trial, self._trial = True, _Trial()
                 return True
-        self._credit_s += _CREDIT * plain_s
+        exploration.earn()
         return False
 
     def note_taken(self, seconds: float, caught_up_s: float) -> None:
@@ -74,13 +78,13 @@ class _Situation:
         self._catch_up_s.add(caught_up_s)
         if self.on_trial:
             seconds += self._handling_s
-            self._credit_s -= seconds
+            self._exploration.credit -= seconds / self._plain_s
             self._trial.note_taken(seconds, caught_up_s)
 
     def note_saved(self, saved_s: float, of_trial: bool) -> None:
         self._saved_s.add(saved_s)
         if of_trial:
-            self._credit_s += saved_s
+            self._exploration.credit += saved_s / self._plain_s
             self._trial.note_saved(saved_s)
 
     @property
@@ -140,7 +144,7 @@ class BreakEvenGate:
         """
         self._begin_round()
         key = batch.bit_length(), prompts_wait
-        self._situation = self._situations.get(key) or self._situations.setdefault(key, _Situation(plain_s, prompts_wait))
+        self._situation = self._situations.get(key) or self._situations.setdefault(key, _Situation(prompts_wait))
         self._plain_s = plain_s
 
         def catch_up_s() -> float:

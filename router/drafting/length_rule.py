@@ -21,7 +21,7 @@ from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.length_objectives import longest_draft, weighted
 from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
 from router.estimates.decayed import DecayedMean
-from router.estimates.trial import Pause
+from router.estimates.trial import Exploration
 from router.plan import UNKNOWN_DRAFTER, SequenceView
 from router.planning.slo import NO_LIMITS
 
@@ -45,7 +45,7 @@ class _Request:
     drafter: str
     acceptance: DecayedMean = field(default_factory=DecayedMean)  # of its draft tokens
     num_drafts_left: int = _FIRST_DRAFTS  # before it may be paused
-    pause: Pause = field(default_factory=Pause)
+    exploration: Exploration = field(default_factory=Exploration)
 
     def begin_trial(self) -> None:
         self.acceptance.fade(_TRIAL_TOKENS)
@@ -62,7 +62,9 @@ class _Drafter:
         self.drafting = self.plain = NO_DRAFTS
         self._second_price = QuotedPrice(_SHARE, _LEAST_PER_S)
         self._join = QuotedPrice(_SHARE, _LEAST_JOIN)
-        self._pause = Pause(num_rounds=_TRIAL_ROUNDS)
+        self._exploration = Exploration(num_rounds=_TRIAL_ROUNDS)
+        self._loss = 0.0  # rounds that a trial of this drafter loses
+        self.request_loss = 0.0  # and one of a request that does not join
 
     def follow(self, name: str, value: DraftingValue, num_requests: int, num_context: int, most: DraftTerms) -> bool:
         """``most``: the longest draft, and the row price as quoted. Returns whether the break-even may have moved."""
@@ -74,12 +76,15 @@ class _Drafter:
         if changed:
             join = self._join.value
             self.least_acceptance = break_even_acceptance(row_price, join, max_len) if join else 0.0
+            self.request_loss = _TRIAL_DRAFTS * join
         if changed or second_changed:
             self.drafting = replace(most, second_price=self._second_price.value)
             self.plain = replace(self.drafting, num_tokens=0)
         self.pays = value.pays(name, num_requests, num_context, max_len, _RETAIN if self.pays else 1.0)
         if self.pays:
-            self._pause.reset()
+            self._exploration.reset()
+        else:
+            self._loss = _TRIAL_ROUNDS * rate * value.draft_s(name, 1, max_len) / num_requests
         if value.view(name).shares_device:
             longest = value.best_len(name, num_requests, max_len, row_price)
             if longest != self.drafting.num_tokens:
@@ -88,7 +93,7 @@ class _Drafter:
 
     def tries(self) -> bool:
         """Whether one request tries a drafter that does not pay. Once a round."""
-        return self._pause.count_round()
+        return self._exploration.tries(self._loss)
 
 
 class Outrider(DraftLengths):
@@ -190,19 +195,19 @@ class Outrider(DraftLengths):
         if request_id in self._paused:
             if acceptance > _RESUME * terms.least_acceptance:
                 self._paused.discard(request_id)
-                known.pause.reset()
+                known.exploration.reset()
         elif not known.num_drafts_left:
             if acceptance < terms.least_acceptance:
                 self._paused.add(request_id)
             else:
-                known.pause.reset()
+                known.exploration.reset()
 
     def _decide_paused(self, request_id: str, drafter: str, budgets: dict[str, DraftTerms]) -> None:
         known, terms = self._requests[request_id], self._drafters[drafter]
         if known.drafter != drafter:  # it was handed over: nothing is known of it there
             del self._requests[request_id]
             self._paused.discard(request_id)
-        elif known.pause.count_round():
+        elif known.exploration.tries(terms.request_loss):
             known.begin_trial()
             self._paused.discard(request_id)
         else:

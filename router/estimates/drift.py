@@ -9,7 +9,7 @@ from math import log, sqrt
 
 from router.assignment import Observation, PoolMember, drafter_of, lessons
 from router.estimates.decayed import DecayedSums
-from router.estimates.trial import Pause
+from router.estimates.trial import Exploration
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DriftState(Enum):
 
 @dataclass(slots=True)
 class _WatchedMember:
-    pause: Pause
+    exploration: Exploration
     state: DriftState = DriftState.OPEN
     evidence: float = 0.0  # Page's sum: log-likelihood ratio of a collapse to the usual, since it was least
     trial: tuple[int, int] = (0, 0)  # draft tokens of the trial, and the right ones
@@ -60,7 +60,7 @@ class DriftDetector:
         """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for. Neither do
         rounds without a proposal in time: lateness says nothing about acceptance."""
         for member in self._members.values():
-            if member.state is DriftState.QUARANTINED and member.pause.count_round():
+            if member.state is DriftState.QUARANTINED and member.exploration.tries():
                 member.state, member.trial = DriftState.ON_TRIAL, (0, 0)
         slot: dict[str, list[Observation]] = {}
         for seen in lessons(observations):
@@ -84,7 +84,7 @@ class DriftDetector:
         drafter = drafter_of(name)
         member = self._members.get(name)
         if member is None:
-            member = self._members[name] = _WatchedMember(Pause(self._first_slots, self._most_slots))
+            member = self._members[name] = _WatchedMember(Exploration(self._first_slots, self._most_slots))
         tokens = [(seen.request_id, sum(seen.positions.num_reached), sum(seen.positions.num_right)) for seen in observations]
         num_tried, num_right = sum(tried for _, tried, _ in tokens), sum(right for _, _, right in tokens)
         usual_tried, usual_right = self._usual.get(drafter, 2)

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from router.estimates.decayed import LASTING, RECENT, DecayedMean
-from router.estimates.trial import Pause
+from router.estimates.trial import Exploration
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
 _PRIOR_GAIN = 1.0  # tokens, of a drafter of which nothing is known there
@@ -35,7 +35,7 @@ class MarginalGain:
 
     def __init__(self) -> None:
         self._gains = [DecayedMean(LASTING) for _ in range(len(_EDGES) + 1)]
-        self._pauses = [Pause() for _ in self._gains]
+        self._explorations = [Exploration() for _ in self._gains]
         self._num_unknown_rounds = 0  # that would query it where little is known
 
     def choose(
@@ -58,9 +58,10 @@ class MarginalGain:
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
         learned = is_learned or [True] * len(places)
         first = {places[i]: i for i in reversed(range(len(places))) if learned[i]}
-        due = {at for at in first if self._pauses[at].count_round()}
-        tried = [first[at] for at in due]
         expected = {at: self._expected(at) for at in set(places)}
+        loss = price(1) / len(places)  # in rounds, in which each request decodes a token
+        due = {at for at in first if self._explorations[at].tries(loss - expected[at] / len(places))}
+        tried = [first[at] for at in due]
         gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
         others = sorted((i for i in range(len(places)) if i not in tried), key=lambda i: -gains[i])
         best = _best(others, gains, len(tried), price)
@@ -74,7 +75,7 @@ class MarginalGain:
             best = best[: max(1, 2 * num_timed)]
         paying = {places[i] for i in best}
         for at in paying:
-            self._pauses[at].reset()
+            self._explorations[at].reset()
         for at in due - paying:
             self._gains[at].fade(_STALE_TRIALS)
         return sorted((*tried, *best))
@@ -91,7 +92,7 @@ class MarginalGain:
         at = bisect_right(_EDGES, expected_len)
         mean = self._gains[at]
         if gain > self._expected(at):
-            self._pauses[at].reset()
+            self._explorations[at].reset()
         own.add(gain - mean.value)
         mean.add(gain)
 

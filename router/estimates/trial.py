@@ -114,35 +114,43 @@ class _Spread:
         return math.sqrt(max(0.0, self._square - self.mean * self.mean) / max(1.0, self.num - 1.0))
 
 
-FIRST_PAUSE = 64  # rounds
-LONGEST_PAUSE = 512
+EXPLORED = 0.01  # of the time, that trials may lose
 
 
 @dataclass(slots=True)
-class Pause:
-    """Counts rounds (or slots) without a drafter until the next trial; the pause doubles with each trial that fails. Without
-    trials an estimate of zero could never recover."""
+class Exploration:
+    """When an option that does not pay is tried again, since an estimate of zero could never recover: each round without it
+    earns EXPLORED of a round, and a trial is due once that covers what it will lose. With each trial in vain it must cover
+    twice as much.
 
-    first: int = FIRST_PAUSE
-    longest: int = LONGEST_PAUSE
-    num_rounds: int = 1  # of a trial
-    _num_doubled: int = 0
-    _num_passed: int = 0
+    Args:
+        shortest, longest: rounds between two trials.
+        num_rounds: of a trial.
+    """
+
+    shortest: int = 64
+    longest: int = 512
+    num_rounds: int = 1
+    credit: float = 0.0  # rounds that trials may lose; below 0: they have lost more
+    _num_vain: int = 0
     _num_left: int = 0  # rounds of the present trial
 
     def reset(self) -> None:
-        """The drafter pays."""
-        self._num_doubled = self._num_passed = self._num_left = 0
+        """The option pays."""
+        self.credit, self._num_vain, self._num_left = 0.0, 0, 0
 
-    def count_round(self) -> bool:
-        """Counts a round. Returns whether it is one of a trial."""
+    def earn(self) -> None:
+        self.credit += EXPLORED
+
+    def tries(self, loss: float = 0.0) -> bool:
+        """Counts a round. Returns whether it is one of a trial, which loses about ``loss`` rounds."""
         if self._num_left:
             self._num_left -= 1
             return True
-        self._num_passed += 1
-        if self._num_passed < min(self.first << self._num_doubled, self.longest):
+        self.earn()
+        pause = min(max(loss / EXPLORED, self.shortest) * 2**self._num_vain, self.longest)
+        if self.credit < EXPLORED * (pause - 0.5):
             return False
-        self._num_passed, self._num_left = 0, self.num_rounds - 1
-        if self.first << self._num_doubled < self.longest:
-            self._num_doubled += 1
+        self.credit, self._num_left = 0.0, self.num_rounds - 1
+        self._num_vain += pause < self.longest
         return True

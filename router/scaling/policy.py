@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from router.estimates.trial import Pause
+from router.estimates.trial import Exploration
 from router.scaling.demand import Demand
 from router.scaling.forecast import Forecast
 from router.scaling.report import FleetReport, FleetSize, Replicas
@@ -76,13 +76,13 @@ class MeasuredAcceptance:
         self._prior, self._value = prior, prior
         self._last: float | None = None  # that was reported
         self._num_useful = 0  # plans with it since the last retrial, because of a measurement
-        self._pause = Pause(round(RETRIAL_S / PLAN_S), round(LONGEST_RETRIAL_S / PLAN_S))
+        self._exploration = Exploration(round(RETRIAL_S / PLAN_S), round(LONGEST_RETRIAL_S / PLAN_S))
 
     def update(self, reported: float | None, replicas: Replicas) -> float | None:
         """Before a plan, every PLAN_S: the estimate if it changes. ``reported``: None if no draft was judged yet."""
         if reported is not None and reported != self._last and (replicas.num_ready or self._last is None):
             self._value = self._last = reported
-        elif self._value != self._prior and not replicas.num_wanted and self._pause.count_round():
+        elif self._value != self._prior and not replicas.num_wanted and self._exploration.tries():
             self._value, self._num_useful = self._prior, 0
         else:
             return None
@@ -93,7 +93,7 @@ class MeasuredAcceptance:
         before may be of a service that was computed earlier (`demand.SERVICE_S`)."""
         self._num_useful += self._value == self._last
         if self._num_useful > USEFUL_S / PLAN_S:
-            self._pause.reset()
+            self._exploration.reset()
 
 
 class FleetScaler:

@@ -5,7 +5,7 @@ from math import exp
 import pytest
 
 from router.estimates.decayed import DecayedMean, DecayedSums
-from router.estimates.trial import Pause
+from router.estimates.trial import Exploration
 
 
 def test_sums_fade_with_the_samples_of_their_own_key() -> None:
@@ -47,8 +47,8 @@ def test_samples_that_are_added_together_count_as_many() -> None:
 
 
 def test_pauses_double_with_each_trial_in_vain() -> None:
-    pause = Pause(first=2, longest=6)
-    trials = [number for number in range(1, 22) if pause.count_round()]
+    pause = Exploration(shortest=2, longest=6)
+    trials = [number for number in range(1, 22) if pause.tries()]
     assert trials == [2, 6, 12, 18]
     pause.reset()
-    assert [pause.count_round() for _ in range(3)] == [False, True, False]
+    assert [pause.tries() for _ in range(3)] == [False, True, False]

@@ -17,7 +17,7 @@ from router.drafting.length import DraftLengths, PassFeedback
 from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
 from router.estimates.drafter_stats import Judgement
-from router.estimates.trial import FIRST_PAUSE
+from router.estimates.trial import Exploration
 from router.papers.faser import MAX_UPDATES
 from router.plan import DrafterView, SequenceView
 
@@ -203,19 +203,19 @@ class TestOutrider:
     def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
         batch, seen = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
-        for _ in range(FIRST_PAUSE + 20):
+        for _ in range(Exploration().shortest + 20):
             num_tokens = lengths.budgets([view("a")], batch)["a"].num_tokens
             seen.append(num_tokens)
             if num_tokens:
                 lengths.learn(passed({"a": 3}))
         assert seen[0] == 0
         assert seen[-1] == MAX_LEN
-        assert 20 < seen.count(0) <= FIRST_PAUSE
+        assert 20 < seen.count(0) <= Exploration().shortest
 
     def test_a_trial_in_vain_doubles_the_pause(self) -> None:
         lengths, _ = self.after({"a": 0}, 30, 0.3)
         batch, drafted = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
-        for number in range(4 * FIRST_PAUSE):
+        for number in range(4 * Exploration().shortest):
             if lengths.budgets([view("a")], batch)["a"].num_tokens:
                 drafted.append(number)
                 lengths.learn(passed({"a": 0}))
@@ -259,12 +259,12 @@ class TestOutrider:
         sequences, lengths = [view("a"), view("b")], policy(DraftLengthConfig())
         slow, fast = {"d": DrafterView(1.0, 3.0, 0.9)}, {"d": DrafterView(0.001, 3.0, 0.9)}
         drafted = []
-        for number in range(8 * FIRST_PAUSE):
+        for number in range(2 * Exploration().longest):
             found = lens(lengths.budgets(sequences, DraftingValue(FLAT, slow, 0.0, 400.0)))
             assert found["b"] == 0
             drafted += [number] if found["a"] else []
-        assert drafted[0] == FIRST_PAUSE - 1
-        assert 0 < len(drafted) <= 3 * 8, "three trials of eight rounds: pauses double"
+        assert drafted[0] == Exploration().longest - 1, "a trial loses many rounds"
+        assert len(drafted) == 8, "one trial of eight rounds"
         assert lens(lengths.budgets(sequences, DraftingValue(FLAT, fast, 0.0, 400.0))) == {"a": MAX_LEN, "b": MAX_LEN}
 
     def test_the_price_of_a_second_is_what_the_request_itself_could_decode(self) -> None:
