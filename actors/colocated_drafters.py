@@ -1,4 +1,5 @@
-"""Colocated drafters: loaded in the target's process, linked to its loop in memory, and stepped on its thread."""
+"""Colocated drafters: loaded in the target's process, linked to its loop in memory, and stepped on its thread or in
+a lane of its device."""
 
 import os
 from collections.abc import Sequence
@@ -13,14 +14,16 @@ from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
-from engine.loading import load_target
+from engine.loading import load_target, prepare_partition, stored_profile
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
 from profiler.online_cost import OnlineCost
-from profiler.profile import Profile, with_measured_costs
+from profiler.profile import Profile, ProfiledCost, with_measured_costs
 from router.assignment import member_name
+from router.cost_model import CostModel, padded
+from router.drafting.partition_choice import WHOLE, PartitionChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,32 @@ def load_with_colocated(
 
 
 def link_colocated(drafters: Sequence[ColocatedDrafter], loop: TargetLoop, hello: Hello) -> None:
-    """Links drafters to the target of ``hello``, whose thread steps their loops."""
+    """Links drafters to the target of ``hello``, whose thread steps their loops, or starts threads for them."""
     address = f"memory://colocated-{os.getpid()}-{hello.name}"
     if drafters:
         listen(address, loop.mailbox, hello)
     for drafter in drafters:
         own = Hello(Role.DRAFTER, drafter.name, hello.vocab_size, hello.tokenizer_fingerprint, hello.token)
         loop.inline.add(drafter.loop, connect(address, drafter.mailbox, own).close)
+
+
+def divide(config: Config, loop: TargetLoop, engine: LoadedTarget, profile: Profile | None) -> None:
+    """Divides the target's device with the drafters of a resolved configuration, before the loop runs. ``profile``: of the
+    whole device. Raises as `engine.loading.prepare_partition`."""
+    partition = prepare_partition(config)
+    if partition is None:
+        return
+    found = {split.name: stored_profile(config, split.name) for split in partition.splits}
+    profiles = {name: one for name, one in found.items() if one is not None}
+    if config.target.partition == "auto":
+        if profile is None or not profiles:
+            partition.close()
+            return
+        profiles[WHOLE] = profile
+    rows = engine.capacity().prepared_rows
+    costs: dict[str, CostModel | None] = {name: padded(ProfiledCost(one, config), rows) for name, one in profiles.items()}
+    drafters = {member_name(one.name, 0): one.max_draft_len for one in config.drafters if one.is_colocated}
+    loop.divide(partition, PartitionChoice(costs or {partition.splits[0].name: None}, drafters))
 
 
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:

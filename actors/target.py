@@ -96,7 +96,7 @@ class TargetActor(LoopActor):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.colocated_drafters import link_colocated, load_with_colocated
+        from actors.colocated_drafters import divide, link_colocated, load_with_colocated
         from cluster.spans import open_spans
         from cluster.transport.factory import listen
         from drafters.draft_spans import DraftSpans
@@ -110,8 +110,9 @@ class TargetActor(LoopActor):
         from router.drafting.policies import draft_lengths_of
         from router.planning.planner import StepPlanner
 
+        profile = stored_profile(config)
         self._engine, self._model, cost, colocated = in_own_thread(
-            lambda: load_with_colocated(config, stored_profile(config), True, self._join_ranks())
+            lambda: load_with_colocated(config, profile, True, self._join_ranks())
         )
         self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
@@ -138,6 +139,7 @@ class TargetActor(LoopActor):
         model, instance = self._model, secrets.token_hex(8)
         hello = Hello(Role.TARGET, name, model.vocab_size, model.tokenizer_fingerprint, self._token, instance=instance)
         link_colocated(colocated, self._loop, hello)
+        divide(config, self._loop, self._engine, profile)
         self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
 
         def on_end() -> None:

@@ -28,10 +28,12 @@ from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
 from engine.admission import AdmissionRules
+from engine.partition import Partition
 from engine.round import DrafterPool, Policies, TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
+from router.drafting.partition_choice import PartitionChoice
 from router.drafting.policies import build_draft_lengths
 from router.planning.planner import Planner, StepPlanner
 
@@ -47,8 +49,7 @@ class PoolEntry:
     """A drafter and how its loop drives it.
 
     Args:
-        companion: it shares the target's device, so it is queried only while that pays, and drafts on the target's thread.
-        beside: a companion that has a thread of its own, as with a compute partition.
+        companion: it shares the target's device, so it is queried only while that pays.
         proposers: names of those that may ride ahead of it, on which it may report.
     """
 
@@ -56,7 +57,6 @@ class PoolEntry:
     max_draft_len: int = DEFAULT_DRAFT_LEN
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
-    beside: bool = False
     proposers: tuple[str, ...] = ()
     max_outcomes: int = 0
 
@@ -71,7 +71,8 @@ class _RunningDrafter:
 
 
 class EmbeddedCluster:
-    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop."""
+    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop.
+    ``divided``: as of ``TargetLoop.divide``."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class EmbeddedCluster:
         table: RoutingTable | None = None,
         grammars: "Grammars | None" = None,
         draft_length: DraftLengthConfig | None = None,
+        divided: tuple[Partition, PartitionChoice] | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
@@ -106,6 +108,8 @@ class EmbeddedCluster:
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
+        if divided is not None:
+            self.loop.divide(*divided)
         self._target = LoopThread("target", self.loop.run, self._mailbox.wake, on_end=self.hang_up)
         self.client = LinkClient("embedded", model, [self.address], self._status)
         if not self.client.wait_linked(START_S):
@@ -141,7 +145,6 @@ class EmbeddedCluster:
                     drafter.max_draft_len,
                     drafter.capacity,
                     drafter.is_colocated,
-                    False,
                     tuple(below.name for below in config.proposers_of(drafter.name)),
                     drafter.num_outcomes,
                 )
@@ -170,7 +173,7 @@ class EmbeddedCluster:
         loop, mailbox = _loop(name, entry)
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
         thread = None
-        if entry.companion and not entry.beside:
+        if entry.companion:
             self.loop.inline.add(loop, link.close)
         else:
             run = partial(loop.run, clock=time.monotonic)

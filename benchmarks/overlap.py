@@ -2,18 +2,22 @@
 
 Three servers differ in `planner.overlap` alone: ``off`` waits for every draft (``barrier``), ``on`` verifies each draft
 where it is (``frontier``), ``auto`` is the default. Target and drafter, the first layers of the target, are processes with
-disjoint cores. The servers take turns, every other round backwards, with the same prompts; the others are suspended.
+disjoint cores. Three others have the default cascade in the target's process, and differ in `target.partition` alone; what
+auto chooses by is measured first. The servers take turns, every other round backwards, with the same prompts; the others are
+suspended.
 
 Figures: ``on_over_off.N`` and ``auto_over_off.N`` for N streams, tokens per second, with ``.se``, the relative standard
-error; ``auto_over_off``: the least of them; ``simulated.*``: as of `benchmarks.overlap_simulated`.
+error; ``auto_over_off``: the least of them; ``partition.*``: the same of the partition; ``simulated.*``: as of
+`benchmarks.overlap_simulated`.
 """
 
 import asyncio
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,7 +33,14 @@ from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
 from cluster.config import Config, DrafterConfig, ModelOptions, PolicyConfig, Resources, RouterConfig
+from cluster.state import open_store
+from deploy.local_ray import free_port
+from deploy.profiling import ProfileEffort, measure_profile
+from engine.loading import prepare_partition
 from engine.models.prepare import ensure_model
+from engine.threads import in_own_thread
+from profiler.interleaved import TimingBudget
+from profiler.profile_store import save_profile
 
 OFF, ON, AUTO = "off", "on", "auto"
 RULES = {OFF: "barrier", ON: "frontier", AUTO: "gain"}
@@ -38,31 +49,46 @@ NUM_ROUNDS, NUM_ROUNDS_QUICK = 16, 4
 MAX_TOKENS = 64
 NUM_LAYERS = 10  # of the drafter
 DRAFTER = "model"
+_PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
 def run(options: BenchOptions) -> BenchResult:
     num_rounds = NUM_ROUNDS_QUICK if options.quick else NUM_ROUNDS
     files, num = options.prompts or options.data_prompts, (num_rounds + 1) * sum(STREAMS)
-    prompts = iter(asyncio.run(tokenize(Path(ensure_model(options.model)), files, num)))
+    prompts = asyncio.run(tokenize(Path(ensure_model(options.model)), files, num))
+    config = local_config(options.model)
+    configs = {name: with_drafter(config, rule) for name, rule in RULES.items()}
+    figures, live = _compared("", "overlap", configs, prompts, num_rounds)
+    divided, lanes = _compared("partition.", "partition", with_partitions(config), prompts, num_rounds)
+    told, table = simulated()
+    return BenchResult("overlap", figures | divided | told, (live, lanes, table))
+
+
+def _compared(
+    prefix: str, subject: str, configs: Mapping[str, Config], prompts: Sequence[tuple[int, ...]], num_rounds: int
+) -> tuple[dict[str, float], Table]:
     figures: dict[str, float] = {}
     rows: list[tuple[Cell, ...]] = []
+    asked = iter(prompts)
     with ExitStack() as stack:
-        arms = {name: stack.enter_context(_running(name, options.model)) for name in RULES}
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-overlap-")))
+        arms = {name: stack.enter_context(_running(with_state(one, state / name))) for name, one in configs.items()}
         for num_streams in STREAMS:
-            speeds: dict[str, list[float]] = {name: [] for name in RULES}
+            speeds: dict[str, list[float]] = {name: [] for name in configs}
             for number in range(num_rounds + 1):  # the first warms up
-                asks = [LoadRequest(f"{number}-{i}", next(prompts), MAX_TOKENS) for i in range(num_streams)]
-                for name in list(RULES)[:: 1 if number % 2 else -1]:
+                asks = [LoadRequest(f"{number}-{i}", next(asked), MAX_TOKENS) for i in range(num_streams)]
+                for name in list(configs)[:: 1 if number % 2 else -1]:
                     speeds[name].append(closed_loop(arms[name], asks, num_streams).tokens_per_s)
             ratios = {name: ratio(speeds[name][1:], speeds[OFF][1:]) for name in (ON, AUTO)}
             for name, found in ratios.items():
-                figures |= {f"{name}_over_off.{num_streams}": found.value, f"{name}_over_off.{num_streams}.se": found.error}
-                rows.append((num_streams, RULES[name], found.value, found.error))
-            Console(stderr=True).print(f"overlap: {num_streams} streams, {num_rounds} rounds", highlight=False)
-    figures["auto_over_off"] = min(figures[f"auto_over_off.{num}"] for num in STREAMS)
-    told, table = simulated()
-    live = Table("tokens per second over those of a barrier", ("streams", "overlap", "over barrier", "error"), tuple(rows))
-    return BenchResult("overlap", figures | told, (live, table))
+                key = f"{prefix}{name}_over_off.{num_streams}"
+                figures |= {key: found.value, f"{key}.se": found.error}
+                rows.append((num_streams, name, found.value, found.error))
+            Console(stderr=True).print(f"{subject}: {num_streams} streams, {num_rounds} rounds", highlight=False)
+    figures[f"{prefix}auto_over_off"] = min(figures[f"{prefix}auto_over_off.{num}"] for num in STREAMS)
+    return figures, Table(
+        f"{subject}: tokens per second over those of off", ("streams", "arm", "over off", "error"), tuple(rows)
+    )
 
 
 def ratio(speeds: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -70,21 +96,22 @@ def ratio(speeds: Sequence[float], others: Sequence[float]) -> Ratio:
 
 
 @contextmanager
-def _running(name: str, model: str) -> Iterator[RunningArm]:
-    """Suspended; its target and its drafter have each half of the cores."""
-    with (
-        tempfile.TemporaryDirectory(prefix="outrider-overlap-") as folder,
-        ServerProcess(with_state(with_drafter(local_config(model), RULES[name]), Path(folder))) as server,
-    ):
+def _running(config: Config) -> Iterator[RunningArm]:
+    """Suspended; its target and a drafter in another process have each half of the cores."""
+    if config.target.partition == AUTO and any(drafter.is_colocated for drafter in config.drafters):
+        _profile(config)
+    config = config.model_copy(update={"api": config.api.model_copy(update={"port": free_port()})})
+    with ServerProcess(config) as server:
         cores = sorted(os.sched_getaffinity(0))
         half = max(1, len(cores) // 2)
-        for actor, own in (("TargetActor", cores[:half]), ("DrafterActor", cores[half:] or cores)):
-            for process in server.workers(actor):
-                _confine(process, own)
-        api = server.config.api
+        if server.workers("DrafterActor"):
+            for actor, own in (("TargetActor", cores[:half]), ("DrafterActor", cores[half:] or cores)):
+                for process in server.workers(actor):
+                    _confine(process, own)
+        api, name = config.api, config.model.public_names[0]
         server.suspend()
         try:
-            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, model), server, server.last_words)
+            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, name), server, server.last_words)
         finally:
             server.resume()
 
@@ -101,6 +128,30 @@ def with_drafter(config: Config, overlap: str) -> Config:
             "planner": config.planner.model_copy(update={"overlap": overlap}),
         }
     )
+
+
+def with_partitions(config: Config) -> dict[str, Config]:
+    """All requests draft with the cascade in the target's process."""
+    colocated = tuple(drafter for drafter in config.drafters if drafter.is_colocated)
+    fixed = RouterConfig(policy=PolicyConfig(kind="fixed", chain=(colocated[0].name,)))
+    return {
+        name: config.model_copy(
+            update={
+                "target": config.target.model_copy(update={"partition": name}),
+                "drafters": colocated[:1],
+                "router": fixed,
+            }
+        )
+        for name in (OFF, ON, AUTO)
+    }
+
+
+def _profile(config: Config) -> None:
+    """Stores what `outrider profile` would, with fewer visits."""
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
+        partition = prepare_partition(config)
+        for split in (None, *(() if partition is None else partition.splits)):
+            save_profile(store, in_own_thread(partial(measure_profile, config, _PROFILE, split=split)))
 
 
 def _confine(process: psutil.Process, cores: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """``outrider profile``: measures, shows, plots and stores the latencies of a configuration's target and drafters."""
 
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,8 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     config = resolve_dtypes(resolve(config, machine, facts.useful_threads))
     config = sized(config, facts, machine.nodes[0].gpu_bytes)
     from deploy.profiling import ProfileEffort, measure_profile
-    from engine.loading import identity_of
+    from engine.loading import identity_of, prepare_partition
+    from engine.threads import in_own_thread
 
     console = table_console()
     store = open_store(config.cluster.state, config.cluster.namespace)
@@ -45,10 +47,15 @@ def run(config: Config, plot: Path, quick: bool) -> None:
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
             effort = ProfileEffort.of(quick)
-            profile = measure_profile(
-                config, effort, lambda step, share: bar.update(task, description=step, completed=share)
-            )
-        version = save_profile(store, profile)
+
+            def report(step: str, share: float) -> None:
+                bar.update(task, description=step, completed=share)
+
+            profile = measure_profile(config, effort, report)
+            version = save_profile(store, profile)
+            partition = prepare_partition(config)
+            for split in () if partition is None else partition.splits:
+                save_profile(store, in_own_thread(partial(measure_profile, config, effort, report, split)))
     finally:
         store.close()
     show(profile, console)

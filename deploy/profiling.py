@@ -18,11 +18,12 @@ from drafters.hidden_states.host import Host
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
+from engine.partition import Split
 from engine.target import LoadedTarget, TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
-from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
+from profiler.profile import WHOLE_DEVICE, DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
 from profiler.stopwatch import OwnTime
 from profiler.transport_probe import round_trips
 from router.plan import Span
@@ -51,8 +52,11 @@ _FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None,
 _COLOCATED_BATCH = 16  # their contexts share the target's KV cache with the measured passes
 
 
-def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None) -> Profile:
-    """Measures the target and drafters of a resolved configuration, and links on this machine.
+def measure_profile(
+    config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None, split: Split | None = None
+) -> Profile:
+    """Measures the target and drafters of a resolved configuration, and links on this machine. In a ``split``: the target in
+    its lane, and the drafters in its process in theirs; the calling thread stays there.
 
     Takes the time budget of ``effort``, or longer if its minimum of measurements does. Raises OutriderError: a model is
     missing, does not fit, or is too small to be measured.
@@ -61,16 +65,18 @@ def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = la
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
     folder = ensure_model(config.model.name, engine=config.target.engine)
     engine, model = load_engine(config, feature_layers(colocated, folder))
-    bench = _ProfileBench(config, engine, model)
+    bench = _ProfileBench(config, engine, model, split)
     every = [part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)]
     parts = {part.key: part for part in every if not isinstance(part.options, VllmOptions)}  # drafts after real passes alone
+    if split is not None:
+        parts = {key: part for key, part in parts.items() if part.colocated}
     for part in parts.values():
         bench.add_drafter(part, effort.max_batch)
     bench.add_target(effort.max_rows)
     timings = bench.time(effort.passes, partial(report, "passes and drafts"))
     report("links", 0.0)
     return Profile(
-        identity=identity_of(config),
+        identity=identity_of(config, WHOLE_DEVICE if split is None else split.name),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         step=Surface.of(Kind.PASS, timings["step"]),
         prefill=Surface.of(Kind.PASS, timings["prefill"]),
@@ -92,7 +98,8 @@ def _trip(times_s: Sequence[float]) -> Trip:
 class _ProfileBench:
     """The timed work, by surface and point."""
 
-    def __init__(self, config: Config, engine: LoadedTarget, model: ModelInfo) -> None:
+    def __init__(self, config: Config, engine: LoadedTarget, model: ModelInfo, split: Split | None) -> None:
+        self._split = split
         threads = config.target.resources.threads
         self.threads = torch.get_num_threads() if threads == "auto" else threads
         self._config, self._engine, self._model = config, engine, model
@@ -134,12 +141,15 @@ class _ProfileBench:
         if len(grid) < MIN_POINTS:
             longest, rows = self._model.max_model_len, self._engine.capacity().max_pass_tokens
             raise InvalidField("target.max_pass_tokens", rows, f"with length {longest} leaves too few points to measure")
+        enter: Callable[[], None] = partial(torch.set_num_threads, threads)
+        if self._split is not None:
+            enter = (self._split.target if surface in ("step", "prefill") else self._split.drafter).enter
         for x, y in grid:
-            self._works[surface, x, y] = partial(_with_threads, threads, work, x, y)
+            self._works[surface, x, y] = partial(_within, enter, work, x, y)
 
 
-def _with_threads(threads: int, work: Callable[[int, int], float], x: int, y: int) -> float:
-    torch.set_num_threads(threads)
+def _within(enter: Callable[[], None], work: Callable[[int, int], float], x: int, y: int) -> float:
+    enter()
     return work(x, y)
 
 

@@ -127,6 +127,10 @@ class DrafterLoop:
             wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
             self._mailbox.wait(max(0.0, wait_s))
 
+    def wake(self) -> None:
+        """Ends the wait of ``run``, from any thread."""
+        self._mailbox.wake()
+
     def next_due_s(self) -> float | None:
         """When a step has something to do without a message; None: never."""
         due_s = self.sessions.next_due_s()

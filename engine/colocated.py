@@ -1,12 +1,14 @@
 """Drafters in the target's process: which are queried, since drafts must save more than they cost on a shared device; and
-those that draft on the target's own thread."""
+where they draft: on the target's own thread, or in a lane beside it."""
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
 from cluster.types import Commit
+from engine.partition import Lane
 from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.drafting.break_even import BreakEvenGate
@@ -14,6 +16,7 @@ from router.drafting.value import saved_s
 
 logger = logging.getLogger(__name__)
 
+END_DEADLINE_S = 30.0  # of a draft under way
 _CATCH_UP_LEN = 256  # tokens whose profiled time is taken
 
 StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
@@ -29,9 +32,13 @@ class InlineLoop(Protocol):
 
     def finish(self, work: StepWork, began_s: float, now_s: float) -> None: ...
 
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None: ...
+
+    def wake(self) -> None: ...
+
 
 class InlineDrafters:
-    """Loops of drafters that are stepped on the target's thread, between passes.
+    """Loops of drafters that are stepped on the target's thread, between passes, unless they have a lane (``draft_in``).
 
     On the cores of the target a thread of their own slows both: the threads of matrix products of one wait actively, and
     those of the other find no core. ``add`` and ``remove``: from any thread.
@@ -40,6 +47,8 @@ class InlineDrafters:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._loops: dict[str, tuple[InlineLoop, Callable[[], None]]] = {}
+        self._lane: Lane | None = None
+        self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
 
     def add(self, loop: InlineLoop, unlink: Callable[[], None]) -> None:
         """``unlink`` is called if the loop fails; it is left out from then on."""
@@ -47,11 +56,13 @@ class InlineDrafters:
 
     def remove(self, name: str) -> None:
         self._loops = {key: one for key, one in self._loops.items() if key != name}
+        if name in self._threads:
+            self._threads[name][1].set()
 
     def step(self) -> dict[str, float]:
         """Steps each loop until it has nothing to do. Returns the seconds of those that had."""
         seconds = {}
-        for name, (loop, unlink) in self._loops.items():
+        for name, (loop, unlink) in () if self._lane is not None else self._loops.items():
             start_s = now_s = self._clock()
             try:
                 while (work := loop.begin(now_s)) != "nothing":
@@ -59,11 +70,42 @@ class InlineDrafters:
                     loop.finish(work, now_s, end_s)
                     now_s = end_s
                     seconds[name] = end_s - start_s
-            except Exception:  # this process owns the loop, and a drafter's fault costs speed alone
-                logger.exception("drafter %s failed, and is left out from now on", name)
-                self.remove(name)
-                unlink()
+            except Exception as error:  # noqa: BLE001  this process owns the loop, and a drafter's fault costs speed alone
+                self._leave_out(name, unlink, error)
         return seconds
+
+    def draft_in(self, lane: Lane | None) -> None:
+        """From now on on threads in ``lane``; None: on the target's thread. Returns when the threads before have ended; a
+        drafter whose thread does not end in time is left out."""
+        for name, (_, stop) in self._threads.items():
+            stop.set()
+            if name in self._loops:
+                self._loops[name][0].wake()
+        for name, (thread, _) in self._threads.items():
+            thread.join(END_DEADLINE_S)
+            if thread.is_alive() and name in self._loops:
+                self._leave_out(name, self._loops[name][1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
+        self._threads.clear()
+        self._lane = lane
+        for name in self._loops if lane is not None else ():
+            stop = threading.Event()
+            thread = threading.Thread(target=self._run, args=(name, lane, stop), name=f"lane {name}", daemon=True)
+            self._threads[name] = thread, stop
+            thread.start()
+
+    def _run(self, name: str, lane: Lane, stop: threading.Event) -> None:
+        loop, unlink = self._loops[name]
+        try:
+            lane.enter()
+            loop.run(stop, self._clock)
+            lane.enter()  # waits for what it has launched
+        except Exception as error:  # noqa: BLE001  as in ``step``
+            self._leave_out(name, unlink, error)
+
+    def _leave_out(self, name: str, unlink: Callable[[], None], error: Exception) -> None:
+        logger.error("drafter %s failed, and is left out from now on", name, exc_info=error)
+        self.remove(name)
+        unlink()
 
 
 class ColocatedDrafters:
@@ -73,6 +115,7 @@ class ColocatedDrafters:
 
     def __init__(self, names: Collection[str], cost: CostModel) -> None:
         self._cost = cost
+        self.draft_apart = False  # in a lane beside the target's: drafts and passes do not slow each other
         self._gates = {name: BreakEvenGate(self._catch_up_token_s(name)) for name in names}
         self._batch = 1  # requests of the last pass that sampled
         self._waiting_since_s: float | None = None  # the target waits for proposals
@@ -90,8 +133,8 @@ class ColocatedDrafters:
         return gate is None or gate.is_queried
 
     def shares_device(self, drafter: str) -> bool:
-        """Whether it computes on the target's device."""
-        return drafter in self._gates
+        """Whether its drafts and the target's passes slow each other."""
+        return drafter in self._gates and not self.draft_apart
 
     def choose(
         self,

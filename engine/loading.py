@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cluster.config import Config, VllmOptions, parts_of
+from cluster.errors import InvalidField, OutriderError
 from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.cost_memory import CostMemory
@@ -20,6 +21,7 @@ from engine.model_facts import max_model_len, read_facts
 from engine.models.prepare import ensure_model, resolve_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
+from engine.partition import Partition, core_sets, green_contexts
 from engine.pass_timing import is_too_steep, measure_cost, warm_up
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
@@ -27,7 +29,7 @@ from engine.tensor_parallel.rounds import Follower
 from engine.vllm.environment import prepare_environment
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
-from profiler.profile import Identity, Profile, ProfiledCost
+from profiler.profile import WHOLE_DEVICE, Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
 from router.cost_model import ROWS, CostModel, TableCost, padded
 
@@ -84,22 +86,41 @@ def _warm_up(config: Config, engine: LoadedTarget) -> None:
     warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
 
-def stored_profile(config: Config) -> Profile | None:
-    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
-    says why an existing one is unusable."""
+def stored_profile(config: Config, partition: str = WHOLE_DEVICE) -> Profile | None:
+    """The stored `outrider profile` of a resolved configuration on this machine, in a compute partition. None if there is no
+    usable one; the log says why an existing one is unusable."""
     with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
-        return usable_profile(store, identity_of(config))
+        return usable_profile(store, identity_of(config, partition))
 
 
-def identity_of(config: Config) -> Identity:
-    """The key of the target's profile on this machine at its CPU level. Raises InvalidField: the target's device is a GPU,
-    and there is none."""
+def prepare_partition(config: Config) -> Partition | None:
+    """Of the device of a resolved configuration's target; None where its drafters there take turns with it. Raises
+    OutriderError: ``target.partition`` is on, and the device cannot be divided."""
+    target, threads = config.target, config.target.resources.threads
+    colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
+    if target.partition == "off" or not target.can_divide or not colocated:
+        return None
+    try:
+        found = green_contexts() if target.device == "cuda" else core_sets(None if threads == "auto" else threads)
+        if not found.splits:
+            raise InvalidField("target.partition", target.partition, "there are too few cores or multiprocessors to divide")
+    except OutriderError as error:
+        if target.partition == "on":
+            raise
+        logger.info("drafters in the target's process draft by turns with it: %s", error)
+        return None
+    return found
+
+
+def identity_of(config: Config, partition: str = WHOLE_DEVICE) -> Identity:
+    """The key of the target's profile in a partition on this machine at its CPU level. Raises InvalidField: its device is a
+    GPU, and there is none."""
     config = resolve_dtypes(config)
     require(config.target.device)
     if config.target.device == "cuda":
-        return Identity.of(config, torch.cuda.get_device_name())
+        return Identity.of(config, torch.cuda.get_device_name(), partition)
     level = cpu_level()
-    return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
+    return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name(), partition)
 
 
 def load_engine(

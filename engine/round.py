@@ -16,7 +16,9 @@ from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
 from engine.inbox import TargetInbox
+from engine.lanes import Lanes
 from engine.loop_status import LoopStatus, PendingPass, StepReport
+from engine.partition import Partition
 from engine.pass_costs import PassCosts
 from engine.round_observer import RoundObserver
 from engine.sequences import LiveSequence, Sequences
@@ -27,6 +29,7 @@ from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.drafting.frontiers import Chunks
 from router.drafting.length import DraftLengths
+from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.value import DraftingValue
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
@@ -92,12 +95,14 @@ class TargetLoop:
         mailbox.clock = clock
         self.telemetry = Telemetry()
         self.inline = InlineDrafters(clock)
-        self.partition = ""  # compute partition of drafters on the target's device; "": they have none of their own
+        self.partition = WHOLE  # of drafters on the target's device
+        self._lanes: Lanes | None = None
         self._engine, self._cost, self._clock = engine, cost, clock
         self._planner, self._draft_lengths, self._chunks = PlanAhead(policies.planner), policies.draft_lengths, Chunks()
         self._newest_table = pool.table
         self._sequences = Sequences(model)
-        companions, slo = ColocatedDrafters(pool.colocated, cost), SloMonitor(cost, self.telemetry)
+        companions = self._companions = ColocatedDrafters(pool.colocated, cost)
+        slo = SloMonitor(cost, self.telemetry)
         # Gates of drafters on the target's device count what was saved and what was waited for in the order of rounds.
         self._deferred = DeferredWork(engine, waits=bool(companions))
         follow = pool.table, companions, pool.proposers, self._deferred.later
@@ -140,6 +145,10 @@ class TargetLoop:
         drafters = [s.draft.drafter for s in self._sequences.snapshot() if s.request.chain]
         return Counter(drafter for drafter in drafters if drafter is not None)
 
+    def divide(self, partition: Partition, choice: PartitionChoice) -> None:
+        """Before ``run``: drafters that are ``inline`` have a lane, or take turns with passes, as ``choice`` decides."""
+        self._lanes = Lanes(partition, choice, self.inline, self._companions, self._cost)
+
     # ---- the loop's own thread
 
     def run(self, stop: threading.Event) -> None:
@@ -150,10 +159,15 @@ class TargetLoop:
         except BaseException as error:
             self.fail_all(f"the target failed: {type(error).__name__}: {error}")
             raise
+        finally:
+            if self._lanes is not None:
+                self._lanes.leave()
         self.fail_all("the target stops")
 
     def work(self) -> None:
         """A round, then the drafts of drafters on this thread; waits for mail where there was nothing to do."""
+        if self._lanes is not None:
+            self.partition = self._lanes.follow(self._sequences)
         report = self.step(self._clock())
         drafted_s = self.inline.step()
         if drafted_s:

@@ -33,8 +33,13 @@ class OnlineCost:
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = HALF_OCTAVES) -> None:
-        self._base = base
         self._knots = tuple(knots)
+        self.rebase(base)
+
+    def rebase(self, base: CostModel) -> None:
+        """From now on passes are those of another compute partition, which nothing is known of but ``base``."""
+        self._base = base
+        knots = self._knots
         self._common = 0.0  # log of the common ratio
         self._last_large, self._num_large = 0.0, 0  # residual of the last pass if it was large, and of how many in a row
         self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)  # of the ranges, beside it

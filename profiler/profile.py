@@ -20,7 +20,7 @@ from router.cost_model import CostModel, TableCost, relative_draft_cost
 FORMAT = 1  # of a Profile as JSON
 PREFIX = "profile"
 _LEAST_S = 1e-6  # of a pass: a profile's coefficients may all be 0, and rates are made of times
-WHOLE_DEVICE = "whole"  # the only partition so far
+WHOLE_DEVICE = "whole"  # else the name of an `engine.partition.Split`
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -41,7 +41,7 @@ class Identity(Section):
     partition: str = WHOLE_DEVICE
 
     @classmethod
-    def of(cls, config: Config, hardware: str) -> Self:
+    def of(cls, config: Config, hardware: str, partition: str = WHOLE_DEVICE) -> Self:
         """Of the target of a resolved configuration."""
         target, threads = config.target, config.target.resources.threads
         return cls(
@@ -52,6 +52,7 @@ class Identity(Section):
             hardware=hardware,
             threads=1 if threads == "auto" else threads,
             parallelism=target.tensor_parallel,
+            partition=partition,
         )
 
     @property

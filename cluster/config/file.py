@@ -73,6 +73,9 @@ class TargetConfig(Replicated):
     prefill_chunk_len: Count | Auto = "auto"  # rows of all prompts in a pass, beside live streams
     # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
     early_exit: Literal["auto", "off"] = "off"
+    # Drafters in the target's process draft in a part of its device while it verifies in the other, or by turns with it.
+    # auto: whichever `outrider profile` has measured to be faster, without a profile by turns; on: in parts; off: by turns.
+    partition: Literal["auto", "on", "off"] = "auto"
     resources: Resources = Resources()  # of one rank
     vllm: Mapping[str, Any] = {}  # engine vllm: further arguments of its EngineArgs, such as quantization
     lora_modules: tuple[LoraModule, ...] = Field(default=(), max_length=256)  # engine vllm
@@ -88,6 +91,11 @@ class TargetConfig(Replicated):
     def kv_cache_bytes(self) -> int:
         """``kv_cache_gb`` as a number."""
         return int(2**30 * (0.5 if self.kv_cache_gb == "auto" else self.kv_cache_gb))
+
+    @property
+    def can_divide(self) -> bool:
+        """Whether its device may be divided with drafters: one process computes, on threads and streams of ours."""
+        return self.engine != "vllm" and self.tensor_parallel == 1
 
     @property
     def longest_pass(self) -> int:
@@ -154,6 +162,8 @@ class TargetConfig(Replicated):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
+        if self.partition == "on" and not self.can_divide:
+            raise ValueError("partition must be auto or off on the vllm engine or with several ranks, got 'on'")
         if self.tensor_parallel > 1 and self.resources.gpus != "auto" and 0 < self.resources.gpus < 1:
             raise ValueError(
                 f"resources.gpus must be auto or a whole number with tensor_parallel above 1, got {self.resources.gpus}: "
@@ -349,6 +359,8 @@ class Config(Section):
             module.check(f"target.lora_modules[{i}]", self.model.public_names)
         if self.api.lora_folder is not None and not self.target.num_adapters:
             raise ValueError("api.lora_folder: needs target.lora_modules, or enable_lora in target.vllm, got neither")
+        if self.target.partition == "on" and not any(drafter.is_colocated for drafter in self.drafters):
+            raise ValueError("target.partition: must be auto or off without a drafter in the target's process, got 'on'")
         if self.router.policy.chain is not None:
             self._check_chain(self.router.policy.chain)
         if self.scaling.policy != "none":

@@ -42,8 +42,8 @@ class GraphedModel(CausalModel):
         self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         super().__init__(config, weights, ops, dtype, device)
-        # (padded rows, address of the keys, layers whose hidden states are wanted) -> graph
-        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
+        # (padded rows, address of the keys, layers whose hidden states are wanted, stream) -> graph
+        self._graphs: dict[tuple[int, int, tuple[int, ...], int], _Captured] = {}
         self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
@@ -72,7 +72,9 @@ class GraphedModel(CausalModel):
             self._captured(num_rows, cache, ())
 
     def _captured(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
-        key = (num_rows, cache.keys.data_ptr(), layers)
+        # The kernels of a graph stay in the lane of its capture.
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        key = (num_rows, cache.keys.data_ptr(), layers, stream)
         if key not in self._graphs:
             self._graphs[key] = self._capture(num_rows, cache, layers)
         return self._graphs[key]
@@ -89,8 +91,10 @@ class GraphedModel(CausalModel):
 
 def record(compute: Callable[[], PassStates], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, PassStates]:
     """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes. Other threads may use the
-    device meanwhile: the capture restricts only its own thread."""
-    stream = torch.cuda.Stream(device)
+    device meanwhile: the capture restricts only its own thread. The current stream is captured, unless it is the default
+    one, which cannot be."""
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    stream = torch.cuda.Stream(device) if current == default else current
     with _CAPTURING:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

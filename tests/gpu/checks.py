@@ -2,7 +2,9 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -31,6 +33,7 @@ from engine.kv_cache import KvCache
 from engine.native import NativeLimits, NativeTarget
 from engine.noise import gumbel, noise_keys
 from engine.ops import TorchOps
+from engine.partition import Lane, green_contexts
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.tensor_parallel.group import NcclRanks
 from router.plan import Span
@@ -326,6 +329,39 @@ def _named(check: Any, *case: Any) -> tuple[str, Check]:
     return " ".join([check.__name__.replace("_", " "), *map(str, case)]), partial(check, *case)
 
 
+def parts_of_a_device_compute_at_once(place: Place, folder: Path) -> None:
+    """Products in a Green Context equal those on the whole device, take longer, and run beside those in the other one."""
+    if not place.is_gpu or find_spec("cuda") is None:
+        raise Skipped("needs a GPU and the package cuda-python")
+    torch.ones(1, device=place.device)
+    partition = green_contexts()
+    half = partition.splits[0]
+    matrix = torch.randn(8192, 8192, device=place.device)
+
+    def computed(lane: Lane, num: int, start: threading.Barrier) -> tuple[torch.Tensor, float]:
+        lane.enter()
+        product = matrix @ matrix  # warms up
+        torch.cuda.current_stream().synchronize()
+        start.wait(30.0)
+        began_s = time.monotonic()
+        for _ in range(num):
+            product = matrix @ matrix
+        lane.enter()  # waits
+        return product, time.monotonic() - began_s
+
+    def at_once(*lanes: Lane) -> list[tuple[torch.Tensor, float]]:
+        start = threading.Barrier(len(lanes))
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            return list(threads.map(lambda lane: computed(lane, 20, start), lanes))
+
+    ((whole, whole_s),), ((part, alone_s),) = at_once(partition.whole), at_once(half.target)
+    (first, first_s), (second, second_s) = at_once(half.target, half.drafter)
+    for found in (part, first, second):
+        torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-1)
+    assert alone_s > 1.3 * whole_s, "half of the multiprocessors are as fast as all: the lane was not entered"
+    assert max(first_s, second_s) < 1.5 * max(alone_s, whole_s), "the lanes compute by turns"
+
+
 CHECKS = [
     _named(kernels_launch),
     _named(operators_equal_plain_torch),
@@ -344,6 +380,7 @@ CHECKS = [
     _named(a_model_drafts_what_it_drafts_on_a_cpu),
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"shares_embedding": False}),
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"anchor_input": True, "anchor_input_rank": 4}),
+    _named(parts_of_a_device_compute_at_once),
     _named(ranks_over_nccl_say_what_one_target_says, 1),
     _named(ranks_over_nccl_say_what_one_target_says, 2),
 ]

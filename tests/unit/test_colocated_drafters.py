@@ -14,7 +14,9 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.colocated import ColocatedDrafters
+from engine.partition import Partition, Split, usable_cores
 from router.cost_model import TableCost
+from router.drafting.partition_choice import PartitionChoice
 from router.drafting.value import DecodeRate
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -202,7 +204,7 @@ class _DuringPasses(_Wrong):
         return super().propose(demands)
 
 
-def test_a_companion_with_a_thread_of_its_own_drafts_while_a_pass_runs(
+def test_a_companion_in_a_lane_drafts_while_a_pass_runs(
     target: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, model = engine_of(target, ())
@@ -218,8 +220,9 @@ def test_a_companion_with_a_thread_of_its_own_drafts_while_a_pass_runs(
 
     monkeypatch.setattr(engine, "execute", executed)
     planner = StepPlanner(PlannerSettings(max_hold_s=0.0))
-    pool = {"slow": PoolEntry(drafter, companion=True, beside=True)}
-    with EmbeddedCluster(engine, model, COST, pool, planner) as cluster:
+    pool, cores = {"slow": PoolEntry(drafter, companion=True)}, usable_cores()
+    divided = Partition(cores, [Split("halves", cores, cores)]), PartitionChoice({"halves": None}, {})
+    with EmbeddedCluster(engine, model, COST, pool, planner, divided=divided) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
 
 
@@ -268,7 +271,7 @@ class _NotesThreads(_Wrong):
         return super().propose(demands)
 
 
-def test_a_companion_without_one_drafts_on_the_target_s_thread(target: Path, plain: list[list[int]]) -> None:
+def test_a_companion_without_a_lane_drafts_on_the_target_s_thread(target: Path, plain: list[list[int]]) -> None:
     """On cores that both use, a thread of its own would slow both."""
     engine, model = engine_of(target, ())
     drafter = _NotesThreads()

@@ -1,6 +1,7 @@
 """DSpark drafters in the target's process: what they load and refuse, and never a reason for another token."""
 
 import json
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.target import TargetActor
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import CascadeOptions, DrafterConfig, HiddenStateKind, HiddenStateOptions, NgramOptions
+from cluster.config import CascadeOptions, Config, DrafterConfig, HiddenStateKind, HiddenStateOptions, NgramOptions
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.placement import place
 from cluster.resolve import resolve
@@ -19,6 +20,7 @@ from cluster.types import Request
 from drafters.hidden_states.features import FeatureShape, HostFeatures
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.registry import feature_layers, make_drafter
+from engine.partition import usable_cores
 from router.assignment import member_name
 from router.cost_model import TableCost
 from router.plan import Span
@@ -139,6 +141,27 @@ def test_a_target_process_brings_its_companions(target: Path, folder: Path) -> N
         eventually(lambda: actor.slot_report().drafters == (member_name("dspark", 0),))
     finally:
         actor.stop()
+
+
+def test_a_target_process_divides_its_device_if_it_is_told_to(target: Path, folder: Path) -> None:
+    resolved = resolve(config(target, (DrafterConfig(name="dspark", options=options(folder)),)), NODES)
+    divided = resolved.target.model_copy(update={"partition": "on"})
+    actor = TargetActor(resolved.model_copy(update={"target": divided}), "target-1", "memory://a-divided-target", "secret")
+    if len(usable_cores().cores) < 2:
+        with pytest.raises(InvalidField, match="too few cores"):
+            actor.start()
+        return
+    try:
+        actor.start()
+        eventually(lambda: f"lane {member_name('dspark', 0)}" in {thread.name for thread in threading.enumerate()})
+        eventually(lambda: actor.slot_report().drafters == (member_name("dspark", 0),))
+    finally:
+        actor.stop()
+    assert f"lane {member_name('dspark', 0)}" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ValueError, match="auto or off without a drafter in the target's process"):
+        Config(target={"partition": "on"}, drafters=())
+    with pytest.raises(ValueError, match="auto or off on the vllm engine or with several ranks"):
+        Config(target={"partition": "on", "engine": "vllm"})
 
 
 def test_placed_with_the_target(target: Path, folder: Path) -> None:
