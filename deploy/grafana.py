@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.api.metric_kinds import Metric
-from deploy.api.metric_table import METRICS
+from deploy.api.metric_table import METRICS, Metric
 
 PREFIX = "outrider_"
 WIDTH, HEIGHT = 12, 8  # of a panel; a row of the grid has 24 columns

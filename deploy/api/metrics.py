@@ -23,8 +23,7 @@ from cluster.slo import OTHER, SloCounts
 from cluster.types import Adapter, Commit, FinishReason
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
-from deploy.api.metric_kinds import Metric, Readings
-from deploy.api.metric_table import METRICS, objective_counts
+from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
 from deploy.api.tasks import running
 
 MAX_DOMAINS = 32
@@ -120,7 +119,7 @@ class Metrics:
         self._histograms["slo_ttft_seconds"].labels(slo.name).observe(ttft_s)
         if tpot_s is not None:
             self._histograms["slo_tpot_seconds"].labels(slo.name).observe(tpot_s)
-        for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)):
+        for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)).items():
             self._counters["slo_objectives"].labels(*labels).inc(num)
 
     def record_drafts(self, domain: str, adapter: Adapter | None, counts: DraftingCounts) -> None:

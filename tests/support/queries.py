@@ -18,7 +18,7 @@ SCRAPED = {"namespace", "job", "instance", "outrider_role", CLUSTER, REPLICA}  #
 # By label. A query that selects by another label is a fault until that label's values are given here.
 VALUES = {
     "finished_reason": {str(reason) for reason in FinishReason},
-    "outcome": {labels[-1] for labels, _ in objective_counts(SloCounts("any"))},
+    "outcome": {labels[-1] for labels in objective_counts(SloCounts("any"))},
     "resource": {"cpu", "gpu"},
     "status": {str(status.value) for status in HTTPStatus},
 }
