@@ -113,22 +113,25 @@ def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
 
 
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
-    from drafters.native.lookup import compiled
-    from drafters.suffix import SuffixDrafter
+    from drafters.native.lookup import lookups, suffix
 
-    return compiled(SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens))
+    library = lookups()
+    if library is None:
+        return _make_ngram(NgramOptions(), site)
+    return suffix(library, options.max_match_len, options.max_shared_tokens)
 
 
 def _make_table(options: TableOptions, site: Site) -> Drafter:
-    from drafters.native.lookup import compiled
+    from drafters.native.lookup import lookups
     from drafters.shipped import find_table
-    from drafters.table import EMPTY, FrequencyTable, TableDrafter
+    from drafters.table import EMPTY, FrequencyTable, table_drafter
 
-    table = EMPTY
+    counted = EMPTY
     if options.path is not None:
-        table = FrequencyTable.load(find_table(options.path))
-        table.check_serves(site.target)
-    return compiled(TableDrafter(table, options.max_learned))
+        counted = FrequencyTable.load(find_table(options.path))
+        counted.check_serves(site.target)
+    library = lookups()
+    return _make_ngram(NgramOptions(), site) if library is None else table_drafter(library, counted, options.max_learned)
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
@@ -184,12 +187,16 @@ def _make_vllm(options: VllmOptions, site: Site) -> Drafter:
 
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, CascadeMember
+    from drafters.native.lookup import lookups
 
     costs = options.costs or [prior_member_cost(member) for member in options.members]
+    chosen = list(zip(options.members, costs, strict=True))
+    if lookups() is None:  # ngram would draft for these lookups
+        chosen = [one for one in chosen if one[0].kind not in ("suffix", "table")] or chosen[:1]
     site = replace(site, proposers={})
     members = [
         CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not member.traits.has_model)
-        for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
+        for i, (member, cost) in enumerate(chosen)
     ]
     return CascadeDrafter(members, site.clock, few_trials=site.host is not None)
 

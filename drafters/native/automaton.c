@@ -1,4 +1,4 @@
-/* A suffix automaton that grows token by token (drafters/suffix_automaton.py).
+/* A suffix automaton that grows token by token (tests/reference/suffix_automaton.py in Python).
  *
  * Transitions are added and redirected, never removed; among equals their order decides. A few are searched one by one; states
  * with more, such as the root, share an index. Out of memory, the automaton is emptied, since one without a transition would be

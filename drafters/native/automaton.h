@@ -1,4 +1,4 @@
-/* drafters/suffix_automaton.py in C: the same states, counts and order of transitions. Indices of states and of the pool are
+/* tests/reference/suffix_automaton.py in C: the same states, counts and order of transitions. Indices of states and of the pool are
  * below 2^31; more count as out of memory. Token ids are not negative. */
 #ifndef AUTOMATON_H
 #define AUTOMATON_H

@@ -1,4 +1,4 @@
-/* drafters/suffix.py in C: the same drafts and the same bounds of memory. */
+/* tests/reference/suffix.py in C: the same drafts and the same bounds of memory. */
 #include "automaton.h"
 
 enum {

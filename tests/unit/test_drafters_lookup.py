@@ -20,8 +20,8 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import DraftTerms
 from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.suffix import SuffixDrafter
-from drafters.suffix_automaton import ROOT, SuffixAutomaton
+from tests.reference.suffix import SuffixDrafter
+from tests.reference.suffix_automaton import ROOT, SuffixAutomaton
 
 SAMPLING = SamplingParams(max_tokens=1000)
 texts = st.lists(st.integers(0, 3), max_size=30)
@@ -310,10 +310,12 @@ def test_without_a_compiler_they_run_in_python_and_the_log_says_so(
     program = (
         "from drafters.native.lookup import compiled\n"
         "from drafters.ngram import HitRate, NgramDrafter\n"
-        "from drafters.suffix import SuffixDrafter\n"
-        "made = [compiled(NgramDrafter()), compiled(SuffixDrafter(max_match_len=4, max_shared_tokens=64))]\n"
-        "print([type(drafter).__name__ for drafter in made])\n"
+        "from cluster.config import DrafterConfig, SuffixOptions, TableOptions\n"
+        "from drafters.registry import make_drafter\n"
+        "from tests.support.toys import MODEL\n"
+        "made = [make_drafter(DrafterConfig(name='d', options=one), MODEL) for one in (SuffixOptions(), TableOptions())]\n"
+        "print([type(drafter).__name__ for drafter in [compiled(NgramDrafter()), *made]])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "['NgramDrafter', 'SuffixDrafter']", done.stderr
-    assert done.stderr.count("several times longer") == 1
+    assert done.stdout.strip() == "['NgramDrafter', 'NgramDrafter', 'NgramDrafter']", done.stderr
+    assert done.stderr.count("ngram drafts for suffix and table") == 1

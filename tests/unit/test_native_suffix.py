@@ -15,8 +15,8 @@ from cluster.types import DraftTerms
 from drafters.native import lookup
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft
-from drafters.suffix import SuffixDrafter
 from engine.compiling import NoCompiler, load_compiled
+from tests.reference.suffix import SuffixDrafter
 
 SAMPLING = SamplingParams(max_tokens=1000)
 SOURCES = tuple(Path(lookup.__file__).parent / name for name in ("automaton.c", "suffix.c"))

@@ -14,8 +14,9 @@ import drafters.native
 from cluster.sampling_params import SamplingParams
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand
-from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_frequencies
+from drafters.table import EMPTY, FrequencyTable, context_key, count_frequencies
 from engine.compiling import NoCompiler, load_compiled
+from tests.reference.table import TableDrafter
 from tests.support.identical_drafters import IdenticalDrafters
 
 FOLDER = Path(drafters.native.__file__).parent

@@ -14,13 +14,13 @@ from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
-from drafters.suffix import SuffixDrafter
 from engine.acceptance import common_prefix_len
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from router.cost_model import TableCost
 from router.planning.planner import PlannerSettings, StepPlanner
+from tests.reference.suffix import SuffixDrafter
 from tests.support.tiny_model import write_tiny_model
 
 DRAFT_LEN = 5

@@ -17,9 +17,9 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
-from drafters.suffix import SuffixDrafter
 from engine.target import AdapterHost, LoadedTarget
 from engine.vllm.environment import prepare_environment
+from tests.reference.suffix import SuffixDrafter
 from tests.support.target_driver import Played, play
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
 from tests.support.vllm_models import MODELS, MULTIMODAL, WINDOW, quantise, write_adapter, write_model

@@ -1,7 +1,5 @@
-"""Suffix matching: the most frequent continuation of the end of the text, in the request itself and in recent answers.
-
-After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth limit and a tenth of the nodes. No torch.
-"""
+"""What `drafters/native/suffix.c` is held to, in Python: the most frequent continuation of the end of the text, in the
+request itself and in recent answers."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import NamedTuple
 
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, salt_key
-from drafters.suffix_automaton import ROOT, SuffixAutomaton
+from tests.reference.suffix_automaton import ROOT, SuffixAutomaton
 
 _NUM_SEGMENTS = 4  # of the shared memory, which drops one at a time
 _MAX_SALTS = 256  # of a segment
