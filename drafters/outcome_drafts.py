@@ -1,4 +1,4 @@
-"""Drafts for the likeliest outcomes of the verification under way (`router/drafting/outcomes.py`), in spare time."""
+"""Drafts for the likeliest outcomes of the verification under way (`router/papers/saguaro.py`), in spare time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +8,10 @@ from cluster.messages import NO_OUTCOMES, OutcomeReport
 from drafters.protocol import Drafter, Forks
 from drafters.session import Prepared, Session
 from engine.acceptance import common_prefix_len
-from router.drafting.outcomes import NUM_RUNNERS_UP, RunnerUpRates, StepTimes, num_prepared, outcomes
 from router.estimates.decayed import DecayedMean
 from router.estimates.survival import OnlineSurvival
 from router.estimates.trial import Trial
+from router.papers.saguaro import NUM_RUNNERS_UP, RunnerUpRates, StepTimes, num_prepared, outcomes
 
 SPELL_LEN = 16  # commits: the spells of the trial
 MIN_PAUSE, MAX_PAUSE = 32, 1024  # spells without preparing, where it was measured to lose

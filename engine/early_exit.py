@@ -7,7 +7,7 @@ wrongly costs speed and no token.
 
     learning pass   margins and final hidden states are recorded; rows leave at most before the head, where their final
                     states are known and a draft token that another one beats is rejected, but for rounding
-    exit pass       rows leave by the thresholds of `router.drafting.early_exit`, for passes of about this size
+    exit pass       rows leave by the thresholds of `router.papers.faser_exit`, for passes of about this size
     control pass    as a plain pass, and timed as exit passes are
     else            the plain path; every so often a learning pass
 """
@@ -29,8 +29,8 @@ from engine.forward import CausalModel
 from engine.ops import Linear
 from engine.sampling import SamplingState
 from router.cost_model import CostModel
-from router.drafting.early_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
 from router.estimates.trial import Trial
+from router.papers.faser_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
 from router.plan import Span
 
 DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays

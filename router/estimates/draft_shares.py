@@ -1,4 +1,4 @@
-"""How much of what a drafter could give it gives: drafts that arrive in time, and the verified part of each."""
+"""Shares of rounds in which drafts arrive in time."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated
@@ -10,7 +10,7 @@ from router.assignment import Observation, drafter_of
 from router.drafter.matching import Floats
 from router.estimates.decayed import DecayedSums
 
-PRIOR_ROUNDS = 8.0  # assumed in time, with drafts verified in full, before the first of a drafter
+PRIOR_ROUNDS = 8.0  # assumed in time before the first of a drafter
 # Forgetting per round with another drafter, in rounds of its own. A drafter that was left because it was late, or seldom
 # queried, is so rated better with time until a request tries it, seldom enough for that to cost little.
 _ELSEWHERE = 1 / 16
@@ -25,7 +25,6 @@ def _of_those(sums: tuple[float, float]) -> tuple[float, float]:
 
 _Sum = Annotated[float, Field(ge=0)]
 OnTimeSums = dict[str, Annotated[tuple[_Sum, _Sum], AfterValidator(_of_those)]]
-FillSums = dict[str, tuple[_Sum, _Sum]]
 
 
 class OnTimeRates(DecayedSums[str]):
@@ -47,18 +46,3 @@ class OnTimeRates(DecayedSums[str]):
         known = np.array([self.get(drafter, 2) for drafter in drafters])
         found: Floats = (known[:, 1] + PRIOR_ROUNDS) / (known[:, 0] + PRIOR_ROUNDS)
         return found
-
-
-class FillRates(DecayedSums[str]):
-    """Share of a drafter's longest draft that is verified: lookups are often silent, and not every row pays. Sums by
-    drafter: drafts in time, and their verified tokens."""
-
-    def observe(self, observations: Iterable[Observation]) -> None:
-        for seen in observations:
-            if seen.num_in_time:
-                new = (float(seen.num_in_time), float(seen.num_proposed))
-                self.add(drafter_of(seen.drafter), new, seen.num_in_time)
-
-    def of(self, drafter: str, max_draft_len: int) -> float:
-        drafts, tokens = self.get(drafter, 2)
-        return min(1.0, (tokens / max_draft_len + PRIOR_ROUNDS) / (drafts + PRIOR_ROUNDS))

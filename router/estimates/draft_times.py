@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cluster.messages import LevelReport
-from router.assignment import MemberCosts, PoolMember
-from router.cost_model import TableCost, monotone
+from router.assignment import MemberCosts
 from router.estimates.decayed import LASTING, UNUSUAL, USUAL, DecayedMean
 
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
@@ -20,13 +18,6 @@ def profiled_s(costs: MemberCosts | None, num_requests: float) -> float:
         return 0.0
     batches, seconds = zip(*costs.draft_s, strict=True)
     return float(np.interp(num_requests, batches, seconds)) * min(1.0, num_requests)
-
-
-def profiled_passes(member: PoolMember, target: TableCost) -> TableCost:
-    """Pass times of a drafter, from its profiled drafts; an unprofiled one counts as a small target."""
-    if member.costs is None or not member.costs.draft_s:
-        return target.scaled(member.cost)
-    return monotone([(batch, seconds / member.max_draft_len) for batch, seconds in member.costs.draft_s])
 
 
 class _Line:
@@ -128,33 +119,3 @@ class DraftCosts:
     def note_round(self, seconds: float) -> None:
         """Adds the seconds of a round with drafts."""
         self._round.add(self._round.clipped(seconds))
-
-
-class PassTimeFactors:
-    """T_i: measured over profiled pass time of a model; SpecRouter's moving average. By octave of rows: profiled passes have
-    one row of each request, and rows of a verification share their context."""
-
-    def __init__(self, weight: float) -> None:
-        self._memory = 1.0 / weight
-        self._factors: dict[str, dict[int, DecayedMean]] = {}  # by drafter and octave
-
-    def observe(self, report: LevelReport, expected_s: float) -> None:
-        """``expected_s``: profiled seconds of one pass with the mean number of rows."""
-        if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
-            measured = report.busy_s / report.num_passes / expected_s
-            factors = self._factors.setdefault(report.drafter, {})
-            octave = _octave(report.num_rows / report.num_passes)
-            factors.setdefault(octave, DecayedMean(self._memory)).add(measured)
-
-    def factor(self, drafter: str, num_rows: float) -> float:
-        """That of the nearest octave that was measured."""
-        factors, octave = self._factors.get(drafter), _octave(num_rows)
-        return factors[min(factors, key=lambda other: abs(other - octave))].value if factors else 1.0
-
-    def corrected(self, drafter: str, profiled: TableCost) -> TableCost:
-        points = zip(profiled.rows, profiled.step_s_at, strict=True)
-        return monotone([(rows, seconds * self.factor(drafter, rows)) for rows, seconds in points])
-
-
-def _octave(num_rows: float) -> int:
-    return round(num_rows).bit_length()

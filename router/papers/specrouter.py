@@ -2,7 +2,7 @@
 
     Algorithm 1                                                      here
     1-4   generate candidate chains that end with the target         `router.chains.candidates`
-    9-10  estimate acceptance between neighbours from similarity     `router.estimates.similarity.Similarities`
+    9-10  estimate acceptance between neighbours from similarity     `router.papers.specrouter_estimates.Similarities`
     11-13 predict the effective time per target token                `router.chains.predict`
     14-18 take the chain of the least                                `ModelChains`
 
@@ -23,10 +23,20 @@ from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, pred
 from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import SMOOTHING, AcceptanceModel, AcceptanceSnapshot
-from router.estimates.draft_shares import FillRates, FillSums
-from router.estimates.draft_times import PassTimeFactors, profiled_passes
-from router.estimates.observed_overhead import SPREAD, DrafterChoice, ObservedOverheads, OverheadSums, seated
-from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
+from router.papers.specrouter_estimates import (
+    SPREAD,
+    ChainLenLimits,
+    DrafterChoice,
+    FillRates,
+    FillSums,
+    ObservedOverheads,
+    OverheadSums,
+    PassTimeFactors,
+    Similarities,
+    prior_agreement,
+    profiled_passes,
+    seated,
+)
 
 HYSTERESIS = 0.1  # relative gain below which a request keeps its chain
 CALM_SLOTS = 40  # without errors or eviction after which chains may grow by a level

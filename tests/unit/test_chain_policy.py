@@ -21,8 +21,8 @@ from router.assignment import (
 )
 from router.cost_model import monotone
 from router.drafter.router import Router, SlotReport
-from router.estimates.observed_overhead import TRIAL_SLOTS
 from router.papers.specrouter import MOST_TRIALS, ModelChains
+from router.papers.specrouter_estimates import TRIAL_SLOTS
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.drafting.early_exit import (
+from router.papers.faser_exit import (
     PRIOR_LOST,
     ExitPrices,
     ExitSamples,

@@ -23,8 +23,8 @@ from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from router.cost_model import TableCost
-from router.drafting.early_exit import ExitPlan
 from router.estimates.trial import Trial
+from router.papers.faser_exit import ExitPlan
 from router.plan import Span
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
@@ -221,7 +221,7 @@ def test_exits_are_learned_where_rows_cost_time(
     model: CausalModel, cost: TableCost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_exit, "LENS_ROWS", (1, 2))
-    monkeypatch.setattr("router.drafting.early_exit.MIN_GAIN", 0.01)  # this head is a small share of the model
+    monkeypatch.setattr("router.papers.faser_exit.MIN_GAIN", 0.01)  # this head is a small share of the model
     monkeypatch.setattr(early_exit, "MIN_SAMPLES", 8)
     monkeypatch.setattr(early_exit, "VOCABULARY_LEN", 64)
     monkeypatch.setattr(early_exit.ExitCheck, "seconds", lambda check, num_rows: 1e-5 * num_rows)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from router.assignment import Observation
-from router.estimates.draft_shares import FillRates
-from router.estimates.observed_overhead import (
+from router.papers.specrouter_estimates import (
     SPREAD,
     TRIAL_SLOTS,
     Choice,
     DrafterChoice,
+    FillRates,
     ObservedOverheads,
     seated,
 )

@@ -15,7 +15,7 @@ from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
-from router.drafting.outcomes import RunnerUpRates, StepTimes, num_prepared, outcomes
+from router.papers.saguaro import RunnerUpRates, StepTimes, num_prepared, outcomes
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate

@@ -14,8 +14,7 @@ from router.drafter.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.drafter.policies import POLICIES, build_policy, build_pool
 from router.drafter.router import MAX_CHAINS, next_table
 from router.drafter.seats import Fixed
-from router.estimates.goodput import GoodputEstimates
-from router.papers.spin import EpsilonGreedy, GreedyLength
+from router.papers.spin import EpsilonGreedy, GoodputEstimates, GreedyLength
 
 
 def view(request_id: str, chain: tuple[str, ...] = (), prompt_len: int = 10) -> RequestView:

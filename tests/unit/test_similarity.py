@@ -6,8 +6,7 @@ import pytest
 
 from cluster.messages import LevelReport, Verified
 from router.cost_model import monotone
-from router.estimates.draft_times import PassTimeFactors
-from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
+from router.papers.specrouter_estimates import ChainLenLimits, PassTimeFactors, Similarities, prior_agreement
 
 
 def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:

@@ -1,0 +1,238 @@
+"""What `specrouter.py` learns of chains of models: similarity of neighbours, time of passes, verified shares, overheads.
+
+Similarity: SpecRouter's SimScore (equations 5 and 6) is 1 - TV, TV being the total variation of two models' distributions.
+Here tokens travel, drawn with the same noise. Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
+SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
+
+Overhead: measured over predicted time per token, by chain. Predictions assume a device per model and one shared pass for all
+requests. The ratio counts as far as it exceeds chance (`router.estimates.round_times`), separately for slots in which all
+requests had one chain.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat, zip_longest
+from typing import Annotated, Final
+
+import numpy as np
+from pydantic import Field, JsonValue
+
+from cluster.messages import LevelReport, Verified
+from router.assignment import Chain, Observation, PoolMember, drafter_of
+from router.cost_model import TableCost, monotone
+from router.drafter.chains import PROPOSAL_LEN
+from router.drafter.matching import Floats
+from router.estimates.decayed import DecayedMean, DecayedSums
+from router.estimates.draft_shares import PRIOR_ROUNDS
+from router.estimates.round_times import Rounds, SlotSums, significant_share
+
+_STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
+_KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
+
+Rates = tuple[float, ...]
+_Pair = tuple[str, str]
+
+
+def prior_agreement(lower: Rates, upper: Rates) -> Rates:
+    """Prior agreement of two drafters, from how often each agrees with the target: by the triangle inequality their TV lies
+    between the difference and the sum of those to the target, whose midpoint is the larger of the two."""
+    return tuple(map(min, lower, upper))
+
+
+class Similarities:
+    """Agreement of drafters by position, from verifications within chains; remembers about ``memory`` drafts."""
+
+    def __init__(self, memory: float) -> None:
+        # By proposer and verifier: drafts that reached each position, those right there, tokens asked for and proposed.
+        self._reached: DecayedSums[_Pair] = DecayedSums(memory)
+        self._right: DecayedSums[_Pair] = DecayedSums(memory)
+        self._asked: DecayedSums[_Pair] = DecayedSums(memory)
+
+    def observe(self, verifier: str, verified: Verified) -> None:
+        pair = (verified.proposer, verifier)
+        num_drafts = verified.num_reached[0] if verified.num_reached else 0
+        self._reached.add(pair, verified.num_reached, num_drafts)
+        self._right.add(pair, verified.num_right, num_drafts)
+        self._asked.add(pair, (verified.num_asked, verified.num_proposed), num_drafts)
+
+    def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
+        """Agreement by position; ``prior`` while little is known."""
+        pair = (proposer, verifier)
+        reached, right = self._reached.get(pair, 0), self._right.get(pair, 0)
+        counts = zip_longest(reached, right, range(len(prior)), fillvalue=0.0)
+        priors = chain(prior, repeat(prior[-1]))
+        return tuple((b + _STRENGTH * known) / (a + _STRENGTH) for (a, b, _), known in zip(counts, priors, strict=False))
+
+    def is_known(self, proposer: str, verifier: str) -> bool:
+        """Whether verified drafts outweigh the prior."""
+        reached = self._reached.get((proposer, verifier), 0)
+        return bool(reached) and reached[0] >= _KNOWN
+
+    def fill(self, proposer: str, verifier: str, prior: float) -> float:
+        """Share of the requested tokens that it proposes; ``prior`` while little is known."""
+        num_asked, num_proposed = self._asked.get((proposer, verifier), 2)
+        strength = _STRENGTH * PROPOSAL_LEN
+        return (num_proposed + strength * prior) / (num_asked + strength)
+
+
+class ChainLenLimits:
+    """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
+    after ``recovery_slots`` without any."""
+
+    def __init__(self, most: int, recovery_slots: int) -> None:
+        self._most = most
+        self._recovery_slots = recovery_slots
+        self._limits: dict[str, tuple[int, int]] = {}  # drafter -> its limit, and slots since it changed
+
+    def note_failure(self, drafter: str, chain_len: int) -> None:
+        """A chain of ``chain_len`` drafters failed."""
+        self._limits[drafter] = max(0, min(self.of(drafter), chain_len) - 1), 0
+
+    def next_slot(self, failed: Sequence[str] = ()) -> None:
+        for drafter in [one for one in self._limits if one not in failed]:
+            limit, num_slots = self._limits[drafter]
+            is_over = num_slots + 1 >= self._recovery_slots
+            self._limits[drafter] = (limit + 1, 0) if is_over else (limit, num_slots + 1)
+            if self.of(drafter) >= self._most:
+                del self._limits[drafter]
+
+    def of(self, drafter: str) -> int:
+        return self._limits.get(drafter, (self._most, 0))[0]
+
+
+TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
+
+_SPREAD_GAIN = 1.05  # that is predicted before requests are spread: the sum of the best of several estimates is too high
+
+Choice = str | None  # the last drafter that all requests are to be with, "" for the target alone; None: each has its own
+SPREAD: Final = None
+_Positive = Annotated[float, Field(gt=0)]
+_Sum = Annotated[float, Field(ge=0)]
+FillSums = dict[str, tuple[_Sum, _Sum]]
+OverheadSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
+
+
+class ObservedOverheads(SlotSums[Chain | None]):
+    """Measured over predicted time, by the chain that all requests had, or SPREAD. A round is here a predicted second."""
+
+    def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
+        """Adds a slot's (predicted, measured) seconds."""
+        self.end_slot({what: seconds for what, seconds in compared.items() if seconds[0] > 0.0})
+
+    def to_json(self) -> list[JsonValue]:
+        return [[None if what is SPREAD else list(what), list(sums)] for what, sums in self.sums.items()]
+
+    def factors(self) -> dict[Chain | None, float]:
+        """Measured over predicted time of everything seen."""
+        known = [Rounds(*sums) for sums in self.sums.values()]
+        off = np.array([one.mean_s - 1.0 for one in known])
+        return dict(zip(self.sums, (1.0 + off * significant_share(off, known)).tolist(), strict=True))
+
+
+class DrafterChoice:
+    """Whether all requests share one last drafter, and so passes, or each has its fastest."""
+
+    def __init__(self) -> None:
+        self._num_slots = TRIAL_SLOTS  # that this choice is old
+        self._choice: Choice = SPREAD
+        self._is_spread = False  # before the first choice nothing is
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the trial of the present choice is over."""
+        return self._num_slots >= TRIAL_SLOTS
+
+    def release(self) -> None:
+        """Ends the trial: the choice was made before anything was known."""
+        self._num_slots = TRIAL_SLOTS
+
+    def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
+        """The choice for this slot; kept for TRIAL_SLOTS while available, or until spread requests are slower than said.
+        Each is judged by where it would seat requests. ``per_token_s``: (requests, names); infinite where unavailable."""
+        self._num_slots += 1
+        rates: dict[Choice, float] = {}
+        each = range(len(per_token_s))
+        for choice in (*names, SPREAD):
+            column = None if choice is SPREAD else names.index(choice)
+            taken = seated(per_token_s, places, column)
+            is_spread = len(set(taken)) > 1
+            if column is None and not is_spread:
+                continue
+            can_be_had = column is None or (places[column] > 0 and bool(np.isfinite(per_token_s[:, column]).all()))
+            rate = float((1.0 / per_token_s[each, taken]).sum()) if can_be_had else 0.0
+            rates[choice] = rate / spread_overrun if is_spread else rate
+            if choice is SPREAD and not self._is_spread:
+                rates[choice] /= _SPREAD_GAIN
+        best = max(rates, key=rates.__getitem__)
+        is_slow = self._is_spread and spread_overrun > 1.0
+        if best != self._choice and (self.is_settled or is_slow or not rates.get(self._choice)):
+            self._choice, self._num_slots, self._is_spread = best, 0, best is SPREAD
+        return self._choice
+
+
+def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None, last: Sequence[int] = ()) -> list[int]:
+    """Column of each request, 0 being the target alone: the chosen drafter while it has places, else the fastest with one.
+    Requests with the largest gain choose first, those in ``last`` last."""
+    seconds = per_token_s.copy()
+    if chosen is not None:
+        seconds[:, chosen] = 0.0
+    gains_s = per_token_s[:, 0] - (per_token_s.min(axis=1) if chosen is None else per_token_s[:, chosen])
+    gains_s[list(last)] = -np.inf
+    order = np.argsort(seconds, axis=1, kind="stable").tolist()
+    free = [len(order), *places[1:]]
+    taken = [0] * len(order)
+    for i in np.argsort(-gains_s, kind="stable").tolist():
+        taken[i] = next(j for j in order[i] if free[j] > 0)
+        free[taken[i]] -= 1
+    return taken
+
+
+class FillRates(DecayedSums[str]):
+    """Share of a drafter's longest draft that is verified: lookups are often silent, and not every row pays. Sums by
+    drafter: drafts in time, and their verified tokens."""
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        for seen in observations:
+            if seen.num_in_time:
+                new = (float(seen.num_in_time), float(seen.num_proposed))
+                self.add(drafter_of(seen.drafter), new, seen.num_in_time)
+
+    def of(self, drafter: str, max_draft_len: int) -> float:
+        drafts, tokens = self.get(drafter, 2)
+        return min(1.0, (tokens / max_draft_len + PRIOR_ROUNDS) / (drafts + PRIOR_ROUNDS))
+
+
+def profiled_passes(member: PoolMember, target: TableCost) -> TableCost:
+    """Pass times of a drafter, from its profiled drafts; an unprofiled one counts as a small target."""
+    if member.costs is None or not member.costs.draft_s:
+        return target.scaled(member.cost)
+    return monotone([(batch, seconds / member.max_draft_len) for batch, seconds in member.costs.draft_s])
+
+
+class PassTimeFactors:
+    """T_i: measured over profiled pass time of a model; SpecRouter's moving average. By octave of rows: profiled passes have
+    one row of each request, and rows of a verification share their context."""
+
+    def __init__(self, weight: float) -> None:
+        self._memory = 1.0 / weight
+        self._factors: dict[str, dict[int, DecayedMean]] = {}  # by drafter and octave
+
+    def observe(self, report: LevelReport, expected_s: float) -> None:
+        """``expected_s``: profiled seconds of one pass with the mean number of rows."""
+        if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
+            measured = report.busy_s / report.num_passes / expected_s
+            factors = self._factors.setdefault(report.drafter, {})
+            octave = _octave(report.num_rows / report.num_passes)
+            factors.setdefault(octave, DecayedMean(self._memory)).add(measured)
+
+    def factor(self, drafter: str, num_rows: float) -> float:
+        """That of the nearest octave that was measured."""
+        factors, octave = self._factors.get(drafter), _octave(num_rows)
+        return factors[min(factors, key=lambda other: abs(other - octave))].value if factors else 1.0
+
+    def corrected(self, drafter: str, profiled: TableCost) -> TableCost:
+        points = zip(profiled.rows, profiled.step_s_at, strict=True)
+        return monotone([(rows, seconds * self.factor(drafter, rows)) for rows, seconds in points])
+
+
+def _octave(num_rows: float) -> int:
+    return round(num_rows).bit_length()
