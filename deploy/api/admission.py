@@ -31,8 +31,10 @@ class Admission:
     Invariants: ``0 <= num_running <= max_concurrent``; the next call of the queue, if any, does not fit.
     """
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, queued: str = "calls") -> None:
+        """``queued``: what is, for messages."""
         self._settings = settings
+        self._queued = queued
         self._tenants: Mapping[str, Tenant] = {}
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
         self._counters = TokenCounters()
@@ -113,7 +115,7 @@ class Admission:
         """Makes room for a call of ``tenant``. Raises ApiError (429): no other has more than one call more in the queue."""
         longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
         refusal = overloaded(
-            f"{self.num_queued} calls are queued; try again later", self._settings.retry_after_s, "queue_full"
+            f"{self.num_queued} {self._queued} are queued; try again later", self._settings.retry_after_s, "queue_full"
         )
         if len(self._waiting.get(longest, ())) <= len(self._waiting.get(tenant, ())) + 1:
             raise refusal

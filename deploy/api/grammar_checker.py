@@ -1,35 +1,158 @@
-"""Checks the grammars of calls in processes of their own, so that none harms the API or a target. Tenants take turns."""
+"""Checks the grammars of calls in a process of its own, so that none harms the API or a target. Tenants take turns."""
 
 import asyncio
 import hashlib
-from collections import Counter, OrderedDict, deque
+import json
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGALRM, SIGKILL, SIGXCPU, Signals
+from typing import Any
 
 from cluster.errors import Overloaded
 from cluster.grammar import Grammar
 from cluster.types import ModelInfo
-from deploy.api.errors import bad_request
-from deploy.api.grammar_process import NUM_AT_ONCE, Checked, GrammarProcess
-from router.planning.fair_share import SharedLimit, TokenCounters
+from deploy.api.admission import Admission
+from deploy.api.errors import ApiError, bad_request
+from deploy.api.settings import ApiSettings
+from deploy.api.tenants import Tenant
 
 MAX_WAITING = 32  # grammars
 MAX_KNOWN = 1024  # grammars
+logger = logging.getLogger(__name__)
+
+NUM_AT_ONCE = 2  # checks
+CPU_S = 5  # of one check
+HANG_S = 60.0  # of one check, whatever the load of the machine
+START_S = 60.0  # of the process, which imports torch
+ANSWER_S = HANG_S + 10.0  # a process that has not answered by then has ended or hangs itself
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """``refusal``: why the grammar is refused, None: it is not. ``cpu_s``: processor time that the check took."""
+
+    refusal: str | None
+    cpu_s: float
+
+
+class GrammarProcess:
+    """Starts with the first check, again when it has ended, and ends with this object. Thread-safe.
+
+    Args:
+        folder: of the model.
+        retry_after_s: for the error of a check that could not be made.
+    """
+
+    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float) -> None:
+        arguments = (str(folder), str(info.vocab_size), str(CPU_S), str(HANG_S), *map(str, info.eos_token_ids))
+        self._command: Sequence[str] = (sys.executable, "-m", "engine.grammar.checking", *arguments)
+        self._retry_after_s = retry_after_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalize: Callable[[], object] = lambda: None  # ends the process and its lines
+        self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()  # lines of the process that runs
+
+    def check(self, grammar: Grammar) -> Checked:
+        """Waits for the check. Raises Overloaded: it could not be made, for a reason that is not the grammar's."""
+        line, free, end = self._line()
+        try:
+            line.settimeout(ANSWER_S)
+            line.sendall(json.dumps({"kind": grammar.kind, "source": grammar.source}).encode() + b"\n")
+            answer = _read(line)
+        except (OSError, ValueError) as error:
+            end()  # of the process that this check was made by, which may have a successor
+            logger.warning("the check of grammars has ended: %s", error)
+            raise self._failed("the check of the grammar has failed") from error
+        free.put(line)
+        return self._checked(answer)
+
+    def _checked(self, answer: dict[str, Any]) -> Checked:
+        """The process that makes one check is ended by a signal at its limits, and by SIGKILL where memory runs out."""
+        ended = answer["ended"]
+        if ended is None:
+            return Checked(answer["error"], answer["cpu_s"])
+        if ended == SIGXCPU:
+            return Checked(f"takes more than {CPU_S} seconds of processor time to compile", answer["cpu_s"])
+        if ended in (SIGALRM, SIGKILL):
+            raise self._failed(f"the check of the grammar was ended by {Signals(ended).name}")
+        return Checked("cannot be compiled: it takes the compiler down", answer["cpu_s"])
+
+    def _line(self) -> tuple[socket.socket, "queue.SimpleQueue[socket.socket]", Callable[[], object]]:
+        """A line of the running process that no other thread uses, where it returns to, and what ends the process. Raises
+        Overloaded: it does not start."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                try:
+                    self._start()
+                except (OSError, ValueError) as error:
+                    self._finalize()
+                    logger.error("the check of grammars did not start: %s", error)
+                    raise self._failed("grammars cannot be checked now") from error
+            return self._free.get(), self._free, self._finalize
+
+    def _start(self) -> None:
+        self._finalize()
+        pairs = [socket.socketpair() for _ in range(NUM_AT_ONCE)]
+        theirs = [one.fileno() for _, one in pairs]
+        self._free = queue.SimpleQueue()
+        try:
+            # What it logs goes where this process's log goes.
+            command = (*self._command, *(f"--line={number}" for number in theirs))
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs)
+        finally:
+            for _, one in pairs:
+                one.close()
+        self._finalize = weakref.finalize(self, _end, self._process, [ours for ours, _ in pairs])
+        for ours, _ in pairs:
+            ours.settimeout(START_S)
+            _read(ours)
+            self._free.put(ours)
+
+    def _failed(self, what: str) -> Overloaded:
+        return Overloaded(f"{what}; try again later", self._retry_after_s)
+
+
+def _read(line: socket.socket) -> dict[str, Any]:
+    """Raises OSError, ValueError: the other end has ended, or does not answer."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        part = line.recv(2**16)
+        if not part:
+            raise ConnectionError("it has ended")
+        received += part
+    answer: dict[str, Any] = json.loads(received)
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes], lines: Sequence[socket.socket]) -> None:
+    process.kill()
+    process.wait()
+    for line in lines:
+        line.close()
 
 
 @dataclass(slots=True)
 class _Check:
     """Of one grammar, for all calls that wait for it."""
 
-    task: "asyncio.Task[Checked | Overloaded] | None" = None
+    task: "asyncio.Task[Checked | Exception] | None" = None
     num_calls: int = 0
     has_begun: bool = False
 
 
 class GrammarChecker:
-    """Checks NUM_AT_ONCE grammars at once, but one of each tenant where several tenants wait. Next is the tenant whose
-    checks took the least processor time. Verdicts are kept; a check that fails for another reason refuses no grammar.
+    """Checks NUM_AT_ONCE grammars at once, but one of each tenant where there are several. Next is the tenant whose checks
+    took the least processor time. Verdicts are kept; a check that fails for another reason refuses no grammar.
 
     Args:
         folder: of the model.
@@ -38,18 +161,23 @@ class GrammarChecker:
 
     def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float) -> None:
         self.process = GrammarProcess(folder, info, retry_after_s)
-        self.waiting = SharedLimit(MAX_WAITING)
-        self._retry_after_s = retry_after_s
         # Threads of its own: checks must not take those that tokenize.
         self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="grammar-checks")
+        limits = ApiSettings(max_concurrent=NUM_AT_ONCE, max_queued=MAX_WAITING, retry_after_s=retry_after_s)
+        self._turns = Admission(limits, "grammars")  # charged by the millisecond
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # refusals, by digest
         self._checks: dict[bytes, _Check] = {}
-        self._queue: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, none empty
-        self._running: Counter[str] = Counter()  # by tenant
-        self._counters = TokenCounters()  # of milliseconds
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._checks or self._turns.num_queued or self._turns.num_running)
+
+    def set_tenants(self, names: Iterable[str]) -> None:
+        known = {name: Tenant(name, max_concurrent=1) for name in names}
+        self._turns.set_tenants(known if len(known) > 1 else {})
 
     async def check(self, field: str, grammar: Grammar, tenant: str = "") -> None:
-        """Raises ApiError (400) naming ``field`` for a grammar that is refused; Overloaded: too many wait for a check, or it
+        """Raises ApiError: 400 naming ``field`` for a grammar that is refused, 429 if too many wait; Overloaded: the check
         could not be made. Cancelled, a check that waits, and for which no other call does, is not made."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
         refusal = self._known[digest] if digest in self._known else await self._learn(digest, grammar, tenant)
@@ -59,13 +187,8 @@ class GrammarChecker:
     async def _learn(self, digest: bytes, grammar: Grammar, tenant: str) -> str | None:
         check = self._checks.get(digest)
         if check is None:
-            self.waiting.hold(tenant, 1)
-            if self.waiting.is_exceeded(tenant, least=1):
-                self.waiting.give_back(tenant, 1)
-                raise Overloaded("too many grammars wait for their check; try again later", self._retry_after_s)
             check = self._checks[digest] = _Check()
             check.task = asyncio.create_task(self._make(check, digest, grammar, tenant))
-            check.task.add_done_callback(lambda _: self.waiting.give_back(tenant, 1))
         assert check.task is not None
         check.num_calls += 1
         try:
@@ -74,59 +197,26 @@ class GrammarChecker:
             check.num_calls -= 1
             if not check.num_calls and not check.has_begun:
                 check.task.cancel()
-                self._checks.pop(digest, None)
-        if isinstance(result, Overloaded):
+                self._forget(check, digest)
+        if isinstance(result, Exception):
             raise result
         return result.refusal
 
-    async def _make(self, check: _Check, digest: bytes, grammar: Grammar, tenant: str) -> Checked | Overloaded:
-        await self._turn(tenant)
-        check.has_begun = True
-        result: Checked | Overloaded
+    async def _make(self, check: _Check, digest: bytes, grammar: Grammar, tenant: str) -> Checked | Exception:
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.check, grammar)
-            self._counters.charge(tenant, 1 + round(1e3 * result.cpu_s))
-            self._known[digest] = result.refusal
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        except Overloaded as error:
-            result = error
+            async with self._turns.admitted(1, tenant):
+                check.has_begun = True
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.check, grammar)
+                self._turns.charge(tenant, round(1e3 * result.cpu_s))
+        except (Overloaded, ApiError) as error:
+            return error
         finally:
-            del self._checks[digest]
-            self._running[tenant] -= 1
-            self._grant()
+            self._forget(check, digest)
+        self._known[digest] = result.refusal
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
         return result
 
-    async def _turn(self, tenant: str) -> None:
-        """Waits for it. It ends when ``_running`` is decreased."""
-        turn = asyncio.get_running_loop().create_future()
-        self._counters.arrive(tenant, self._queue)
-        self._queue.setdefault(tenant, deque()).append(turn)
-        self._grant()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it was granted meanwhile
-                self._running[tenant] -= 1
-                self._grant()
-            raise
-
-    def _grant(self) -> None:
-        for tenant in tuple(self._queue):
-            self._drop_cancelled(tenant)
-        most = 1 if self.waiting.is_shared else NUM_AT_ONCE
-        while self._running.total() < NUM_AT_ONCE:
-            tenants = [one for one in self._queue if self._running[one] < most]
-            if not tenants:
-                return
-            tenant = self._counters.next_of(tenants)
-            self._queue[tenant].popleft().set_result(None)
-            self._running[tenant] += 1
-            self._drop_cancelled(tenant)
-
-    def _drop_cancelled(self, tenant: str) -> None:
-        turns = self._queue[tenant]
-        while turns and turns[0].cancelled():
-            turns.popleft()
-        if not turns:
-            del self._queue[tenant]
+    def _forget(self, check: _Check, digest: bytes) -> None:
+        if self._checks.get(digest) is check:
+            del self._checks[digest]

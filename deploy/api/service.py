@@ -90,6 +90,7 @@ class Service:
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
         self._threads = ThreadShares()
+        self._grammars: GrammarChecker | None = None
         self._set_tenants()
         self._prompts = Prompts(tokenizer, self._in_share, settings.max_request_bytes)
         self._form = AnswerForm.of(tokenizer, settings)
@@ -102,7 +103,6 @@ class Service:
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
         self.metrics_page = MetricsPage(self.metrics, self.status, peers)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
-        self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
@@ -129,6 +129,8 @@ class Service:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants
         self._budgets.set_tenants(tenants.values())
         self._admission.set_tenants(tenants)
+        if self._grammars is not None:
+            self._grammars.set_tenants(tenants)
         self.calls.is_shared = self._bodies.held.is_shared = self._threads.is_shared = len(tenants) > 1
 
     async def info(self) -> ModelInfo:
@@ -370,7 +372,7 @@ class Service:
             if self._tokenizer.folder is None:
                 raise bad_request(field, "is not supported: the tokenizer was not loaded from a folder")
             self._grammars = GrammarChecker(self._tokenizer.folder, info, self._settings.retry_after_s)
-        self._grammars.waiting.is_shared = self.calls.is_shared
+            self._set_tenants()
         await self._grammars.check(field, grammar, tenant)
         return grammar
 

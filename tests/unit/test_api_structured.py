@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from cluster.errors import Overloaded
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
-from deploy.api import grammar_checker, grammar_process
+from deploy.api import grammar_checker
 from deploy.api.app import create_app
 from deploy.api.errors import ApiError
-from deploy.api.grammar_checker import GrammarChecker
-from deploy.api.grammar_process import Checked, GrammarProcess
+from deploy.api.grammar_checker import Checked, GrammarChecker, GrammarProcess
 from deploy.api.schema import ChatRequest, CompletionRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
@@ -165,7 +164,7 @@ TINY = ModelInfo(MODEL, 257, 256, (256,), "tiny")
 async def test_a_check_is_limited_in_processor_time_and_the_next_one_runs(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_process, "CPU_S", 1)
+    monkeypatch.setattr(grammar_checker, "CPU_S", 1)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
     await checker.check("guided_json", Grammar(GrammarKind.JSON_OBJECT))
@@ -183,7 +182,7 @@ async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a loaded machine, or one without memory, has it."""
-    monkeypatch.setattr(grammar_process, "HANG_S", 0.001)
+    monkeypatch.setattr(grammar_checker, "HANG_S", 0.001)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     for _ in range(2):
         with pytest.raises(Overloaded, match="SIGALRM"):
@@ -200,7 +199,7 @@ async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(
 async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
-    monkeypatch.setattr(grammar_process, "CPU_S", 1)
+    monkeypatch.setattr(grammar_checker, "CPU_S", 1)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     try:
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
@@ -224,18 +223,18 @@ async def test_a_process_that_has_ended_is_started_again(tiny_model_folder: Path
 def test_the_late_error_of_a_check_leaves_the_next_process_alone(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process, read, first = GrammarProcess(tiny_model_folder, TINY, 1.0), grammar_process._read, list[Any]()
+    process, read, first = GrammarProcess(tiny_model_folder, TINY, 1.0), grammar_checker._read, list[Any]()
 
     def read_late(line: socket.socket) -> dict[str, Any]:
         """Of the first check: its process ends, and another check has started the next one, before the error shows."""
-        if line.gettimeout() == grammar_process.ANSWER_S and not first:
+        if line.gettimeout() == grammar_checker.ANSWER_S and not first:
             first.append(process._process)
             first[0].kill()
             first[0].wait()
             process.check(Grammar(GrammarKind.REGEX, "b"))
         return read(line)
 
-    monkeypatch.setattr(grammar_process, "_read", read_late)
+    monkeypatch.setattr(grammar_checker, "_read", read_late)
     with pytest.raises(Overloaded):
         process.check(Grammar(GrammarKind.REGEX, "a"))
     assert process._process not in (None, first[0])
@@ -246,7 +245,7 @@ def test_the_late_error_of_a_check_leaves_the_next_process_alone(
 async def test_a_check_that_does_not_start_refuses_no_grammar(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(grammar_process, "START_S", 0.05)
+    monkeypatch.setattr(grammar_checker, "START_S", 0.05)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     checker.process._command = ["sh", "-c", command]
     for _ in range(2):
@@ -292,7 +291,7 @@ def checking(checker: GrammarChecker, source: str, tenant: str = "") -> asyncio.
 
 async def test_a_slow_grammar_of_one_tenant_holds_up_no_other_tenant(tiny_model_folder: Path) -> None:
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
-    checker.waiting.is_shared = True
+    checker.set_tenants(("greedy", "other"))
     held = Held(checker)
     slow = [checking(checker, source, "greedy") for source in ("slow", "slower")]
     await held.wait_for(1)
@@ -307,7 +306,7 @@ async def test_a_slow_grammar_of_one_tenant_holds_up_no_other_tenant(tiny_model_
 
 async def test_next_is_the_tenant_whose_checks_took_the_least_time(tiny_model_folder: Path) -> None:
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
-    checker.waiting.is_shared = True
+    checker.set_tenants("abc")
     held = Held(checker)
     begun = [checking(checker, "a1", "a"), checking(checker, "b1", "b")]
     await held.wait_for(2)
@@ -325,7 +324,7 @@ async def test_next_is_the_tenant_whose_checks_took_the_least_time(tiny_model_fo
 
 
 async def test_calls_with_one_grammar_share_its_check(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 1)
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
     held = Held(checker)
     calls = [checking(checker, "a") for _ in range(64)]
@@ -336,7 +335,7 @@ async def test_calls_with_one_grammar_share_its_check(tiny_model_folder: Path, m
     assert [type(one) for one in outcomes] == [asyncio.CancelledError, *[type(None)] * 63]
     await checking(checker, "a")
     assert held.begun == ["a"]
-    assert (checker.waiting.num_held, checker._checks) == (0, {})
+    assert checker.is_idle
 
 
 async def test_a_check_that_could_not_be_made_is_made_at_the_next_call(tiny_model_folder: Path) -> None:
@@ -364,7 +363,7 @@ async def test_a_cancelled_check_is_not_made(tiny_model_folder: Path) -> None:
         held.end(source)
     await asyncio.gather(*checks[:2], checks[3], again)
     assert sorted(held.begun) == ["a", "b", "d"]
-    assert (checker.waiting.num_held, checker._checks, checker._queue) == (0, {}, {})
+    assert checker.is_idle
 
 
 async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,24 +376,17 @@ async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Pat
         assert cluster.requests == []
 
 
-async def test_too_many_waiting_checks_are_refused(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
-    with pytest.raises(Overloaded):
-        await checker.check("guided_regex", Grammar(GrammarKind.REGEX, "a"))
-
-
-async def test_a_tenant_leaves_room_for_the_grammars_of_others(
+async def test_too_many_waiting_checks_are_refused_and_leave_room_for_other_tenants(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
     checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
-    checker.waiting.is_shared = True
+    checker.set_tenants(("greedy", "other"))
     held = Held(checker)
-    greedy = [checking(checker, source, "greedy") for source in "abc"]
-    other = checking(checker, "d", "other")
-    for source in "abcd":
+    greedy = [checking(checker, source, "greedy") for source in "abcd"]
+    others = [checking(checker, source, "other") for source in "ef"]
+    for source in "abcdef":
         held.end(source)
-    outcomes = await asyncio.gather(*greedy, other, return_exceptions=True)
-    assert [type(one) for one in outcomes] == [type(None), type(None), Overloaded, type(None)]
-    assert checker.waiting.num_held == 0
+    outcomes = await asyncio.gather(*greedy, *others, return_exceptions=True)
+    assert [getattr(one, "code", None) for one in outcomes] == [None, None, "queue_full", "queue_full", None, None]
+    assert checker.is_idle
