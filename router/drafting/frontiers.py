@@ -1,6 +1,7 @@
 """Which drafters work ahead of a frontier (FASER, 4.3), by how much, and the budgets of their requests."""
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 
 from cluster.types import DraftTerms
@@ -23,6 +24,8 @@ class Frontiers:
     whole proposals as long as those that were awaited, or, while their length is not known for a batch of that size, of the
     best length.
 
+    What it knows is replaced rather than changed, so that a copy (`copy.copy`) knows the same, and then learns for itself.
+
     Args:
         always: every drafter whose times are known has one.
     """
@@ -44,10 +47,9 @@ class Frontiers:
         """Once for each pass. Returns those present."""
         for name, (drafter, num_requests) in pipeline.drafters.items():
             if self._settling.get(name):
-                self._settling[name] -= 1
+                self._settling = {**self._settling, name: self._settling[name] - 1}
             elif name not in self.present and drafter.draft_len:
-                awaited_len = self._awaited_lens.setdefault((name, num_requests), DecayedMean())
-                awaited_len.add(drafter.draft_len)
+                self._own_mean((name, num_requests), DecayedMean()).add(drafter.draft_len)
         octaves = {name: num_requests.bit_length() for name, (_, num_requests) in pipeline.drafters.items()}
         if not self._num_left or any(self._octaves.get(name) != octave for name, octave in octaves.items()):
             self._num_left, self._octaves = _PERIOD, {**self._octaves, **octaves}
@@ -61,7 +63,7 @@ class Frontiers:
             self.present = {**self.present, name: frontier}
         elif name in self.present:
             self.present = {key: one for key, one in self.present.items() if key != name}
-            self._settling[name] = _SETTLES
+            self._settling = {**self._settling, name: _SETTLES}
 
     def _of(self, name: str, pipeline: Pipeline) -> Frontier | None:
         drafter, num_requests = pipeline.drafters[name]
@@ -81,9 +83,16 @@ class Frontiers:
                 return None
         return Frontier(best)
 
+    def _own_mean(self, key: tuple[str, int], default: DecayedMean) -> DecayedMean:
+        """That no copy has."""
+        mean = copy(self._awaited_lens.get(key, default))
+        self._awaited_lens = {**self._awaited_lens, key: mean}
+        return mean
+
     def _awaited_rate(self, name: str, num_requests: int, pipeline: Pipeline, fades: bool) -> float:
         awaited_len = self._awaited_lens.get((name, num_requests))
         if awaited_len is not None and fades:
+            awaited_len = self._own_mean((name, num_requests), awaited_len)
             awaited_len.fade(max(0.0, awaited_len.num - _FADES))
         if awaited_len is not None and awaited_len.num >= _NUM_AWAITED:
             return pipeline.barrier_rate(name, awaited_len.value)

@@ -5,8 +5,9 @@ takes the mode with the shortest expected round.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from router.cost_model import CostModel
 from router.drafting.frontiers import Frontiers
@@ -125,9 +126,16 @@ class MicroBatches(Barrier):
 class FrontierAlways(Barrier):
     """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
 
+    _always = True
+
     def __init__(self, max_hold_s: float) -> None:
         super().__init__(max_hold_s)
-        self._frontiers = Frontiers(always=True)
+        self._frontiers = Frontiers(self._always)
+
+    def __copy__(self) -> Self:
+        other = type(self)(self._max_hold_s)
+        other._frontiers = copy(self._frontiers)
+        return other
 
     def start(
         self,
@@ -142,13 +150,11 @@ class FrontierAlways(Barrier):
         return before_frontiers(by_gain(decoding, held, drafters, cost, now_s, prompts), self._frontiers, pipeline)
 
 
-class ByGain:
+class ByGain(FrontierAlways):
     """A request is held for its proposal no longer than the proposal is worth (``router.drafting.wait``). Micro-batches and
     frontiers are used where measured times say that they shorten the round by more than noise."""
 
-    def __init__(self, max_hold_s: float) -> None:
-        self._max_hold_s = max_hold_s
-        self._frontiers = Frontiers()
+    _always = False
 
     def start(
         self,

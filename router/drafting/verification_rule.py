@@ -32,7 +32,7 @@ class OutriderVerification:
     """
 
     def __init__(self) -> None:
-        self._plain: set[tuple[int, int]] = set()  # octaves of batch and context in which drafts last did not pay
+        self._plain = frozenset[tuple[int, int]]()  # octaves of batch and context in which drafts last did not pay
 
     def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
         if not ready:
@@ -54,9 +54,9 @@ class OutriderVerification:
     def _steady(self, num_drafts: int, gain: float, octaves: tuple[int, int]) -> int:
         """Hysteresis: drafts that did not pay in a situation are verified again once they gain MIN_GAIN."""
         if num_drafts and (gain >= MIN_GAIN or octaves not in self._plain):
-            self._plain.discard(octaves)
+            self._plain -= {octaves}
             return num_drafts
-        self._plain.add(octaves)
+        self._plain |= {octaves}
         return 0
 
 

@@ -18,6 +18,7 @@ FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pa
 class _Expected:
     """A pass in which all of these requests decode. ``num_verify`` of their ``num_drafted`` draft tokens are verified."""
 
+    planner: StepPlanner  # that made its plan
     request_ids: frozenset[str]
     num_drafted: int
     num_verify: int
@@ -31,7 +32,6 @@ class PlanAhead:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._corrects = isinstance(planner, StepPlanner) and planner.ranks_drafts
         self._expected: _Expected | None = None
 
     def expect(
@@ -47,16 +47,21 @@ class PlanAhead:
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
         self._expected = None
-        if not self._corrects or not FEWEST <= len(plan.spans) == len(sequences):
+        planner = self._planner
+        if not isinstance(planner, StepPlanner) or not planner.ranks_drafts:
+            return
+        if not FEWEST <= len(plan.spans) == len(sequences):
             return
         if any(s.slo is not None or s.num_left > 1 for s in sequences):
             return
         num_verified = {span.request_id: span.num_drafts for span in plan.spans}
         expected = [_after(s, num_verified[s.request_id]) for s in sequences]
-        ahead = self._planner.plan(expected, drafters, capacity, cost, now_s)
+        planner = planner.fork()  # its policies count the pass once, whether its plan is corrected or made anew
+        ahead = planner.plan(expected, drafters, capacity, cost, now_s)
         if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
             num_verify = sum([span.num_drafts for span in ahead.spans])
-            self._expected = _Expected(frozenset(num_verified), sum([s.num_drafted for s in sequences]), num_verify)
+            num_drafted = sum([s.num_drafted for s in sequences])
+            self._expected = _Expected(planner, frozenset(num_verified), num_drafted, num_verify)
 
     def plan(
         self,
@@ -76,7 +81,7 @@ class PlanAhead:
             if len(sequences) + sum(lens) // capacity.block_len <= capacity.num_free_blocks:
                 names = [s.request_id for s in sequences]
                 left_out = [s.survival[num] for s, num in zip(sequences, lens, strict=True) if len(s.survival) > num]
-                self._expected = None
+                self._expected, self._planner = None, expected.planner
                 return StepPlan(tuple(map(Span, names, repeat(1), lens)), best_left_out=max(left_out, default=0.0))
         return self._planner.plan(sequences, drafters, capacity, cost, now_s)
 

@@ -4,10 +4,11 @@ Which requests a pass takes, and which wait for their proposals, is a policy of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, Self
 
 from cluster.config import Config
 from router.cost_model import CostModel
@@ -132,6 +133,12 @@ class StepPlanner:
             num_prompt_tokens_left=num_remaining - sum([span.num_compute for span in prefill]),
             best_left_out=max(left_out, default=0.0),
         )
+
+    def fork(self) -> Self:
+        """A planner whose policies know the same, and then learn for themselves."""
+        other = copy(self)
+        other._verification, other._overlap = copy(self._verification), copy(self._overlap)
+        return other
 
     def limits(
         self,

@@ -164,19 +164,47 @@ def test_a_plan_ahead_that_fails_is_counted_and_ends_no_round(monkeypatch: pytes
     assert [tuple(cluster.outcomes[one.id].token_ids) for one in requests] == [plain_run(one) for one in requests]
 
 
+@pytest.mark.parametrize("is_corrected", [True, False])
+def test_a_plan_advances_the_policies_once(is_corrected: bool) -> None:
+    """Whether it is corrected or made anew: what policies know then is what they know from plans after each pass."""
+    ahead, alone = (StepPlanner(PlannerSettings(max_hold_s=0.0)) for _ in range(2))
+    drafters = {"d": replace(DRAFTERS["d"], draft_s=0.01, draft_len=3.0, token_s=0.003)}
+    planner = PlanAhead(ahead)
+    for i in range(40):
+        views = [view(k, 100 + 2 * i, (0.9,) * (3 if is_corrected or i % 2 else 1)) for k in range(NUM)]
+        plan = planner.plan(views, drafters, CAPACITY, KNEE, 0.0)
+        alone.plan(views, drafters, CAPACITY, KNEE, 0.0)
+        planner.expect(plan, views, drafters, CAPACITY, KNEE, 0.0)
+    planned_last = planner._planner
+    assert isinstance(planned_last, StepPlanner)
+    assert (planned_last is ahead) is not is_corrected
+    assert vars(planned_last._overlap._frontiers) == vars(alone._overlap._frontiers)
+    assert vars(planned_last._verification) == vars(alone._verification)
+
+
 def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside drafters that crash and hang, and requests that are aborted."""
     corrected: list[bool] = []
     is_as = planning_ahead._is_as
     monkeypatch.setattr(planning_ahead, "FEWEST", 1)
     monkeypatch.setattr(planning_ahead, "_is_as", lambda *of: corrected.append(is_as(*of)) or corrected[-1])
+    num_aborted = 0
     for seed in range(16):
-        cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+        faulty = seed % 2
+        cluster = SimulatedCluster(seed, Faults(), crash=0.01 * faulty, hang=0.01 * faulty, num_drafters=1)
         cluster.loop._deferred._is_deferred = True  # as on a GPU
         requests = random_requests(random.Random(seed))
         for request in requests:
             cluster.submit(request)
+        for _ in range(10 * faulty):
+            cluster.turn()
+        for request_id in cluster.unfinished[: 2 * faulty]:
+            cluster.abort(request_id)
         cluster.run_until_finished()
-        found = [tuple(cluster.outcomes[one.id].token_ids) for one in requests]
-        assert found == [plain_run(one) for one in requests], seed
+        for one in requests:
+            found, plain = tuple(cluster.outcomes[one.id].token_ids), plain_run(one)
+            assert found == plain or (one.id in cluster.aborted and plain[: len(found)] == found), seed
+            num_aborted += found != plain
         cluster.engine.check_integrity()
     assert corrected.count(True) > 20
+    assert num_aborted
