@@ -31,7 +31,9 @@ def check_memory(config: Config) -> None:
     is_wider = held == "float32" and target.dtype != held
     wider = f" (weights are held in {held}, since kernels are not available: {kernels_fault()})" if is_wider else ""
     weights, caches = (num_ranks * num_bytes / 2**30 for num_bytes in (own.weight_bytes, own.cache_bytes))
-    parts = f"weights {weights:.1f}, caches and hidden states {caches:.1f}, processes and lists of tokens the rest"
+    parts = (
+        f"{_weights(config)} {weights:.1f}, caches and hidden states {caches:.1f}, processes and lists of tokens the rest"
+    )
     raise LaunchError(
         f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory ({parts}){wider}, {free / 2**30:.1f} GB are "
         f"free: end other programs or lower target.kv_cache_gb ({target.kv_cache_bytes / 2**30:g})"
@@ -61,7 +63,7 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
         least = 1 if config.model.max_model_len == "auto" else max_model_len(config, facts)
     if left < least * (token_bytes + hidden) and "cpu_offload_gb" not in target.vllm:
         parts = {
-            "weights": own.weight_bytes,
+            _weights(config): own.weight_bytes,
             "the largest pass": own.pass_bytes,
             "CUDA": own.process_bytes,
             "drafters in the target's process": drafters.total,
@@ -80,6 +82,10 @@ def sized(config: Config, facts: ModelFacts, gpu_bytes: int | None) -> Config:
         not_counted = drafters.total + num_tokens * hidden  # by vLLM
         config = _with_target(config, kv_cache_gb="auto", gpu_memory_utilization=(allowed - not_counted) / gpu_bytes)
     return config
+
+
+def _weights(config: Config) -> str:
+    return "weights and places of adapters" if config.target.num_adapters else "weights"
 
 
 def _with_longest(config: Config, facts: ModelFacts) -> Config:

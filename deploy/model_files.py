@@ -34,12 +34,14 @@ def with_files(config: Config) -> Config:
     config = chosen_engine(config)
     model = config.model.model_copy(update={"name": _pinned(config.model.name)})
     drafters = [d.model_copy(update={"options": drafter_files(d.options)}) for d in config.drafters]
+    modules = [one.model_copy(update={"path": Path(_pinned(str(one.path)))}) for one in config.target.lora_modules]
     with shown_progress(model.name) as progress:
         folder = ensure_model(model.name, progress, config.target.engine)
     if "drafters" not in config.model_fields_set:
         for speculator in speculators_for(public_name(model.name), folder):
             logger.info("%s", speculator)
-    return config.model_copy(update={"model": model, "drafters": tuple(drafters)})
+    target = config.target.model_copy(update={"lora_modules": tuple(modules)})
+    return config.model_copy(update={"model": model, "target": target, "drafters": tuple(drafters)})
 
 
 def tokenizer_folder(config: Config, folder: str) -> str:

@@ -44,6 +44,8 @@ ROW_ELEMENTS, CHOICE_BYTES, SAMPLED_ROWS = 32, 8, 17
 TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 # Measured, of a table: per learned context, per counted context, and its cache of look-ups.
 LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
+VLLM_LORA_RANK = 16  # unless max_lora_rank is set
+_EMBEDDING_PLACES = 3  # of tokens, which vLLM counts twice, and of logits
 DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # as safetensors names them
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -102,7 +104,7 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
     in_memory = PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0)
     own = Footprint(
         whole.stored_bytes,
-        int(whole.weight_bytes * facts.weight_share),
+        int(whole.weight_bytes * facts.weight_share) + adapter_bytes(config, folder, DTYPE_BYTES[dtype]),
         target.kv_cache_bytes + hidden_state_bytes(config, facts) * num_tokens,
         0 if on_gpu else target.max_num_sequences * longest * TOKEN_BYTES,
         CUDA_BYTES if on_gpu else in_memory,
@@ -112,6 +114,18 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
     parts = (_of(one.options, on_gpu, one.capacity * longest, config.model.name) for one in colocated)
     drafters = sum(parts, Footprint())
     return own, replace(drafters, request_bytes=0) if on_gpu else drafters
+
+
+def adapter_bytes(config: Config, folder: Path, element: int) -> int:
+    """Of the places that vLLM keeps for LoRA adapters in every layer, without a share of ranks, and on a CPU of the adapters
+    in them, which it holds apart. Counted in vLLM's layers of ten small models; of the embedding at most."""
+    target = config.target
+    if not target.num_adapters:
+        return 0
+    matrices = {name: shape for name, shape in _shapes(folder).items() if len(shape) == 2 and not name.endswith(_HEAD)}
+    width = sum((_EMBEDDING_PLACES if name.endswith(_EMBEDDING) else 1) * sum(shape) for name, shape in matrices.items())
+    rank = int(target.vllm.get("max_lora_rank", VLLM_LORA_RANK))
+    return target.num_adapters * rank * width * element * (1 if target.device == "cuda" else 2)
 
 
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:

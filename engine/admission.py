@@ -1,4 +1,5 @@
-"""Which requests a target takes, and which it refuses; grammars of those taken are compiled before they are planned."""
+"""Which requests a target takes, and which it refuses. Of those taken grammars are compiled, and files of adapters read,
+before they are planned."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import InvalidField, Overloaded
 from cluster.message_checks import request_fault
 from cluster.types import Commit, FinishReason, Request
+from engine.adapter_files import PendingAdapters
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
 from engine.sequences import LiveSequence, Sequences
 from engine.slo_monitor import SloMonitor
@@ -30,7 +32,8 @@ class AdmissionRules:
 
 
 class Admission:
-    """The round owns it. ``refuse``: called for a live request whose grammar is refused. ``wake``: a grammar is compiled."""
+    """The round owns it. ``refuse``: called for a live request that is refused after all. ``wake``: a grammar is compiled,
+    or an adapter read."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Admission:
         self.draining = False
         self._max_waiting, self._sheds = rules.max_waiting, rules.sheds
         self._grammars = None if rules.grammars is None else PendingGrammars(rules.grammars, wake)
+        self._adapters = PendingAdapters(wake)
         self._engine, self._sequences, self._slo, self._refuse = engine, sequences, slo, refuse
 
     def decide(self, request: Request, now_s: float) -> int | Commit:
@@ -51,10 +55,15 @@ class Admission:
         reason. The gateway has validated the request. This checks what only the target knows, and what would do harm."""
         capacity = self._engine.capacity()
         finish, error = self._fault(request, capacity)
-        if error is None and request.adapter is not None:
+        is_read = self._has_adapter(request)
+        if error is None and not is_read and request.adapter is not None and self._adapters.is_full(request.adapter):
+            finish, error = FinishReason.OVERLOADED, "the files of other adapters are being read"
+        if error is None and is_read and request.adapter is not None:
             finish, error = load_adapter(request, self._sequences, self._engine)
         if error is not None:
             return Commit(request.id, request.committed_len, (), finish=finish, error=error)
+        if not is_read:
+            return 0
         cached_len = self._engine.num_cached(request, (*request.prompt_token_ids, *request.output_token_ids))
         shed = self._slo.refusal(request, cached_len, self._sequences, capacity, now_s) if self._sheds else None
         if shed is None:
@@ -62,17 +71,26 @@ class Admission:
         self._engine.release(request.id)
         return shed
 
-    def compile_grammar(self, sequence: LiveSequence, now_s: float) -> None:
-        """Of a request that was taken: it is planned once its grammar is compiled."""
-        grammar = sequence.request.sampling.grammar
+    def prepare(self, sequence: LiveSequence, now_s: float) -> None:
+        """A request that was taken is planned once its grammar is compiled and its adapter loaded."""
+        request, grammar = sequence.request, sequence.request.sampling.grammar
+        if request.adapter is not None and not self._has_adapter(request):
+            sequence.awaits_adapter = True
+            self._adapters.start(request.id, request.adapter, now_s)
         if grammar is not None and self._grammars is not None:
             sequence.awaits_grammar = True
             known = self._grammars.start(sequence.request.id, grammar, now_s)
             if known is not None:
                 self._follow(sequence, known)
 
-    def follow_grammars(self, now_s: float) -> None:
-        """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
+    def follow(self, now_s: float) -> None:
+        """Requests whose grammar is compiled and whose adapter is read may be planned; those that are refused end."""
+        for request_id, fault in self._adapters.take_finished(now_s):
+            sequence = self._sequences[request_id]
+            finish, error = load_adapter(sequence.request, self._sequences, self._engine, fault)
+            sequence.awaits_adapter = False
+            if error is not None:
+                self._refuse(sequence, finish, error)
         for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
             sequence = self._sequences[request_id]
             if isinstance(result, GrammarRefusal):
@@ -82,8 +100,14 @@ class Admission:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
+        self._adapters.forget(request_id)
         if self._grammars is not None:
             self._grammars.forget(request_id)
+
+    def _has_adapter(self, request: Request) -> bool:
+        """Whether nothing must be read for it."""
+        adapter, engine = request.adapter, self._engine
+        return adapter is None or not isinstance(engine, AdapterHost) or engine.has_adapter(adapter)
 
     def _follow(self, sequence: LiveSequence, grammar: "CompiledGrammar") -> None:
         try:
@@ -124,10 +148,14 @@ class Admission:
         return FinishReason.ERROR, error
 
 
-def load_adapter(request: Request, sequences: Sequences, engine: TargetEngine) -> tuple[FinishReason, str | None]:
-    """Loads the adapter of a request, or tells why it cannot be loaded."""
+def load_adapter(
+    request: Request, sequences: Sequences, engine: TargetEngine, fault: InvalidField | Overloaded | None = None
+) -> tuple[FinishReason, str | None]:
+    """Loads the adapter of a request, or tells why it cannot be loaded. ``fault``: of its files."""
     assert request.adapter is not None
     try:
+        if fault is not None:
+            raise fault
         if not isinstance(engine, AdapterHost):
             raise InvalidField("model", request.adapter.name, "is an adapter, which this engine does not serve")
         engine.load_adapter(request.adapter, {one.request.adapter for one in sequences if one.request.adapter})

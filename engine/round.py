@@ -255,7 +255,7 @@ class TargetLoop:
         self._drafters.follow(self._newest_table)
         self._inbox.read(now_s, self._after_pass)
         self._after_pass = False
-        self._admission.follow_grammars(now_s)
+        self._admission.follow(now_s)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         self.observer.arrived(len(request.prompt_token_ids))
@@ -267,7 +267,7 @@ class TargetLoop:
         sequence = self._sequences.add(request, now_s)
         sequence.cached_len, sequence.gateway = decided, self._gateways.outbox(link)
         self._drafters.assign(sequence)
-        self._admission.compile_grammar(sequence, now_s)
+        self._admission.prepare(sequence, now_s)
 
     # ---- the plan
 

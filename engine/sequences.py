@@ -32,6 +32,7 @@ class LiveSequence:
     first_token_s: float | None = None  # when it was committed
     admitted_s: float | None = None  # when its first pass began; None: still queued
     awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
+    awaits_adapter: bool = False  # as awaits_grammar: its files are read now
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
@@ -142,7 +143,7 @@ class Sequences:
 
     def waiting(self) -> list[LiveSequence]:
         """For their first pass, or after a preemption."""
-        return [s for s in self._live.values() if not s.running and not s.awaits_grammar]
+        return [s for s in self._live.values() if not (s.running or s.awaits_grammar or s.awaits_adapter)]
 
     def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()  # else no router chooses
@@ -161,7 +162,7 @@ class Sequences:
         return self._live.pop(request_id, None)
 
     def views(self) -> list[SequenceView]:
-        return [s.view() for s in self._live.values() if not s.awaits_grammar]
+        return [s.view() for s in self._live.values() if not (s.awaits_grammar or s.awaits_adapter)]
 
     def bind(self, spans: Iterable[Span]) -> None:
         """Sets the tokens of planned spans. A cached prefix may have shortened what is left to compute since the plan."""

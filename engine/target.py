@@ -70,6 +70,9 @@ class AsynchronousEngine(Protocol):
 class AdapterHost(Protocol):
     """A ``TargetEngine`` that serves LoRA adapters."""
 
+    def has_adapter(self, adapter: Adapter) -> bool:
+        """Whether it is loaded."""
+
     def load_adapter(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
         """Between passes; nothing happens if it is loaded. Another one that is not ``in_use`` may give way to it.
 

@@ -4,14 +4,14 @@ from collections.abc import Collection
 from itertools import count
 from typing import Any
 
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.executor import Executor
 
 from cluster.errors import InvalidField, Overloaded
 from cluster.types import Adapter
-
-RETRY_AFTER_S = 1.0
+from engine.adapter_files import RETRY_AFTER_S, adapter_folder
 
 
 class AdapterSlots:
@@ -23,43 +23,61 @@ class AdapterSlots:
         self._loaded: dict[Adapter, LoRARequest] = {}  # least recently loaded or asked for first
         self._ids = count(1)
 
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._loaded
+
     def load(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
-        """As `engine.target.AdapterHost.load_adapter`."""
+        """As `engine.target.AdapterHost.load_adapter`. Another one gives way when all ranks have checked the files."""
         known = self._loaded.pop(adapter, None)
         if known is None:
-            self._make_room(adapter, in_use)
+            idle = self._to_evict(adapter, in_use)
             # vLLM keys its prefix cache by name and path.
-            known = LoRARequest(f"{adapter.name} {adapter.key}", next(self._ids), adapter.path)
-            faults = [fault for fault in self._executor.collective_rpc("load_adapter", args=(known,)) if fault]
-            if faults:
+            folder = str(adapter_folder(adapter.path))
+            known = LoRARequest(f"{adapter.name} {adapter.key}", next(self._ids), folder)
+            self._call("check_adapter", adapter, known)
+            if idle is not None:
+                self._remove(self._loaded.pop(idle))
+            try:
+                self._call("place_adapter", adapter, known)
+            except InvalidField:
                 self._remove(known)
-                raise InvalidField("lora_path", adapter.path, f"is no adapter of this model: {faults[0]}")
+                raise
         self._loaded[adapter] = known
 
     def request_of(self, adapter: Adapter) -> LoRARequest:
         return self._loaded[adapter]
 
-    def _make_room(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
+    def _call(self, method: str, adapter: Adapter, request: LoRARequest) -> None:
+        """Of all ranks. Raises InvalidField."""
+        faults = [fault for fault in self._executor.collective_rpc(method, args=(request,)) if fault]
+        if faults:
+            raise InvalidField("lora_path", adapter.path, f"is no adapter of this model: {faults[0]}")
+
+    def _to_evict(self, adapter: Adapter, in_use: Collection[Adapter]) -> Adapter | None:
         if not self._num_slots:
             raise InvalidField("model", adapter.name, "is an adapter, and this target was started without enable_lora")
         if len(self._loaded) < self._num_slots:
-            return
+            return None
         idle = next((one for one in self._loaded if one not in in_use), None)
         if idle is None:
             raise Overloaded(f"all {self._num_slots} adapters that fit (max_loras) have requests", RETRY_AFTER_S)
-        self._remove(self._loaded.pop(idle))
+        return idle
 
     def _remove(self, request: LoRARequest) -> None:
         self._executor.collective_rpc("remove_lora", args=(request.lora_int_id,))
 
 
-def load(request: LoRARequest, worker: WorkerLoRAManager) -> None:
+def checked(request: LoRARequest, worker: WorkerLoRAManager) -> LoRAModel:
     """In the process of a rank. Raises all kinds of errors, which say why the adapter cannot be used."""
-    manager = worker._adapter_manager
     lora = worker._load_adapter(request)
-    _check_shapes(lora.loras, manager)
-    manager.add_adapter(lora)
-    manager.activate_adapter(lora.id)
+    _check_shapes(lora.loras, worker._adapter_manager)
+    return lora
+
+
+def place(lora: LoRAModel, worker: WorkerLoRAManager) -> None:
+    """Where ``checked`` was called. Raises all kinds of errors."""
+    worker._adapter_manager.add_adapter(lora)
+    worker._adapter_manager.activate_adapter(lora.id)
 
 
 def _check_shapes(weights: dict[str, Any], manager: Any) -> None:

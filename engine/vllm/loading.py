@@ -7,6 +7,7 @@ from typing import Any
 from cluster.config import TargetConfig
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
+from engine.adapter_files import read_adapter
 from engine.device import require
 from engine.target import LoadedTarget
 from engine.vllm.arguments import VllmLimits
@@ -47,6 +48,7 @@ def load_vllm(
     engine = VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
     for i, adapter in enumerate(info.adapters):
         try:
+            read_adapter(adapter)
             engine.load_adapter(adapter, info.adapters)
         except InvalidField as error:
             raise InvalidField(f"target.lora_modules[{i}].path", adapter.path, error.reason) from error

@@ -110,6 +110,9 @@ class VllmTarget:
             self._core.add_request(waiting.request, waiting.wave)
         return self._num_cached(waiting.request)
 
+    def has_adapter(self, adapter: Adapter) -> bool:
+        return adapter in self._adapters
+
     def load_adapter(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
         self._adapters.load(adapter, in_use)
 

@@ -7,11 +7,12 @@ import threading
 from typing import Any
 
 import torch
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from engine.vllm.adapters import load
+from engine.vllm.adapters import checked, place
 from engine.vllm.graphs import capture_any_lengths
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class RankWorker:
 
     rank: int
     model_runner: Any
+    _checked: "LoRAModel | None" = None  # adapter that is to be placed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,13 +46,24 @@ class RankWorker:
         drafts: dict[str, list[int]] = self.model_runner.draft(num_tokens)
         return drafts
 
-    def load_adapter(self, request: LoRARequest) -> str | None:
-        """Why it cannot be used; None: it is loaded. An error would leave the answers of other ranks unread."""
+    def check_adapter(self, request: LoRARequest) -> str | None:
+        """Why it cannot be used; None: it can be placed. An error would leave the answers of other ranks unread."""
+        self._checked = None
         try:
-            load(request, self.model_runner.lora_manager)
+            self._checked = checked(request, self.model_runner.lora_manager)
         except Exception as error:  # vLLM's readers raise all kinds for malformed files, and so would its next pass
             logger.warning("the adapter in %s cannot be used", request.lora_path, exc_info=True)
-            self.model_runner.remove_lora(request.lora_int_id)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def place_adapter(self, request: LoRARequest) -> str | None:
+        """As ``check_adapter``, which was called last; None: it is loaded."""
+        lora, self._checked = self._checked, None
+        assert lora is not None, "an adapter is checked before it is placed"
+        try:
+            place(lora, self.model_runner.lora_manager)
+        except Exception as error:
+            logger.warning("the adapter in %s cannot be placed", request.lora_path, exc_info=True)
             return f"{type(error).__name__}: {error}"
         return None
 

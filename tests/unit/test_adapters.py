@@ -153,7 +153,7 @@ def test_a_new_supervisor_takes_over_the_newest_adapters() -> None:
     ],
 )
 def test_a_target_refuses_what_it_cannot_load(error: Exception | None, finish: FinishReason | None) -> None:
-    engine: Any = SimpleNamespace(load_adapter=Mock(side_effect=error))
+    engine: Any = SimpleNamespace(load_adapter=Mock(side_effect=error), has_adapter=Mock())
     sequences = Sequences(model_info())
     sequences.add(Request("live", (1,), SamplingParams(1), 0.0, adapter=A))
     asked = Request("new", (1,), SamplingParams(1), 0.0, adapter=B)

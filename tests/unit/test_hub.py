@@ -156,7 +156,9 @@ def test_a_configuration_names_the_commits_of_all_its_models(hub: TestHub, tmp_p
     """Of which a process of the API on another machine needs the tokenizer alone."""
     code = f"""
 from pathlib import Path
-from cluster.config import CascadeOptions, Config, DrafterConfig, LayersOptions, ModelConfig, ModelOptions, NgramOptions
+from cluster.config import CascadeOptions, Config, DrafterConfig, LayersOptions, LoraModule, ModelConfig, ModelOptions
+from cluster.config import NgramOptions, TargetConfig
+from engine.adapter_files import adapter_folder
 from deploy.model_files import tokenizer_folder, with_files
 folder = tokenizer_folder(Config(model=ModelConfig(name={NAME!r})), "/of/another/machine")
 print(*sorted(path.suffix for path in Path(folder).iterdir()))
@@ -165,13 +167,16 @@ layers = LayersOptions(path={NAME!r})
 config = with_files(Config(model=ModelConfig(name={NAME!r}), drafters=(
     DrafterConfig(name="cascade", options=cascade), DrafterConfig(name="layers", options=layers))))
 one, two = config.drafters
-print(config.model.name, one.options.members[1].model, two.options.path, *config.model.public_names)
+target = TargetConfig(engine="vllm", lora_modules=(LoraModule(name="a", path=Path({NAME!r})),))
+adapter = with_files(Config(model=ModelConfig(name={NAME!r}), target=target)).target.lora_modules[0].adapter
+assert str(adapter_folder(adapter.path)) == folder
+print(adapter.path, config.model.name, one.options.members[1].model, two.options.path, *config.model.public_names)
 """
     env = {**os.environ, **hub.environment(tmp_path / "cache")}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     suffixes, names = ran.stdout.splitlines()
     assert suffixes.split() == [".jinja", ".json", ".json", ".json", ".json"]
-    assert names.split() == [f"{NAME}@{hub.commit(NAME)}"] * 3 + [NAME]
+    assert names.split() == [f"{NAME}@{hub.commit(NAME)}"] * 4 + [NAME]
 
 
 def test_a_folder_wins_over_the_hub(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

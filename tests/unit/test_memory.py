@@ -234,3 +234,16 @@ def test_wider_weights_for_want_of_a_compiler_are_counted_and_named(
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
     with pytest.raises(LaunchError, match=r"weights are held in float32, since kernels are not available: no C compiler"):
         check_memory(config)
+
+
+def test_places_of_adapters_count(tiny_model_folder: Path) -> None:
+    shapes = footprint._shapes(tiny_model_folder)
+    matrices = [sum(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name]
+    width = sum(matrices) + 3 * (257 + 32)
+    for device, copies in (("cuda", 1), ("cpu", 2)):
+        places = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+        config = config_of(tiny_model_folder, engine="vllm", device=device, vllm=places)
+        plain = config_of(tiny_model_folder, engine="vllm", device=device)
+        one, other = (target_footprints(each, facts_of(tiny_model_folder))[0] for each in (config, plain))
+        element = 2 if device == "cuda" else footprint.DTYPE_BYTES[held.choose_dtype("auto", "cpu", engine="vllm")]
+        assert one.weight_bytes - other.weight_bytes == 3 * 8 * width * element * copies

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.config import Config, ModelConfig, TargetConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
+from drafters.footprint import adapter_bytes
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
 from engine.target import AdapterHost, LoadedTarget
@@ -155,6 +157,26 @@ def test_drafts_change_no_token_of_a_quantised_model(tmp_path: Path) -> None:
 def test_adapters_answer_beside_the_model_in_one_batch(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3-yarn")
     check(folder, [None, *(write_adapter(tmp_path / name, folder, seed) for seed, name in enumerate(("a", "b"), 1))])
+
+
+def test_places_of_adapters_are_counted_before_the_start(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3-yarn")
+    target = TargetConfig.model_validate(
+        {"engine": "vllm", "device": "cpu", "vllm": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}}
+    )
+    more = {"num_adapters": target.num_adapters, "max_lora_rank": 8}
+    with closing(make_vllm(folder, kv_cache_bytes=KV_CACHE_BYTES, **more)) as engine:
+        (num_bytes,) = engine._core.model_executor.collective_rpc(  # type: ignore[attr-defined]
+            lambda worker: sum(
+                tensor.nbytes
+                for layer in worker.model_runner.lora_manager._adapter_manager.modules.values()
+                for value in vars(layer).values()
+                for tensor in (value if isinstance(value, tuple) else (value,))
+                if isinstance(tensor, torch.Tensor)
+            )
+        )
+    counted = adapter_bytes(Config(model=ModelConfig(name=str(folder)), target=target), folder, 4) // 2  # those in use, too
+    assert num_bytes <= counted < 1.1 * num_bytes
 
 
 def check(folder: Path, adapters: Sequence[Path | None] = (None,)) -> None:

@@ -175,9 +175,10 @@ def test_ranks_take_an_adapter_or_refuse_it_together(folder: Path, tmp_path: Pat
     for num_ranks in (1, 2):
         with closing(make_vllm(folder, num_ranks=num_ranks, num_adapters=1)) as engine:
             assert isinstance(engine, AdapterHost)
-            for adapter in (first, second):
+            for former, adapter in ((None, first), (first, second)):
                 with pytest.raises(InvalidField, match="matrices of"):
                     engine.load_adapter(narrow, ())
+                assert former is None or engine.has_adapter(former), "what does not fit replaces nothing"
                 engine.load_adapter(adapter, ())
                 with pytest.raises(Overloaded, match="max_loras"):
                     engine.load_adapter(narrow, [adapter])
