@@ -14,6 +14,8 @@ from router.residency import LoadDemand, ModelPool
 
 logger = logging.getLogger(__name__)
 
+PERIOD_S = 0.25  # a load takes longer
+
 SILENT = "silent"  # state of a target that should be ready and does not answer
 
 
@@ -38,7 +40,8 @@ class DrafterProcesses(Protocol):
 class DrafterLoader:
     """Manages the drafters that are tenants of the budget; other drafters are always kept running."""
 
-    def __init__(self, budget: MemoryBudget, min_residence_s: float) -> None:
+    def __init__(self, budget: MemoryBudget, min_residence_s: float, period_s: float = PERIOD_S) -> None:
+        self._period_s = period_s
         self.models = ModelPool(budget.tenants, budget.limits, min_residence_s)
         self._published: tuple[object, ...] = ()
         self._evict: deque[str] = deque()  # decided, and not done yet
@@ -54,7 +57,7 @@ class DrafterLoader:
         """The drafter's configuration on the device it is loaded on: a CPU for one on its fallback."""
         return config.model_copy(update={"device": "cpu"}) if name in self.models.on_fallback else config
 
-    async def run(self, processes: DrafterProcesses, period_s: float) -> None:
+    async def run(self, processes: DrafterProcesses) -> None:
         """Evaluates the demand every period, for ever."""
         # An earlier supervisor may have left them running.
         self._evict.extend(name for name in self.models.num_loads if not self.may_run(name))
@@ -66,7 +69,7 @@ class DrafterLoader:
             except Exception:
                 # Whatever failed, what is decided is done in a later period: without this task nothing would be.
                 logger.exception("the supervisor loaded and evicted no drafters in this period: unexpected error")
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self._period_s)
 
     async def _carry_out(self, processes: DrafterProcesses) -> None:
         while self._evict:

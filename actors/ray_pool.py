@@ -182,11 +182,11 @@ class RaySpawner:
 
     async def router(self) -> Process:
         from router.drafter.policies import build_policy, build_pool, keeps_in_step
-        from router.drafter.router import Router
+        from router.drafter.router import SLOT_S, Router
         from router.estimates.drift import DriftDetector
 
         config = self._deployment.config
-        drift = DriftDetector(config.router.slot_ms / 1e3)
+        drift = DriftDetector(SLOT_S)
         policy, pool = build_policy(config.router.policy), build_pool(config)
         router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
         kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from cluster.config import SupervisionConfig
 
 BACKOFF_S = 0.25  # before the second restart; doubles with each further one
+MAX_BACKOFF_S = 5.0  # a start of a model takes longer, so that a longer pause saves little
 WINDOW_S = 60.0  # in which failures count
 QUARANTINE_S = 120.0  # a drafter that fails at each start costs 5 loads in 3 minutes, and one that recovers is soon back
 
@@ -42,4 +43,4 @@ class RestartPolicy:
         if num_recent == 1:
             return Restart(now_s)
         doublings = min(num_recent - 2, 30)  # more would overflow a float; these reach any bound
-        return Restart(now_s + min(BACKOFF_S * 2**doublings, config.max_restart_backoff_ms / 1e3))
+        return Restart(now_s + min(BACKOFF_S * 2**doublings, MAX_BACKOFF_S))

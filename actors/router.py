@@ -19,7 +19,7 @@ from cluster.histograms import Histogram, HistogramCounts
 from cluster.state import open_store
 from cluster.types import RoutingTable
 from router.drafter.policies import build_policy, keeps_in_step
-from router.drafter.router import Router, SlotReport
+from router.drafter.router import SLOT_S, Router, SlotReport
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,16 @@ class Targets(Protocol):
 class RouterActor(LoopActor):
     """Runs a Router against the targets, slot by slot. ``remembers``: the configured state store keeps what it learns."""
 
-    def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
+    def __init__(
+        self, config: Config, router: Router, targets: Targets, remembers: bool = False, slot_s: float = SLOT_S
+    ) -> None:
         super().__init__(config.observability)
         self._config = config
         self._router = deepcopy(router)  # arrays that Ray hands over are read-only, and a policy learns in place
         self._remembers = remembers
         self._memory: RouterMemory | None = None
         self._targets = targets
-        self._slot_s = config.router.slot_ms / 1e3
+        self._slot_s = slot_s
         self._wake = threading.Event()
         self._slot_began_s = time.monotonic()
         self._configured = self._router.policy

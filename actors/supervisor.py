@@ -13,7 +13,7 @@ from actors import health
 from actors.adapters import AdapterRegistry
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import cluster_status
-from actors.drafter_loader import SILENT, DrafterLoader
+from actors.drafter_loader import PERIOD_S, SILENT, DrafterLoader
 from actors.last_reports import REPORT_DEADLINE_S, LastReports
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner, Tasks
@@ -47,10 +47,15 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: Config, spawner: Spawner, budget: MemoryBudget | None = None, machines: Machines = no_machines
+        self,
+        config: Config,
+        spawner: Spawner,
+        budget: MemoryBudget | None = None,
+        machines: Machines = no_machines,
+        load_period_s: float = PERIOD_S,
     ) -> None:
         self._config = config
-        self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
+        self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s, load_period_s)
         self._spawner = spawner
         self._pool = ProcessPool()
         self._last_reports = LastReports()
@@ -256,7 +261,7 @@ class Supervisor:
         if self._config.scaling.policy != "none":
             self._tasks.start(self._autoscaler.run(), "autoscaling")
         if self._loader.models.tenants:
-            self._tasks.start(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
+            self._tasks.start(self._loader.run(self), "load and evict drafters")
 
     def _start_drafter(self, name: str, config: DrafterConfig, model: ModelInfo) -> None:
         member = ManagedProcess(

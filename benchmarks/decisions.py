@@ -27,7 +27,7 @@ from router.assignment import Observation, PoolMember, Positions, RequestView, S
 from router.cost_model import TableCost, monotone
 from router.drafter.policies import build_policy
 from router.drafter.prompt_features import prompt_features
-from router.drafter.router import Router, SlotReport
+from router.drafter.router import SLOT_S, Router, SlotReport
 from router.drafting.length import PassFeedback
 from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
 from router.drafting.value import DraftingValue
@@ -43,7 +43,6 @@ NUM_KINDS = 13  # kinds of prompts, suited to different drafters
 TURNOVER = 0.05  # share of requests that end, and arrive, per slot
 DRAFT_LEN = 7
 NUM_ROUNDS = 10  # per request and slot
-SLOT_S = 0.25
 NUM_SLOTS, NUM_SLOTS_QUICK = 400, 120
 NUM_SEQUENCES = 256
 NUM_PLANS, NUM_PLANS_QUICK = 2000, 500

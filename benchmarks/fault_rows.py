@@ -137,7 +137,7 @@ class Measured:
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
     """At a port of its own. Its processes are restarted soon, however often they end."""
     state = StateConfig(folder=folder / "rows") if redis is None else StateConfig(kind="redis", url=redis.url)
-    supervision = {"quarantine_restarts": 1000, "max_restart_backoff_ms": 1000}
+    supervision = {"quarantine_restarts": 1000}
     return config.model_copy(
         update={
             "target": config.target.model_copy(update=TARGETS),

@@ -32,9 +32,7 @@ def start_local_rows(stack: ExitStack, config: Config, folder: Path) -> "LocalRo
     if redis is not None:
         stack.callback(redis.stop)
     interposer = stack.enter_context(Interposer(folder))
-    config = with_two_targets(config, folder, redis).model_copy(
-        update={"transport": TransportConfig(kind="grpc", host="127.0.0.1")}
-    )
+    config = with_two_targets(config, folder, redis).model_copy(update={"transport": TransportConfig(host="127.0.0.1")})
     server = stack.enter_context(ServerProcess(config, interposer.environment | ENVIRONMENT))
     return LocalRows(server, redis, interposer)
 

@@ -49,7 +49,7 @@ def start_node_rows(stack: ExitStack, config: Config, folder: Path) -> "NodeRows
             "target": config.target.model_copy(update={"resources": TARGET}),
             "drafters": tuple(one.model_copy(update={"resources": DRAFTER}) for one in config.drafters),
             "cluster": config.cluster.model_copy(update={"ray_address": cluster.address, "ray_auth": "none"}),
-            "transport": TransportConfig(kind="grpc", host="127.0.0.1"),
+            "transport": TransportConfig(host="127.0.0.1"),
         }
     )
     return NodeRows(stack.enter_context(JoinedServer(config)), cluster)

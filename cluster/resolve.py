@@ -11,6 +11,7 @@ from cluster.config import (
     Resources,
     TargetConfig,
 )
+from cluster.config.file import UNIX
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory
 
@@ -46,10 +47,13 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     own_nodes = nodes if device == "cuda" else Inventory(())
     drafters = _resolve_drafters(named, inventory, own_nodes, num_gpus, device, uses_gpus)
     one_node = len(inventory.nodes) == 1
-    kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
-    if kind == "unix" and not one_node:
-        raise InvalidField("transport.kind", kind, f"must be grpc or auto: the cluster has {len(inventory.nodes)} machines")
-    host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
+    host = config.transport.host
+    if host == "auto":
+        host = UNIX if one_node else "0.0.0.0"
+    elif host == UNIX and not one_node:
+        raise InvalidField(
+            "transport.host", host, f"must be auto or an address: the cluster has {len(inventory.nodes)} machines"
+        )
     state = config.cluster.state
     state = state.model_copy(update={"folder": state.folder.expanduser()})
     kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
@@ -63,7 +67,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         update={
             "target": target.model_copy(update=passes),
             "drafters": drafters,
-            "transport": config.transport.model_copy(update={"kind": kind, "host": host}),
+            "transport": config.transport.model_copy(update={"host": host}),
             "cluster": config.cluster.model_copy(update={"state": state}),
         }
     )

@@ -172,7 +172,7 @@ class JoinedApiReplica(ApiReplica):
 def app(arguments: Arguments) -> Any:
     """Builds the application. Raises ConfigError or InvalidField: the file cannot be used."""
     config = with_shipped(load(arguments.config_file))
-    config = config.model_copy(update={"transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"})})
+    config = config.model_copy(update={"transport": config.transport.model_copy(update={"host": "0.0.0.0"})})
     cluster: Any = serve.deployment(
         ClusterReplica,
         name="cluster",

@@ -50,6 +50,7 @@ class ModelConfig(Section):
         return self.served_names or (public_name(self.name),)
 
 
+UNIX = "unix"  # as the host of links: unix sockets
 LONG_PASS = 2048  # rows, as vLLM takes by default
 
 
@@ -186,8 +187,13 @@ class MemoryConfig(Section):
 class TransportConfig(Section):
     """Links between drafters, gateways and targets: unix sockets on one machine, gRPC between machines."""
 
-    kind: Literal["auto", "unix", "grpc"] = "auto"
-    host: str = "auto"  # gRPC's listening address; auto: loopback on one machine, else all interfaces
+    host: str = "auto"  # gRPC's listening address; auto: unix sockets on one machine, else all interfaces
+    removed = frozenset({"kind"})
+
+    @property
+    def kind(self) -> Literal["unix", "grpc"]:
+        """Of a resolved configuration."""
+        return "unix" if self.host == UNIX else "grpc"
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$", max_length=256)]
@@ -279,9 +285,10 @@ class SupervisionConfig(Section):
 
     health_timeout_ms: Milliseconds = 3000  # a process that does not answer is killed and restarted
     start_timeout_s: Seconds = 300  # until the first successful health check
-    max_restart_backoff_ms: Milliseconds = 30_000  # longest pause before a restart
     quarantine_restarts: Count = 5  # restarts within a minute after which a drafter is left out for two
-    removed = frozenset({"health_period_ms", "restart_backoff_ms", "quarantine_window_s", "quarantine_s"})
+    removed = frozenset(
+        {"health_period_ms", "restart_backoff_ms", "max_restart_backoff_ms", "quarantine_window_s", "quarantine_s"}
+    )
 
 
 class ScalingConfig(Section):

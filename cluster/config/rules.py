@@ -111,8 +111,7 @@ class PlannerConfig(Section):
 
 
 class RouterConfig(Section):
-    """The assignment policy and its period."""
+    """The assignment of drafters to requests."""
 
     policy: PolicyConfig = PolicyConfig()
-    slot_ms: Annotated[float, Field(ge=10, le=10_000)] = 250
-    removed = frozenset({"collapse"})
+    removed = frozenset({"collapse", "slot_ms"})

@@ -113,7 +113,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
         update={
             "target": target.model_copy(update={"engine": engine, "device": device, "resources": resources}),
             "drafters": tuple(map(_placed, config.drafters)),
-            "transport": config.transport.model_copy(update={"kind": "grpc", "host": "0.0.0.0"}),
+            "transport": config.transport.model_copy(update={"host": "0.0.0.0"}),
             "scaling": scaling,
             "api": config.api.model_copy(
                 update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators}

@@ -44,6 +44,9 @@ class SlotReport:
     target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending; (): not measured
 
 
+SLOT_S = 0.25  # between slots: how often requests may change drafters
+
+
 class Router:
     """Decides a slot; no Ray, no clock.
 

@@ -30,7 +30,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     changes = {
         "drafters": drafters,
-        "router": RouterConfig(policy=PolicyConfig(kind="chain"), slot_ms=100),
+        "router": RouterConfig(policy=PolicyConfig(kind="chain")),
         "planner": ALWAYS_DRAFTED,
     }
     with served(config.model_copy(update=changes)) as server:

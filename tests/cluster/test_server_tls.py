@@ -56,7 +56,7 @@ def authority() -> Authority:
 def server(model: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = config_of(model, folder := tmp_path_factory.mktemp("tls"))
     cluster = config.cluster.model_copy(update={"tls": authority.issue(folder / "certificates")})
-    with served(config.model_copy(update={"cluster": cluster, "transport": TransportConfig(kind="grpc")})) as server:
+    with served(config.model_copy(update={"cluster": cluster, "transport": TransportConfig(host="127.0.0.1")})) as server:
         yield server
 
 

@@ -41,7 +41,7 @@ def small_config(model: str, state_folder: Path) -> Config:
             DrafterConfig(name="ngram", options=NgramOptions()),
             DrafterConfig(name="suffix", options=SuffixOptions()),
         ),
-        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",)), slot_ms=100),
+        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",))),
         api=ApiConfig(port=free_port()),
         cluster=ClusterConfig(state=StateConfig(folder=state_folder)),
         supervision=SupervisionConfig(health_timeout_ms=10_000),

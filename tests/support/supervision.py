@@ -22,7 +22,6 @@ MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
 FAST = SupervisionConfig(
     health_timeout_ms=50,
     start_timeout_s=0.5,
-    max_restart_backoff_ms=5,
     quarantine_restarts=3,
 )
 

@@ -189,7 +189,7 @@ def test_what_exists_is_accepted() -> None:
     text = """
     `router/drafter/router.py`, `tests/unit/test_api_*.py`, `router/papers/NAME.py`, `bf16.c`,
     `router.drafter.router.Router`,
-    `target.dtype`, `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/drafter/router.py`,
+    `target.dtype`, `router.policy`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/drafter/router.py`,
     [page](docs/operations.md#models), `config.json`, `model.safetensors`, `outrider_requests_total{status="429"}`
 
         OUTRIDER_CPU=avx2 outrider bench drafters [--quick] [--prompts FILE] --expect 'speedup.best.batch_1>=1.4'   # comment

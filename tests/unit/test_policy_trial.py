@@ -41,10 +41,10 @@ class OneTarget:
 def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     config = Config(
         drafters=(DrafterConfig(name="ngram", options=NgramOptions()),),
-        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",)), slot_ms=10),
+        router=RouterConfig(policy=PolicyConfig(kind="fixed", chain=("ngram",))),
     )
     target = OneTarget(lambda: actor, ("ngram",))
-    actor = RouterActor(config, Router(build_policy(config.router.policy), build_pool(config)), target)
+    actor = RouterActor(config, Router(build_policy(config.router.policy), build_pool(config)), target, slot_s=0.01)
     now_s = 0.0
     stop = threading.Event()
     off = PolicyConfig(kind="fixed", chain=())

@@ -235,7 +235,7 @@ def _linked(
         target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.01),
         drafters=(drafter_config,),
         planner=ALWAYS_DRAFTED,
-        transport=TransportConfig(kind="grpc"),
+        transport=TransportConfig(host="127.0.0.1"),
         observability=observability,
     )
     target = TargetActor(resolve(config, Inventory((Node("here", 4.0),))), "target-0", "grpc://127.0.0.1:0", TOKEN)

@@ -14,7 +14,6 @@ from cluster.config import (
     MemoryConfig,
     ModelOptions,
     NgramOptions,
-    RouterConfig,
 )
 from router.residency import Stay, Tenant
 from tests.support.supervision import FAST, PretendedSpawner, eventually
@@ -43,10 +42,9 @@ async def lazy(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
     config = Config(
         drafters=(SMALL, LARGE, EAGER),
         supervision=FAST,
-        router=RouterConfig(slot_ms=10),
         memory=MemoryConfig(min_residence_s=0.02),
     )
-    supervisor = Supervisor(config, spawner, HOMES)
+    supervisor = Supervisor(config, spawner, HOMES, load_period_s=0.01)
     yield supervisor
     await supervisor.stop()
     assert not any(process.alive for lives in spawner.lives.values() for process in lives)

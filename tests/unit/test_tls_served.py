@@ -41,7 +41,7 @@ class Served:
             target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.01),
             drafters=(DrafterConfig(name="ngram", options=NgramOptions()),),
             planner=ALWAYS_DRAFTED,
-            transport=TransportConfig(kind="grpc"),
+            transport=TransportConfig(host="127.0.0.1"),
         )
         self._tls = tls
         config = resolve(base.model_copy(update={"cluster": base.cluster.model_copy(update={"tls": tls})}), NODES)
