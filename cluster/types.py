@@ -51,7 +51,7 @@ class Slo:
 
     ttft_s: float | None = None  # time to first token, from the request's arrival at the process that holds it
     tpot_s: float | None = None  # mean time per output token after the first
-    name: str | None = None  # of its class (`cluster.config.slo`), for metrics
+    name: str | None = None  # of its class (`cluster.config.api`), for metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
-from cluster.config.adapters import LoraModule
+from cluster.config.api import CUSTOM, ApiConfig, ReasoningParser, SloClass, SloConfig, ToolCallParser, TtftMs
 from cluster.config.drafters import (
     DEFAULT_CAPACITY,
     DEFAULT_DRAFT_LEN,
@@ -26,7 +26,6 @@ from cluster.config.drafters import (
     parts_of,
 )
 from cluster.config.file import (
-    ApiConfig,
     ClusterConfig,
     Config,
     MemoryConfig,
@@ -35,14 +34,12 @@ from cluster.config.file import (
     ScalingConfig,
     StateConfig,
     SupervisionConfig,
-    TargetConfig,
     TlsConfig,
     TransportConfig,
     load,
     show,
 )
 from cluster.config.overlay import differing, with_fields
-from cluster.config.parsers import ReasoningParser, ToolCallParser
 from cluster.config.rules import DraftLengthConfig, PlannerConfig, PolicyConfig, RouterConfig
 from cluster.config.section import Count, Fraction, Milliseconds, Resources, Seconds, Section
-from cluster.config.slo import CUSTOM, SloClass, SloConfig, TtftMs
+from cluster.config.target import LoraModule, TargetConfig

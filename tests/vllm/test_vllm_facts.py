@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.config import Config, ModelConfig, TargetConfig
-from cluster.config.vllm_arguments import OURS, OWNED
+from cluster.config.target import OURS, OWNED
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
