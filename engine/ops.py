@@ -84,6 +84,12 @@ class FusedSampling(GumbelArgmax, Protocol):
     ) -> RowChoices:
         """One token per row by the rule of ``engine.sampling``. ``logits`` [rows, columns or more] is not modified."""
 
+    def records(self, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> NDArray[np.int64]:
+        """What ``choose_records`` needs to know of rows without filters or edits, [rows, words]."""
+
+    def choose_records(self, logits: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        """As ``choose``, on the device: fp64 [rows, 5], the fields of ``RowChoices``. Nothing is copied or waited for."""
+
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compiles what logits of ``dtype`` need. Else the first choice does, which takes seconds."""
 

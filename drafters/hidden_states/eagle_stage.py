@@ -2,6 +2,7 @@
 ``eagle_network.py``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import ClassVar
 
@@ -67,21 +68,26 @@ class EagleStage:
         """P-EAGLE. Shorter drafts are padded by copies of their last state."""
         assert self._mask_state is not None
         assert self.config.mask_token_id is not None
-        spans, parts, wanted, end = [], [], [], 0
+        spans, rows, wanted, end = [], [], [], 0
         most = max(draft.num_rows for draft in drafts)
-        for draft, own in zip(drafts, states.split(list(lens)), strict=True):
+        for draft, own_end, length in zip(drafts, accumulate(lens), lens, strict=True):
             num = draft.num_rows - 1
             spans.append(PackedSpan(draft.start, (*draft.token_ids, *(self.config.mask_token_id,) * num), draft.block_table))
-            parts += [own, self._mask_state.expand(num, -1)]
-            end += len(own) + num
+            rows += [np.arange(own_end - length, own_end), np.full(num, len(states))]
+            end += length + num
             wanted.append(np.minimum(np.arange(end - draft.num_rows, end - draft.num_rows + most), end - 1))
-        hidden, _ = self._run(spans, torch.cat(parts), cache)
+        inputs = torch.cat([states, self._mask_state])[to_device(np.concatenate(rows), states.device)]
+        hidden, _ = self._run(spans, inputs, cache)
         return KnownStates(hidden[to_device(np.stack(wanted), hidden.device)])
 
     @torch.inference_mode()
-    def _run(self, spans: Sequence[PackedSpan], states: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
-        """The normed output of ``spans`` in the dtype, and what is fed back, fp32: both [rows, d]. ``states``: fp32."""
+    def _run(
+        self, spans: Sequence[PackedSpan], states: Tensor, cache: KvCache, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The normed output of ``spans`` in the dtype, and what is fed back, fp32: both [rows, d]. ``states``: fp32.
+        ``token_ids``: on the device, in place of those of the spans."""
         layout = lay_out(spans, cache.block_len, self._frequencies, self.placement[1])
+        layout = layout if token_ids is None else replace(layout, token_ids=token_ids)
         embedded = F.embedding(layout.token_ids, self._embedding).float()
         ops, size = self._ops, states.shape[1]
         first = self._layers[0]
@@ -135,9 +141,8 @@ class _Steps:
             return self._hidden
         rows = to_device(np.array(live), self._states.device)
         drafts = [self._drafts[i] for i in live]
-        spans = [
-            PackedSpan(draft.last + k, (token_id,), draft.block_table)
-            for draft, token_id in zip(drafts, token_ids.tolist(), strict=True)
-        ]
-        hidden, self._states[rows] = self._stage._run(spans, self._states[rows], self._cache)
+        # The rows of a draft that needs no more tokens are computed again, where others of its batch do.
+        at = [min(k, draft.num_rows - 1) for draft in drafts]
+        spans = [PackedSpan(draft.last + row, (0,), draft.block_table) for draft, row in zip(drafts, at, strict=True)]
+        hidden, self._states[rows] = self._stage._run(spans, self._states[rows], self._cache, token_ids)
         return hidden

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding
 
 from drafters.hidden_states.block_network import BlockNetwork, markov_rows
 from drafters.hidden_states.checkpoint import Network
+from drafters.hidden_states.device_round import DeviceRound, Given
 from drafters.hidden_states.stage import States
 from drafters.reduced_vocab import ReducedHead
 from engine.cpu.packed import product_dtype
@@ -110,6 +111,11 @@ class SequentialStage:
         token_ids = np.array(known, np.int64)
         kernel = ops.gumbel_argmax(token_ids)
         self._choose = _make_choice(kernel, token_ids, device)
+        self._on_device: DeviceRound | None = None
+        if isinstance(kernel, FusedSampling):
+            rows = to_device(self._rows, device)
+            of_row = None if self._confidence is None else self._confidence.of_row_on_device
+            self._on_device = DeviceRound(self._head, kernel, self._markov, self._bias, rows, of_row)
         self._sample_rows: Callable[[Tensor, Sequence[SampleSpan]], list[Chosen]]
         self._sample_rows = partial(sampler.choose, want_confidences=True)
         if config.draft_token_ids is not None:
@@ -120,6 +126,9 @@ class SequentialStage:
     def draft(self, states: States, blocks: Sequence[Block]) -> None:
         """``states``: of as many tokens as the blocks need, in the dtype."""
         num_steps = max(block.end for block in blocks)
+        if self._on_device is not None and all(block.state.is_plain for block in blocks):
+            self._draft_on_device(self._on_device, states, blocks, num_steps)
+            return
         hidden = states.known()
         if hidden is not None:
             hidden = hidden[:, :num_steps].contiguous()
@@ -162,6 +171,28 @@ class SequentialStage:
                     blocks[i].add(token_id, known or _MIN_CONFIDENCE)
             else:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
+
+    def _draft_on_device(self, on_device: DeviceRound, states: States, blocks: Sequence[Block], num_steps: int) -> None:
+        keys, temperatures = _noise(blocks, num_steps)
+        records = on_device.kernel.records(keys.T.ravel(), np.tile(temperatures, num_steps))
+        given = Given.of(
+            [block.anchor for block in blocks],
+            [block.ahead for block in blocks],
+            records.reshape(num_steps, len(blocks), -1),
+        )
+        hidden, of_hidden = states.known(), None
+        if self._confidence is not None and hidden is not None:
+            of_hidden = self._confidence.on_device(hidden)
+        for k, of_step in enumerate(on_device.run(states, given, of_hidden)):
+            for block, (token, highest, probability, _, margin, *logit) in zip(blocks, of_step.tolist(), strict=True):
+                if not block.wants(k):
+                    continue
+                known = _scaled(logit[0], block.scaling, k) if logit else probability
+                block.done = not math.isfinite(highest) or self._ends(block, known)
+                if not block.done:
+                    if logit and block.margin_scaling is not None:
+                        known = _scaled(logit[0], block.margin_scaling, k, margin)
+                    block.add(int(token), max(known, _MIN_CONFIDENCE))
 
     def _ends(self, block: Block, confidence: float) -> bool:
         """Whether the draft ends before a token of so much confidence."""
@@ -243,14 +274,19 @@ class _Confidence:
         weight, self._offset = projection.weight.detach().float().to(device)[0], float(projection.bias.item())
         hidden_size = network.config.shape.hidden_size
         self._of_hidden = weight[:hidden_size]
-        self._of_row = None
+        self._of_row: NDArray[np.float32] | None = None
+        self.of_row_on_device: Tensor | None = None
         if network.confidence_head.with_markov and network.markov_head is not None:
-            of_row = network.markov_head.markov_w1.weight.detach().float().to(device) @ weight[hidden_size:]
-            self._of_row = of_row.cpu().numpy()
+            of_row = network.markov_head.markov_w1.weight.detach().float() @ weight[hidden_size:].cpu()
+            self._of_row, self.of_row_on_device = of_row.cpu().numpy(), of_row.to(device)
+
+    def on_device(self, hidden: Tensor) -> Tensor:
+        """[blocks, steps, d] -> [blocks, steps]"""
+        return hidden.float() @ self._of_hidden + self._offset
 
     def of_hidden(self, hidden: Tensor) -> list[list[float]]:
         """[blocks, steps, d] -> [steps][blocks]"""
-        logits: list[list[float]] = (hidden.float() @ self._of_hidden + self._offset).T.tolist()
+        logits: list[list[float]] = self.on_device(hidden).T.tolist()
         return logits
 
     def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64]) -> Sequence[float]:

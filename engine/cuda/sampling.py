@@ -80,29 +80,44 @@ class CudaGumbelArgmax:
     def _choose(
         self, logits: torch.Tensor, rows: PackedRows, *, wants_confidence: bool = False, wants_margin: bool = False
     ) -> RowChoices:
-        found = self._launch_both(logits, rows, wants_confidence, wants_margin)
+        packed = to_device(rows.buffer(), logits.device)
+        found = self._launch_both(logits, packed, rows.num_edited, rows.num_filtered, wants_confidence, wants_margin)
         chosen, highest, confidences, values, margins = to_host(found).T
         return RowChoices(chosen.astype(np.int64), highest, confidences, values, margins)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
         logits = torch.zeros(1, self._num_columns, dtype=dtype, device=device)
-        self._launch_both(logits, PackedRows(1, self._num_columns), True, True)
+        records = self.records(np.zeros(1, np.int64), np.zeros(1, np.float32))
+        self.choose_records(logits, to_device(records, device))
+
+    def records(self, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> NDArray[np.int64]:
+        rows = PackedRows(len(keys), self._num_columns)
+        rows.set_noise(keys, temperatures)
+        return rows.buffer().reshape(len(keys), -1)
+
+    def choose_records(self, logits: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        return self._launch_both(logits, records, 0, 0, True, True)
 
     def _launch_both(
-        self, logits: torch.Tensor, rows: PackedRows, wants_confidence: bool, wants_margin: bool
+        self,
+        logits: torch.Tensor,
+        packed: torch.Tensor,
+        num_edited: int,
+        num_filtered: int,
+        wants_confidence: bool,
+        wants_margin: bool,
     ) -> torch.Tensor:
-        """What `choose_kernel` found."""
+        """What `choose_kernel` found. ``packed``: the buffer of ``PackedRows``, with so many edited and filtered rows."""
         if logits.stride(-1) != 1 or logits.shape[-1] < self._num_columns or not logits.is_floating_point():
             raise ValueError(f"logits of {logits.dtype} {tuple(logits.shape)}, {self._num_columns} columns are expected")
-        device, num_rows = logits.device, len(rows)
+        device, num_rows = logits.device, len(logits)
         if not self._head or self._head[0].device != device:
             self._head = tuple(to_device(array, device) for array in self._head_arrays)
         starts, blocks, token_ids = self._head
         all_blocks = triton.next_power_of_2(self._num_blocks)
-        num_edited = rows.num_edited * self._num_columns
-        num_likely = rows.num_filtered * self._num_columns
+        num_edited *= self._num_columns
+        num_likely = num_filtered * self._num_columns
         self._reserve(num_edited + num_likely + num_rows * self._num_blocks, device)
-        packed = to_device(rows.buffer(), device)
         found = torch.empty(num_rows, 5, dtype=torch.float64, device=device)
         self._launch(
             peaks_kernel,

@@ -2,24 +2,26 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.config import Config, TargetConfig
+from cluster.config import Config, HiddenStateKind, TargetConfig
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
-from drafters.hidden_states import sequential
+from drafters.hidden_states import block_stage, eagle_stage, sequential
 from drafters.hidden_states.checkpoint import load_network
+from drafters.hidden_states.drafter import HiddenStateDrafter, make_stage
 from drafters.hidden_states.stage import KnownStates
+from drafters.protocol import Demand
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
 from engine.batch_layout import PackedSpan, lay_out, pack
@@ -33,9 +35,10 @@ from engine.native import NativeLimits, NativeTarget
 from engine.ops import Linear, Logits, TorchOps
 from engine.pass_timing import ROWS
 from engine.sampling import Sampler, SamplingState
+from engine.target import FeatureSpan
 from router.plan import Capacity, Span
 from tests.support.device_transfers import DeviceTransfers
-from tests.support.dspark import target_rows, write_dspark
+from tests.support.dspark import target_rows, write_dspark, write_speculators
 from tests.support.families import write_family
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -179,7 +182,7 @@ def test_the_bias_of_dsparks_sequential_head_lies_in_memory_once(
 
 @pytest.mark.parametrize("num_blocks", [1, 16])
 @pytest.mark.parametrize("sampling", [SamplingParams(8, 0.0), SamplingParams(8, 0.8, top_p=0.9, presence_penalty=1.0)])
-def test_a_draft_token_of_dspark_takes_few_operations_and_one_wait(
+def test_a_draft_of_dspark_takes_few_operations_and_waits(
     sampling: SamplingParams, num_blocks: int, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     pytest.importorskip("triton")
@@ -201,6 +204,7 @@ def test_a_draft_token_of_dspark_takes_few_operations_and_one_wait(
     with (
         mock.patch.object(sequential, "make_ops", return_value=ops),
         mock.patch("engine.cuda.sampling.to_host", read),
+        mock.patch("drafters.hidden_states.device_round.to_host", read),
     ):
         stage = sequential.SequentialStage(
             network, torch.float32, META, Sampler(257, (256,), ops.gumbel_argmax(np.arange(257)))
@@ -217,9 +221,63 @@ def test_a_draft_token_of_dspark_takes_few_operations_and_one_wait(
         device.num_operations = 0
         with device:
             draft()
-    assert device.num_operations <= 5 * 20  # for five tokens, with those of the views and copies of a pass
-    assert len(waits) == 5
+    assert device.num_operations <= 5 * 25  # for five tokens, with those of the views and copies of a pass
+    assert len(waits) == (1 if sampling.top_p == 1.0 else 5), "edits and filters depend on the tokens before"
     assert set(device.copies) == {"queued"}
+
+
+@pytest.mark.parametrize("kind", get_args(HiddenStateKind))
+def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
+    kind: HiddenStateKind, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """From the features to the tokens, with requests that need several blocks of the cache: as many operations and copies
+    for two as for sixteen, none of them waited for but the last."""
+    pytest.importorskip("triton")
+    from engine.cuda.ops import CudaOps
+
+    write_speculators(tmp_path, tiny_model_folder, kind, target_layer_ids=(0,))
+    network, device = load_network(tmp_path, target_rows(tiny_model_folder)), DeviceTransfers(META)
+    launches, waits = [0], []
+
+    def launch(*_: object, **__: object) -> None:
+        launches[0] += 1
+
+    def read(tensor: torch.Tensor) -> np.ndarray:
+        waits.append(tensor)
+        return np.zeros(tensor.shape)
+
+    class Rows:
+        def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], torch.Tensor]:
+            num = sum(span.stop - span.start for span in spans)
+            return [True] * len(spans), torch.empty(num, network.config.feature_size, device=META)
+
+    def make_ops(config: Any, *_: object, **__: object) -> CudaOps:
+        return CudaOps(config, torch.float32, launch)
+
+    counts = {}
+    with ExitStack() as patches:
+        for module in (sequential, block_stage, eagle_stage):
+            patches.enter_context(mock.patch.object(module, "make_ops", make_ops))
+        patches.enter_context(mock.patch("drafters.hidden_states.device_round.to_host", read))
+        stage = make_stage(network, torch.float32, META)
+        last = sequential.SequentialStage(network, torch.float32, META, Sampler(257, (256,)))
+        drafter = HiddenStateDrafter(stage, last, Rows(), num_blocks=128, eos_token_ids=())
+        for batch in (16, 2, 16):  # the first allocates what the kernels share
+            names = [f"{batch} {i}" for i in range(batch)]
+            for name in names:
+                drafter.open(name, [len(name), *range(80)], 1, SamplingParams(8, 0.7, seed=3, ignore_eos=True))
+            device.copies.clear()
+            device.num_on_device, launches[0] = 0, 0
+            waits.clear()
+            with device:
+                drafts = drafter.propose([Demand(name, 5) for name in names])
+            assert all(len(draft.token_ids) == 5 for draft in drafts)
+            counts[batch] = device.num_on_device, launches[0], len(device.copies), len(waits)
+            assert set(device.copies) == {"queued"}
+            for name in names:
+                drafter.release(name)
+    assert counts[2] == counts[16]
+    assert counts[16][-1] == 1
 
 
 class Counted:

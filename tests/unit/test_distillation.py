@@ -14,12 +14,14 @@ from training.block_student import BlockStudent
 from training.corpus import TargetAnswer
 from training.distil import Distillation, Schedule
 from training.distributed import World
+from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
 from training.feature_cache import InMemory
 from training.frozen import FrozenTarget
+from training.hidden_state_student import HiddenStateStudent
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import HEADS, HeadKind, TrainOptions, block_config
+from training.recipe import HEADS, HeadKind, TrainOptions, block_config, eagle_config
 from training.regression import Moments
 from training.warm_start import warm_start
 
@@ -106,7 +108,7 @@ def regress(
 
 
 @torch.no_grad()
-def expected_len(student: BlockStudent | LayersStudent, batch: AnswerBatch) -> float:
+def expected_len(student: HiddenStateStudent | LayersStudent, batch: AnswerBatch) -> float:
     """Expected accepted length of whole blocks, or of one token, with the bonus token."""
     acceptance = student(batch, 1.0).acceptance
     whole = acceptance[:, None] if acceptance.dim() == 1 else acceptance[~acceptance.isnan().any(1)]
@@ -114,9 +116,9 @@ def expected_len(student: BlockStudent | LayersStudent, batch: AnswerBatch) -> f
 
 
 def teach(
-    student: BlockStudent | LayersStudent, answers: Sequence[TargetAnswer], readings: HiddenStateReader, path: Path
+    student: HiddenStateStudent | LayersStudent, answers: Sequence[TargetAnswer], readings: HiddenStateReader, path: Path
 ) -> None:
-    plan = PLAN if isinstance(student, BlockStudent) else BatchPlan(1024, 400)
+    plan = PLAN if isinstance(student, HiddenStateStudent) else BatchPlan(1024, 400)
     training = Distillation(student, answers, readings, plan, SCHEDULE, HERE, path, seed=0)
     training.run(lambda share: None)
     training.use_average()
@@ -150,6 +152,23 @@ def test_dspark_learns_beyond_its_regression(
     again = dspark(target, readings, learned, head)
     again.begin_with(tmp_path / "saved")
     assert expected_len(again, unseen) == pytest.approx(taught, abs=0.01)
+
+
+def test_eagle_learns_beyond_its_regression(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], unseen: AnswerBatch, tmp_path: Path
+) -> None:
+    """Its regression knows the features before the anchor alone: what the anchor implies, its layer learns."""
+    options = TrainOptions("", "eagle3", Path("out"), Path("work"), num_layers=1, block_size=BLOCK)
+    config = eagle_config(options, target.model.config, None, "")
+    size = torch.cat([reading.features for reading in readings.read(learned)]).square().mean(0).sqrt()[: config.feature_size]
+    torch.manual_seed(0)
+    student = EagleStudent(config, target, torch.zeros_like(size), size)
+    random = expected_len(student, unseen)
+    student.initialise([assemble(learned, readings, WHOLE, 0, HERE.device)])
+    begun = expected_len(student, unseen)
+    teach(student, learned, readings, tmp_path / "checkpoint.pt")
+    assert begun > random
+    assert expected_len(student, unseen) > begun + LEAST_GAIN
 
 
 def test_layers_learn_beyond_the_targets_own(

@@ -265,7 +265,8 @@ def test_missing_training_data_is_refused(wordy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.nightly
-def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["dspark", "eagle3"])
+def test_quick_trains_a_drafter_that_beats_an_untrained_one(drafter: str, model_folder: Path, tmp_path: Path) -> None:
     """On the real model, given prompts and two thousand tokens. Of the rounds with each drafter a share has a right first
     draft token; if both were equally good, the shares would differ by more than two and a half standard errors in one of 160
     runs."""
@@ -274,7 +275,7 @@ def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, 
     asks = ("What does one see in", "Write a short story about", "Explain to a child what is done in")
     lines = [json.dumps({"prompt": f"{ask} {place}?"}) for place in places for ask in asks]
     prompts.write_text("\n".join(lines))
-    asked = ["--prompts", str(prompts), "--num-prompts", "4", "--tokens", "2000", "--device", "cpu"]
+    asked = ["--prompts", str(prompts), "--num-prompts", "4", "--tokens", "2000", "--device", "cpu", "--drafter", drafter]
     ran = CliRunner().invoke(app, ["train", "--quick", "--out", str(tmp_path / "mine"), *asked])
     assert ran.exit_code == 0, ran.stderr
     figures = json.loads((tmp_path / "mine" / "evaluation.json").read_text())
