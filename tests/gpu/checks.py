@@ -11,17 +11,18 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
-from drafters.protocol import Demand
+from drafters.protocol import Demand, Draft
 from drafters.small_model import Question, SmallModel
 from engine import factory
 from engine.batch_layout import PackedSpan, pack
@@ -39,7 +40,7 @@ from engine.tensor_parallel.group import NcclRanks
 from router.plan import Span
 from tests.gpu.place import Place
 from tests.gpu.skipped import Skipped
-from tests.support.dspark import make_dspark, target_rows, write_dspark
+from tests.support.dspark import make_dspark, target_rows, write_dspark, write_speculators
 from tests.support.families import FAMILIES, write_family
 from tests.support.operator_parity import check_operators, config_of
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
@@ -306,6 +307,26 @@ def dspark_drafts_what_it_drafts_on_a_cpu(changes: dict[str, Any], place: Place,
     assert all(drafts)
 
 
+def kind_drafts_what_it_drafts_on_a_cpu(kind: HiddenStateKind, place: Place, folder: Path) -> None:
+    """With tokens given ahead, and drafts of different lengths in one round."""
+    target = write_tiny_model(folder / "model", num_layers=3)
+    write_speculators(folder / "drafter", target, kind, draft_token_ids=tuple(range(0, 256, 2)))
+
+    def compute(device: torch.device) -> list[Draft]:
+        drafter = make_dspark(folder / "drafter", target, device=device)
+        for i, temperature in enumerate((0.0, 0.8, 0.8)):
+            drafter.open(str(i), list(range(5, 20 + 20 * i)), 9, replace(PLAIN, temperature=temperature, seed=i))
+        return drafter.propose([Demand("0", 5), Demand("1", 2), Demand("2", 3, ahead=(4, 6))])
+
+    expected = compute(torch.device("cpu"))
+    with place.loading():
+        found = compute(place.device)
+    assert [draft.token_ids for draft in found] == [draft.token_ids for draft in expected]
+    for draft, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(draft.confidences), torch.tensor(other.confidences), rtol=1e-3, atol=1e-3)
+    assert [len(draft.token_ids) for draft in found] == [5, 2, 3]
+
+
 def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folder: Path) -> None:
     """With one rank, all calls of NCCL that several ranks make."""
     if not place.is_gpu or torch.cuda.device_count() < num_ranks:
@@ -381,6 +402,7 @@ CHECKS = [
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"shares_embedding": False}),
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"anchor_input": True, "anchor_input_rank": 4}),
     _named(parts_of_a_device_compute_at_once),
+    *(_named(kind_drafts_what_it_drafts_on_a_cpu, kind) for kind in get_args(HiddenStateKind)),
     _named(ranks_over_nccl_say_what_one_target_says, 1),
     _named(ranks_over_nccl_say_what_one_target_says, 2),
 ]
