@@ -50,19 +50,10 @@ class Inspection:
 
     def sound_part(self, link: Link, message: M, vocab_size: int) -> M:
         """The message without its invalid parts; the same object if there are none."""
-        faults: list[str] = []
-        sound: dict[str, Any] = {}
-        for name, fault_of in _CHECKS[type(message)]:
-            parts = getattr(message, name)
-            if parts:
-                found = [fault_of(part, vocab_size) for part in parts]
-                if any(found):
-                    faults.extend(fault for fault in found if fault)
-                    sound[name] = tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
-        if not faults:
-            return message
-        self.note(link, faults)
-        return replace(message, **sound)
+        sound, faults = sound_part(message, vocab_size)
+        if faults:
+            self.note(link, faults)
+        return sound
 
     def note(self, link: Link, faults: Sequence[str]) -> None:
         """Records an invalid message."""
@@ -78,6 +69,20 @@ class Inspection:
     def forget(self, link: Link) -> None:
         """Removes the link's count."""
         self._counts.pop(link, None)
+
+
+def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
+    """The message without its invalid parts, the same object if there are none, and what is wrong with those."""
+    faults: list[str] = []
+    sound: dict[str, Any] = {}
+    for name, fault_of in _CHECKS[type(message)]:
+        parts = getattr(message, name)
+        if parts:
+            found = [fault_of(part, vocab_size) for part in parts]
+            if any(found):
+                faults.extend(fault for fault in found if fault)
+                sound[name] = tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
+    return (replace(message, **sound) if faults else message), faults
 
 
 def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:

@@ -1,5 +1,6 @@
 """What a target learns of its drafters: from their messages, and from the verdicts on their proposals."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from engine.draft_state import Candidate, DraftState
 from engine.sequences import LiveSequence
 from engine.telemetry import ObservedCommit, Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
+from router.estimates.survival import survivals
 from router.plan import DrafterView
 
 Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
@@ -26,6 +28,7 @@ class DraftLearning:
         self._telemetry = telemetry
         self._observing = telemetry.observing
         self._colocated = colocated
+        self._unpredicted: defaultdict[str, list[tuple[DraftState, Proposal]]] = defaultdict(list)  # by drafter
         self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
         # Of published commits: verdicts with the kind of the request's grammar, those of proposals that were passed over,
         # and of free drafts.
@@ -77,11 +80,11 @@ class DraftLearning:
         after_pass: bool,
     ) -> None:
         """``offers``, ``levels``, ``scores``: of the message, those without a fault. ``after_pass``: it may have waited for
-        the end of a pass. Sets the survival of the proposals that were taken."""
+        the end of a pass. ``predict_survival`` follows."""
         with self._observing:
             taken = [sequence for sequence, _, is_taken in offers if is_taken]
             if taken:
-                self._predict_survival(taken, self._telemetry.drafter(drafter))
+                self._note_taken(taken, self._telemetry.drafter(drafter))
         self._later(partial(self._note_message, drafter, message, offers, levels, scores, arrived_s, after_pass))
 
     def _note_message(
@@ -116,23 +119,32 @@ class DraftLearning:
                 self._telemetry.note_scores(drafter, scores)
             stats.num_resyncs += len(message.resyncs)
 
-    def _predict_survival(self, taken: list[LiveSequence], stats: DrafterStats) -> None:
-        free: list[tuple[DraftState, tuple[float, ...]]] = []
+    def _note_taken(self, taken: Iterable[LiveSequence], stats: DrafterStats) -> None:
         for sequence in taken:
-            draft = sequence.draft
-            if draft.proposal is None or draft.proposal.drafter in FREE_DRAFTERS:
+            draft, proposal = sequence.draft, sequence.draft.proposal
+            if proposal is None or proposal.drafter in FREE_DRAFTERS:
                 continue  # the message had two of one request
-            confidences = draft.proposal.confidences
             kind = draft.grammar_kind
             if kind is None and not draft.passed_over:
-                free.append((draft, confidences))
+                self._unpredicted[proposal.drafter].append((draft, proposal))
                 continue
-            survival = stats.survival_under(kind, confidences)
+            survival = stats.survival_under(kind, proposal.confidences)
             if kind is not None:
                 stats.under(kind).proposed(sum(survival))
             draft.set_survival(survival)
-        for (draft, _), survival in zip(free, stats.predict_survival([one for _, one in free]), strict=True):
-            draft.set_survival(survival)
+
+    def predict_survival(self) -> None:
+        """Of the proposals taken since the last call, until MIN_RECORDS drafts are known of a drafter none."""
+        if not self._unpredicted:
+            return
+        unpredicted, self._unpredicted = self._unpredicted, defaultdict(list)
+        with self._observing:
+            known = [(c, of) for name, of in unpredicted.items() if (c := self._telemetry.drafter(name).known_calibration)]
+            taken = [one for _, of in known for one in of]
+            found = survivals([(calibration, [one.confidences for _, one in of]) for calibration, of in known])
+            for (draft, proposal), survival in zip(taken, found, strict=True):
+                if draft.proposal is proposal:  # no later message replaced it
+                    draft.set_survival(survival)
 
     def candidates(self, draft: DraftState, drafts: Iterable[Proposal]) -> tuple[list[Candidate], float]:
         """Free drafts with their survival, and the tokens that are expected of the drafter's own; 0: not known."""

@@ -240,13 +240,8 @@ class DraftState:
         """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
         drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
         self.asked = self.drafter, self.budget, self.expects_draft
-        if self.grammar is not None:
-            self.grammar.advance(committed)
-        if self.prediction is not None:
-            self.prediction.advance(committed)
-        if self.passed_over or self.passed_judgements:
-            passed, self.passed_over = self.passed_over, []
-            self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
+        if self.has_free_drafts or self.passed_over or self.passed_judgements:
+            self._judge_others(committed)
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judged = None
@@ -259,6 +254,15 @@ class DraftState:
             survival = self.survival
             self.survival = tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]])
         return proposal.drafter
+
+    def _judge_others(self, committed: tuple[int, ...]) -> None:
+        """As ``judge``, of free drafts and of proposals that were passed over."""
+        if self.grammar is not None:
+            self.grammar.advance(committed)
+        if self.prediction is not None:
+            self.prediction.advance(committed)
+        passed, self.passed_over = self.passed_over, []
+        self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
 
     @property
     def judgement(self) -> Judgement | None:

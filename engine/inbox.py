@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from cluster.message_checks import Inspection
-from cluster.messages import Message, ProposalRound, Role, SubmitRound
+from cluster.message_checks import Inspection, sound_part
+from cluster.messages import ProposalRound, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Request
 from engine.drafter_sessions import DrafterSessions
@@ -23,7 +23,7 @@ class TargetInbox:
         submit: Callable[[Link, Request, float], None],
     ) -> None:
         self._mailbox = mailbox
-        self._vocab_size = vocab_size
+        mailbox.check = lambda message: sound_part(message, vocab_size)
         self._gateways = gateways
         self._drafters = drafters
         self._submit = submit
@@ -33,20 +33,23 @@ class TargetInbox:
         """Args: ``after_pass``: mail may have waited for the end of a pass."""
         for event in self._mailbox.drain():
             match event:
-                case Received(link, message, arrived_s):
-                    self._receive(link, message, now_s, arrived_s, after_pass)
+                case Received():
+                    self._receive(event, now_s, after_pass)
                 case LinkUp(link) if link.peer.role is Role.GATEWAY:
                     self._gateways.link_up(link)
                 case LinkUp(link):
                     self._drafters.link_up(link)
                 case LinkDown(link, reason):
                     self._link_down(link, reason)
+        self._drafters.learning.predict_survival()
 
-    def _receive(self, link: Link, message: Message, now_s: float, arrived_s: float, after_pass: bool) -> None:
+    def _receive(self, received: Received, now_s: float, after_pass: bool) -> None:
+        link, message = received.link, received.message
         if not (self._gateways.knows(link) or self._drafters.knows(link)):
             return  # it went down before its mail was read
         num_unsound = self._inspection.num_unsound
-        message = self._inspection.sound_part(link, message, self._vocab_size)
+        if received.faults:
+            self._inspection.note(link, received.faults)
         match message, link.peer.role:
             case SubmitRound(), Role.GATEWAY:
                 for request in message.submits:
@@ -54,7 +57,7 @@ class TargetInbox:
                 for request_id in message.aborts:
                     self._gateways.abort(link, request_id)
             case ProposalRound(), Role.DRAFTER:
-                faults = self._drafters.receive(link, message, arrived_s, after_pass)
+                faults = self._drafters.receive(link, message, received.arrived_s, after_pass)
                 if faults:
                     self._inspection.note(link, faults)
                 self._drafters.learning.unsound(link.peer.name, self._inspection.num_unsound - num_unsound)

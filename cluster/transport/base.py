@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,6 +69,7 @@ class Received:
     link: Link
     message: Message
     arrived_s: float = field(default=0.0, compare=False)  # by the clock of the mailbox, which sets it
+    faults: Sequence[str] = field(default=(), compare=False)  # of the parts that its ``check`` took from the message
 
 
 Event = LinkUp | LinkDown | Received
@@ -78,11 +79,13 @@ class Mailbox:
     """A bounded, thread-safe inbox for the events of any number of links.
 
     A full one refuses messages, which pushes back to the sender, but no ``LinkUp`` or ``LinkDown``. ``clock`` stamps
-    messages: set it to the clock with whose times the stamps are compared.
+    messages: set it to the clock with whose times the stamps are compared. ``check`` removes the invalid parts of a message
+    on the thread that receives it, so that the reader's thread need not.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
         self.clock: Callable[[], float] = time.monotonic
+        self.check: Callable[[Message], tuple[Message, Sequence[str]]] | None = None
         self._events: deque[Event] = deque()
         self._awaiting_room: list[Callable[[], None]] = []
         self._capacity = capacity
@@ -91,6 +94,8 @@ class Mailbox:
 
     def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
         """Whether it took the event. Else ``on_room`` is called once after the next drain, on the draining thread."""
+        if isinstance(event, Received) and self.check is not None and not event.faults:  # else it came before, to a full one
+            event.message, event.faults = self.check(event.message)
         with self._ready:
             if isinstance(event, Received):
                 if len(self._events) >= self._capacity:

@@ -115,11 +115,10 @@ class DrafterStats:
             self.draft_len.add(mean_len)
             self.timed_len.add(mean_len)
 
-    def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-        """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
-        if self.calibration.num_records < MIN_RECORDS:
-            return [()] * len(drafts)
-        return self.calibration.survival(drafts)
+    @property
+    def known_calibration(self) -> OnlineSurvival | None:
+        """None until MIN_RECORDS drafts are known."""
+        return None if self.calibration.num_records < MIN_RECORDS else self.calibration
 
     def under(self, grammar_kind: str) -> DictatedDrafts:
         """What is known of its drafts under grammars of a kind."""

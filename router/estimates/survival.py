@@ -1,8 +1,9 @@
 """Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain
 from math import exp
+from struct import pack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,15 +58,10 @@ class OnlineSurvival:
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Probability that each prefix of each draft survives; never rises along a draft."""
-        if len(confidences) <= _FEW:
-            return [self._survival(row) for row in confidences]
-        by_position = np.array(list(zip_longest(*confidences, fillvalue=0.0))).reshape(-1, len(confidences))
-        positions = np.minimum(np.arange(len(by_position)), len(self.table) - 1)[:, None]
-        rates = self.table[positions, (by_position * _STEPS).round().astype(np.intp)]
-        survival = rates.cumprod(axis=0).T.tolist()
-        return [tuple(found[: len(row)]) for found, row in zip(survival, confidences, strict=True)]
+        return survivals([(self, confidences)])
 
-    def _survival(self, confidences: Sequence[float]) -> tuple[float, ...]:
+    def of_few(self, confidences: Sequence[float]) -> tuple[float, ...]:
+        """Of one draft."""
         maps = self._maps = self._maps or self.table.tolist()
         survival, found = 1.0, []
         for confidence, at_position in zip(confidences, maps, strict=False):
@@ -132,6 +128,23 @@ class OnlineSurvival:
         found_before = np.interp(xs, _GRID, before)
         ys = (self._true[position] + self._doubt * found_before) / (weight + self._doubt)
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
+
+
+def survivals(drafts: Sequence[tuple[OnlineSurvival, Sequence[Sequence[float]]]]) -> list[tuple[float, ...]]:
+    """``OnlineSurvival.survival`` of drafts under several calibrations of equal shape, one after the other."""
+    rows = [row for _, confidences in drafts for row in confidences]
+    if len(rows) <= _FEW:
+        return [calibration.of_few(row) for calibration, confidences in drafts for row in confidences]
+    most = max(map(len, rows))
+    padded = rows if min(map(len, rows)) == most else [(*row, *(0.0,) * (most - len(row))) for row in rows]
+    given = np.frombuffer(pack(f"{len(rows) * most}d", *chain.from_iterable(padded))).reshape(len(rows), most)
+    tables = np.stack([calibration.table[:most] for calibration, _ in drafts])
+    which = np.repeat(np.arange(len(drafts)), [len(confidences) for _, confidences in drafts])[:, None]
+    positions = np.minimum(np.arange(most), tables.shape[1] - 1)
+    found = tables[which, positions, np.rint(given * _STEPS).astype(np.intp)].cumprod(axis=1).tolist()
+    return (
+        list(map(tuple, found)) if padded is rows else [tuple(one[: len(row)]) for one, row in zip(found, rows, strict=True)]
+    )
 
 
 def _log_likelihood(predicted: Floats, is_right: NDArray[np.bool_]) -> float:

@@ -18,7 +18,7 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 
     def told() -> tuple[float, ...]:
         assert draft.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
-        draft.set_survival(stats.predict_survival([(0.9, 0.9)])[0])
+        draft.set_survival(() if (known := stats.known_calibration) is None else known.of_few((0.9, 0.9)))
         return sequences.views()[0].survival
 
     assert told() == ()
