@@ -49,7 +49,7 @@ def truncate_by_content(token_ids: Sequence[int]) -> int:
     return next((i for i, token in enumerate(token_ids) if token % KEPT_RESIDUES == 0), len(token_ids))
 
 
-class MidRequest:
+class MidRequest(Planner):
     """Wraps a planner and calls ``happen`` once, when a request has at most ``num_left`` tokens left.
 
     ``happen`` gets the running sequences and returns those to preempt.

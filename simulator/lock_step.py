@@ -9,7 +9,7 @@ from router.planning.planner import Planner
 _LONGEST_S = 60.0
 
 
-class LockStep:
+class LockStep(Planner):
     """Another planner's plans, of those micro-batches all of whose proposals have come.
 
     Requests are dealt to ``num_micro_batches`` in the order of their coming. With one, the target idles while drafters draft

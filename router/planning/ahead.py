@@ -2,33 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 
 from cluster.fast_dataclass import record
 from router.cost_model import CostModel
 from router.drafting.ranking import Ranking
 from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.planning.planner import Planner, StepPlanner
+from router.planning.planner import Planner
 
 FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
 
 
 @record
 class _Expected:
-    """A pass in which all of these requests decode. ``num_verify`` of their ``num_drafted`` draft tokens are verified."""
+    """A pass in which all of these requests decode. ``num_verify`` of their ``num_drafted`` draft tokens are verified.
+    ``planner``: in the state behind the plan."""
 
-    planner: StepPlanner  # that made its plan
     request_ids: frozenset[str]
     num_drafted: int
     num_verify: int
+    planner: Planner
 
 
 class PlanAhead:
-    """A ``Planner``. ``expect`` is called beside a pass. A plan that is corrected verifies as many draft tokens as the
-    expected one, the likeliest of those at hand. It is made anew where more has changed than lengths and proposals: a
-    request arrived or waits for its proposal, blocks are short, or the drafts are half as many or twice as many; and where
-    another policy than the default chooses what is verified."""
+    """Plans passes by a planner. ``expect`` is called beside a pass. A plan that is corrected verifies as many draft tokens
+    as the expected one, the likeliest of those at hand. It is made anew, from the planner's state before the expected one,
+    where more has changed than lengths and proposals: a request arrived or waits for its proposal, blocks are short, or the
+    drafts are half as many or twice as many; and where the planner does not fork."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -47,21 +47,20 @@ class PlanAhead:
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
         self._expected = None
-        planner = self._planner
-        if not isinstance(planner, StepPlanner) or not planner.ranks_drafts:
-            return
         if not FEWEST <= len(plan.spans) == len(sequences):
             return
         if any(s.slo is not None or s.num_left > 1 for s in sequences):
             return
+        planner = self._planner.fork()
+        if planner is None:
+            return
         num_verified = {span.request_id: span.num_drafts for span in plan.spans}
         expected = [_after(s, num_verified[s.request_id]) for s in sequences]
-        planner = planner.fork()  # its policies count the pass once, whether its plan is corrected or made anew
         ahead = planner.plan(expected, drafters, capacity, cost, now_s)
         if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
             num_verify = sum([span.num_drafts for span in ahead.spans])
             num_drafted = sum([s.num_drafted for s in sequences])
-            self._expected = _Expected(planner, frozenset(num_verified), num_drafted, num_verify)
+            self._expected = _Expected(frozenset(num_verified), num_drafted, num_verify, planner)
 
     def plan(
         self,
@@ -79,10 +78,10 @@ class PlanAhead:
             share = expected.num_verify * len(sequences) // len(expected.request_ids)
             lens = ranking.lens(min(share, ranking.num_tokens))
             if len(sequences) + sum(lens) // capacity.block_len <= capacity.num_free_blocks:
-                names = [s.request_id for s in sequences]
                 left_out = [s.survival[num] for s, num in zip(sequences, lens, strict=True) if len(s.survival) > num]
-                self._expected, self._planner = None, expected.planner
-                return StepPlan(tuple(map(Span, names, repeat(1), lens)), best_left_out=max(left_out, default=0.0))
+                self._planner, self._expected = expected.planner, None
+                spans = [Span(s.request_id, 1, num) for s, num in zip(sequences, lens, strict=True)]
+                return StepPlan(tuple(spans), best_left_out=max(left_out, default=0.0))
         return self._planner.plan(sequences, drafters, capacity, cost, now_s)
 
 

@@ -13,12 +13,12 @@ from typing import Protocol, Self
 from cluster.config import Config
 from router.cost_model import CostModel
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
-from router.drafting.verification import MIN_CHUNK_LEN, VerifyContext
+from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import NO_PROMPTS, Capacity, DrafterView, PromptRows, SequenceView, Span, StepPlan
 from router.planning.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
-_ID, _SLO, _SURVIVAL = attrgetter("request_id"), attrgetter("slo"), attrgetter("survival")
+_ID, _SLO = attrgetter("request_id"), attrgetter("slo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,17 @@ class Planner(Protocol):
     ) -> StepPlan:
         """The next plan. ``sequences`` in order of arrival."""
 
+    def fork(self) -> "Planner | None":
+        """A planner in the same state, that plans ahead of a pass. None, the default: what it verifies depends on more than
+        the survival of the draft tokens at hand."""
+        return None
+
 
 class StepPlanner:
     """Holds by expected gain, decodes before it prefills, and preempts the youngest when blocks run out."""
 
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
-        self.ranks_drafts = self._settings.verification == "outrider"  # the likeliest of all requests are verified
         self._verification = VERIFICATION_POLICIES[self._settings.verification]()
         self._overlap = OVERLAP_POLICIES[self._settings.overlap](self._settings.max_hold_s)
 
@@ -56,6 +60,13 @@ class StepPlanner:
     def of(cls, config: Config) -> "StepPlanner":
         planner = config.planner
         return cls(PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.longest_chunk, planner.overlap))
+
+    def fork(self) -> Self | None:
+        if self._settings.verification != "outrider":
+            return None
+        other = copy(self)
+        other._verification, other._overlap = copy(self._verification), copy(self._overlap)
+        return other
 
     def plan(
         self,
@@ -65,80 +76,45 @@ class StepPlanner:
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        running = [s for s in sequences if s.running]
-        decoding = [s for s in running if s.committed_len - s.computed_len == 1]
-        # Usually every sequence decodes: then there is nothing to sort.
-        prefilling = [s for s in running if s.num_left > 1] if len(decoding) < len(running) else []
-        waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
-        has_slo = any(map(_SLO, sequences))
-        if has_slo:
-            waiting = by_deadline(waiting, now_s)
-        admissible = waiting[: max(0, capacity.max_num_sequences - len(running))]
-        num_remaining = sum([s.num_left for s in (*prefilling, *admissible)])
-        # A pass that prompts fill is long: who misses it for a late draft may miss the objective. Then every pass waits.
-        prompt_rows = NO_PROMPTS if has_slo else self._prompt_rows(num_remaining, capacity)
-        start = self._overlap.start(decoding, drafters, cost, now_s, prompt_rows)
-        ready, held = start.ready, start.held
-        none = StepPlan(spans=(), held=held, frontiers=start.frontiers, num_micro_batches=start.num_micro_batches)
-        if held and not ready and not prefilling and not waiting:
-            return replace(none, wake_s=min(held.values()))
+        batch = _Batch.of(sequences, capacity, now_s)
+        # With objectives a pass that prompts fill is long: a request that misses it may miss its objective, so passes wait.
+        prompt_rows = NO_PROMPTS if batch.has_slo else self._prompt_rows(batch.num_remaining, capacity)
+        start = self._overlap.start(batch.decoding, drafters, cost, now_s, prompt_rows)
+        plan = StepPlan((), held=start.held, frontiers=start.frontiers, num_micro_batches=start.num_micro_batches)
+        if start.held and not start.ready and not batch.has_prompts:
+            return replace(plan, wake_s=min(start.held.values()))
         if start.wake_s is not None:
-            return replace(none, wake_s=start.wake_s)
+            return replace(plan, wake_s=start.wake_s)
         blocks = _Blocks(capacity)
-        survivors, preempted = _make_room(ready, running, blocks)
-        limits = NO_LIMITS
-        prompts = prefilling + waiting
-        if has_slo:
+        ready, preempted = _make_room(start.ready, batch.running, blocks)
+        prompts, limits = batch.prefilling + batch.waiting, NO_LIMITS
+        if batch.has_slo:
             prompts = by_deadline(prompts, now_s)
-            limits = self.limits(decoding, prompts, cost, now_s)
-        num_context = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
-        num_prompt_tokens = capacity.max_pass_tokens - len(survivors)
-        if survivors or held:  # streams are live
-            num_prompt_tokens = min(num_prompt_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
-        if prompts:
-            num_prompt_tokens = min(num_prompt_tokens, num_remaining)
-            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost, min(MAX_CHUNK_S, limits.chunk_s))
-        else:
-            num_prompt_tokens = 0
-        rows = self._verification.rows(
-            survivors,
-            VerifyContext(
-                drafters, capacity, cost, now_s, num_prompt_tokens, *limits.of_pass(), num_prompt_context=num_context
-            ),
-        )
-        decode = _decode_spans(survivors, rows.verify_lens, blocks, followed=bool(prompts))
-        verified = [span.num_drafts for span in decode]
-        num_rows = len(decode) + sum(verified)
-        num_prompt_tokens = min(capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
-        if num_prompt_tokens and decode and limits.limit_s is not None:  # not every policy regards both together
-            left_s = limits.limit_s - cost.step_s(num_rows, sum(s.committed_len for s in survivors))
-            num_prompt_tokens = max_chunk_len(num_prompt_tokens, num_context, cost, max(0.0, left_s))
+            limits = self.limits(batch.decoding, prompts, cost, now_s)
+        num_tokens = min(batch.num_remaining, capacity.max_pass_tokens - len(ready))
+        if ready or start.held:  # streams are live
+            num_tokens = min(num_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
+        context = _with_prompts(VerifyContext(drafters, capacity, cost, now_s), prompts, num_tokens, limits)
+        rows = self._verification.rows(ready, context)
+        decode = _decode_spans(ready, rows.verify_lens, blocks, followed=bool(prompts))
+        num_prompt_tokens = _num_prompt_tokens(decode, ready, rows, limits, context)
         if preempted:
             prompts = [s for s in prompts if s.running and s.request_id not in preempted]
-        prefill, admitted = _prefill_spans(
-            prompts, num_prompt_tokens, capacity.max_num_sequences - len(running) + len(preempted), blocks
-        )
-        if not decode and not prefill and not preempted and not held and len(running) > 1:
-            preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
-        held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
-        spans = (*decode, *prefill)
-        proposals = map(_SURVIVAL, survivors)
-        left_out = [survival[num] for survival, num in zip(proposals, verified, strict=True) if len(survival) > num]
+        prefill, admitted = _prefill_spans(prompts, num_prompt_tokens, batch.num_places + len(preempted), blocks)
+        if not decode and not prefill and not preempted and not start.held and len(batch.running) > 1:
+            preempted = [batch.running[-1].request_id]  # half-computed prompts hold all blocks
+        left_out = [
+            s.survival[one.num_drafts] for s, one in zip(ready, decode, strict=True) if len(s.survival) > one.num_drafts
+        ]
         return replace(
-            none,
-            spans=spans,
+            plan,
+            spans=(*decode, *prefill),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
-            held=held,
-            num_prompt_tokens_left=num_remaining - sum([span.num_compute for span in prefill]),
+            held={name: until_s for name, until_s in start.held.items() if name not in preempted},
+            num_prompt_tokens_left=batch.num_remaining - sum([span.num_compute for span in prefill]),
             best_left_out=max(left_out, default=0.0),
         )
-
-    def fork(self) -> Self:
-        """A planner whose policies know the same, and then learn for themselves."""
-        other = copy(self)
-        other._verification, other._overlap = copy(self._verification), copy(self._overlap)
-        return other
 
     def limits(
         self,
@@ -167,6 +143,59 @@ def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: flo
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.prefill_s(middle, num_context) <= limit_s else (low, middle - 1)
     return low
+
+
+def _with_prompts(
+    context: VerifyContext, prompts: Sequence[SequenceView], num_tokens: int, limits: RoundLimits
+) -> VerifyContext:
+    """With at most ``num_tokens`` of the prompts, and what objectives leave the pass."""
+    num_context = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
+    num_tokens = max_chunk_len(num_tokens, num_context, context.cost, min(MAX_CHUNK_S, limits.chunk_s)) if prompts else 0
+    known = context.drafters, context.capacity, context.cost, context.now_s
+    return VerifyContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=num_context)
+
+
+def _num_prompt_tokens(
+    decode: Sequence[Span], ready: Sequence[SequenceView], rows: PassRows, limits: RoundLimits, context: VerifyContext
+) -> int:
+    """That the pass computes beside the spans that decode: not every policy regards room and limit for both together."""
+    num_rows = len(decode) + sum([span.num_drafts for span in decode])
+    num_tokens = min(context.capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
+    if num_tokens and decode and limits.limit_s is not None:
+        left_s = limits.limit_s - context.cost.step_s(num_rows, sum(s.committed_len for s in ready))
+        num_tokens = max_chunk_len(num_tokens, context.num_prompt_context, context.cost, max(0.0, left_s))
+    return num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The requests of a plan, each list in order of arrival; those that wait by deadline, if any has an objective."""
+
+    running: list[SequenceView]
+    decoding: list[SequenceView]  # of the running ones
+    prefilling: list[SequenceView]
+    waiting: list[SequenceView]
+    num_places: int  # for more
+    num_remaining: int  # prompt tokens of those that have a place
+    has_slo: bool
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceView], capacity: Capacity, now_s: float) -> "_Batch":
+        running = [s for s in sequences if s.running]
+        decoding = [s for s in running if s.committed_len - s.computed_len == 1]
+        # Usually every sequence decodes: then there is nothing to sort.
+        prefilling = [s for s in running if s.num_left > 1] if len(decoding) < len(running) else []
+        waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
+        has_slo = any(map(_SLO, sequences))
+        if has_slo:
+            waiting = by_deadline(waiting, now_s)
+        num_places = capacity.max_num_sequences - len(running)
+        num_remaining = sum([s.num_left for s in (*prefilling, *waiting[: max(0, num_places)])])
+        return cls(running, decoding, prefilling, waiting, num_places, num_remaining, has_slo)
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.prefilling or self.waiting)
 
 
 class _Blocks:

@@ -30,7 +30,7 @@ class Cost(TableCost):
 COST = Cost((1, 16, 512), (0.02, 0.024, 0.2), 1e-7)
 
 
-class Blind:
+class Blind(Planner):
     """Plans as if no request had objectives."""
 
     def __init__(self, planner: Planner) -> None:
