@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cluster.messages import Hello, ProposalRound, Role
+from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
 
@@ -31,6 +31,29 @@ def test_a_full_mailbox_refuses_messages_but_not_the_going_of_links(link: Memory
     assert mailbox.put(LinkUp(link))
     assert mailbox.drain() == [received(link, 0), received(link, 1), LinkDown(link, "gone"), LinkUp(link)]
     assert mailbox.put(received(link, 4))
+
+
+def test_mail_is_checked_once_where_it_arrives(link: MemoryLink) -> None:
+    """On the thread that receives it; a full mailbox is offered the same event again."""
+    mailbox, threads = Mailbox(capacity=1), list[str]()
+
+    def check(message: Message) -> tuple[Message, list[str]]:
+        threads.append(threading.current_thread().name)
+        return ProposalRound(7), ["a fault"]
+
+    mailbox.check = check
+    mailbox.put(received(link, 0))
+    assert mailbox.drain() == [received(link, 7)]
+    mailbox.put(received(link, 0))
+    late = received(link, 0)
+    assert not mailbox.put(late)
+    mailbox.drain()
+    thread = threading.Thread(target=lambda: mailbox.put(late), name="receiver")
+    thread.start()
+    thread.join(DEADLINE_S)
+    (event,) = mailbox.drain()
+    assert isinstance(event, Received)
+    assert (event.faults, len(threads)) == (["a fault"], 3)
 
 
 def test_who_was_refused_hears_once_of_room_and_may_put_again(link: MemoryLink) -> None:
