@@ -9,9 +9,10 @@ from drafters.protocol import Drafter, Forks
 from drafters.session import Prepared, Session
 from engine.acceptance import common_prefix_len
 from router.estimates.decayed import DecayedMean
+from router.estimates.draft_times import DraftTimes
 from router.estimates.survival import OnlineSurvival
 from router.estimates.trial import Trial
-from router.papers.saguaro import NUM_RUNNERS_UP, RunnerUpRates, StepTimes, num_prepared, outcomes
+from router.papers.saguaro import NUM_RUNNERS_UP, RunnerUpRates, num_prepared, outcomes
 
 SPELL_LEN = 16  # commits: the spells of the trial
 MIN_PAUSE, MAX_PAUSE = 32, 1024  # spells without preparing, where it was measured to lose
@@ -34,7 +35,7 @@ class OutcomeDrafts:
         self._max_outcomes = max_outcomes
         self._survival = OnlineSurvival()
         self._rates = RunnerUpRates()
-        self._times = StepTimes()
+        self._times = DraftTimes(0.0)  # of steps: of more rows they are thought to take as long until they are measured
         self._verify = DecayedMean()  # seconds from a proposal to its commit
         self._serials = count()
         self._trial = Trial(MIN_PAUSE, MAX_PAUSE)

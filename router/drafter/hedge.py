@@ -39,8 +39,7 @@ _Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
 
 
 class HedgeSnapshot(AcceptanceSnapshot):
-    times: JsonValue = None  # of an older version, which kept other sums
-    rounds: _Times = Field(default_factory=dict)
+    rounds: _Times
 
 
 class Hedge:

@@ -24,9 +24,7 @@ class AcceptanceSnapshot(BaseModel):
 
     acceptance: dict[str, JsonValue]
     clusters: JsonValue
-    # Missing in snapshots of older versions:
-    in_time: OnTimeSums = {}
-    gains: JsonValue = None  # of an older version
+    in_time: OnTimeSums
 
 
 class Smoothing(NamedTuple):

@@ -18,8 +18,6 @@ NUM_RUNNERS_UP = 2  # considered at each position
 _LEAST = 0.01  # probability of an outcome that is considered
 _PRIOR_RATES = (0.4, 0.15)  # h_1, h_2
 _NUM_PRIOR = 8.0  # rejections that they count as
-_FADING = 0.999  # of what other octaves weigh, with each step
-_NUM_PRIOR_STEPS = 1.0  # measured steps that the octave below counts as
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +41,6 @@ class RunnerUpRates:
     @property
     def rates(self) -> tuple[float, ...]:
         return tuple([mean.shrunk(prior, _NUM_PRIOR) for mean, prior in zip(self._means, _PRIOR_RATES, strict=True)])
-
-
-class StepTimes:
-    """Seconds of draft steps, by octave of rows. An octave that was not measured lately is taken to be as fast as the one
-    below it, so that it is tried."""
-
-    def __init__(self) -> None:
-        self._octaves: dict[int, DecayedMean] = {}
-
-    def add(self, num_rows: int, seconds: float) -> None:
-        own = self._octaves.setdefault(num_rows.bit_length(), DecayedMean())
-        for octave in self._octaves.values():
-            if octave is not own:
-                octave.fade(_FADING * octave.num)
-        own.add(own.clipped(seconds))
-
-    def at(self, num_rows: int) -> float:
-        """0 before the first measurement."""
-        found = 0.0
-        for octave in sorted(self._octaves):
-            if octave <= num_rows.bit_length() or not found:
-                mean = self._octaves[octave]
-                found = max(found, mean.shrunk(found, _NUM_PRIOR_STEPS)) if found else mean.value
-        return found
 
 
 def outcomes(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from cluster.messages import LevelReport
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
@@ -47,8 +47,8 @@ UNMEASURED = TableCost((1,), (1.0,))  # an unprofiled target
 
 
 class ChainSnapshot(AcceptanceSnapshot):
-    fills: FillSums = Field(default_factory=dict)  # missing in snapshots of older versions, as the next
-    overruns: OverheadSums = Field(default_factory=list)
+    fills: FillSums
+    overruns: OverheadSums
 
 
 class ModelChains:

@@ -15,7 +15,8 @@ from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
-from router.papers.saguaro import RunnerUpRates, StepTimes, num_prepared, outcomes
+from router.estimates.draft_times import DraftTimes
+from router.papers.saguaro import RunnerUpRates, num_prepared, outcomes
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
@@ -48,7 +49,7 @@ class TestRule:
         assert num_prepared(0.5, probabilities, 1, 1, 4, 1.0, lambda rows: 0.1 * rows) == 1, "three rows end too late"
 
     def test_steps_of_more_rows_are_taken_to_be_fast_until_measured_and_again_after_long(self) -> None:
-        times = StepTimes()
+        times = DraftTimes(0.0)
         assert times.at(4) == 0.0
         for _ in range(20):
             times.add(1, 0.01)
@@ -56,7 +57,7 @@ class TestRule:
         for _ in range(20):
             times.add(4, 0.03)
         assert times.at(4) > 0.025
-        assert times.at(1) == pytest.approx(0.01)
+        assert times.at(1) == pytest.approx(0.01, rel=0.05)
         for _ in range(10_000):
             times.add(1, 0.01)
         assert times.at(4) < 0.011, "it is tried again"
