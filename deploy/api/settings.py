@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -65,12 +65,10 @@ class ApiSettings:
             limit // config.replicas for limit in (config.max_concurrent_requests, config.max_queued_requests)
         )
         max_sequences = min(max(cls().max_sequences, MAX_CHOICES), max_concurrent)
+        same = {one.name: getattr(config, one.name) for one in fields(cls) if one.name in type(config).model_fields}
         return cls(
+            **same,
             num_replicas=config.replicas,
-            api_keys_file=config.api_keys_file,
-            operator_keys_file=config.operator_keys_file,
-            lora_folder=config.lora_folder,
-            share_between_keys=config.share_between_keys,
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=max_concurrent,
@@ -78,10 +76,6 @@ class ApiSettings:
             max_sequences=max_sequences,
             max_n=min(MAX_CHOICES, max_sequences),
             request_timeout_s=float(config.request_deadline_s),
-            unknown_fields=config.unknown_fields,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            cors_origins=config.cors_origins,
             slo=slo,
             observability=observability,
         )

@@ -1,6 +1,7 @@
 """Tools, reasoning and log-probabilities of prompts through the API, over a scripted cluster."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -70,6 +71,24 @@ async def streamed(http: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, An
                 for name in ("name", "arguments"):
                     known[name] += call["function"].get(name, "")
     return message, finish
+
+
+@pytest.mark.parametrize(("text_len", "is_beside"), [(10, False), (2500, True)])
+async def test_the_grammar_of_a_long_body_is_built_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, text_len: int, is_beside: bool
+) -> None:
+    threads, build = list[threading.Thread](), AnswerForm.grammar
+
+    def grammar(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return build(*args)
+
+    monkeypatch.setattr(AnswerForm, "grammar", grammar)
+    function = {"name": "now", "description": "x" * text_len}
+    async with answering("It is noon.") as (http, _):
+        response = await http.post(CHAT, json=chat_body(tools=[{"type": "function", "function": function}]))
+    assert response.is_success, response.text
+    assert [one is not threading.main_thread() for one in threads] == [is_beside]
 
 
 async def test_calls_of_tools_in_an_answer_and_in_its_stream() -> None:
