@@ -27,7 +27,7 @@ BENCHES = {
     "burst": Bench("benchmarks.burst", "a live cluster that grows in a burst and shrinks after it, loses nothing"),
     "compare": Bench("benchmarks.compare", "Outrider beside vLLM and llama.cpp over HTTP, in one run"),
     "decisions": Bench("benchmarks.decisions", "time of decisions in a router's slot and a target's round"),
-    "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),
+    "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products"),
     "drafters": Bench("benchmarks.drafters", "acceptance and cost of each drafter"),
     "early-exit": Bench("benchmarks.early_exit", "time of passes that rows of rejected drafts leave, over whole passes"),
     "figures": Bench("benchmarks.paper_figures", "figures and bounds of DSpark, MineDraft and Saguaro, simulated"),

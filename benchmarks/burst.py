@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.faults import pinned, with_files
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams, tokens_per_s
+from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
 from benchmarks.server import ServerProcess
@@ -151,24 +151,16 @@ def schedule(asks: Sequence[LoadRequest], calm_rate: float, burst_s: float) -> l
 
 async def _plain(server: ServerProcess, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
     """Twice; the second time nothing is cold."""
-    target = _target(server)
+    target = server.target()
     await run_streams(target.ask, asks, NUM_SEQUENCES)
     return checked(await run_streams(target.ask, asks, NUM_SEQUENCES))
 
 
 def _measure(server: ServerProcess, asks: Sequence[LoadRequest], calm_rate: float, burst_s: float) -> Burst:
-    target, arrivals = _target(server), schedule(asks, calm_rate, burst_s)
-
-    async def play() -> tuple[float, list[TimedAnswer]]:
-        start_s, tasks = time.monotonic(), []
-        async with asyncio.TaskGroup() as group:
-            for at_s, ask in arrivals:
-                await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
-                tasks.append(group.create_task(target.ask(ask)))
-        return start_s, [task.result() for task in tasks]
-
+    target, arrivals = server.target(), schedule(asks, calm_rate, burst_s)
     with _watched(server) as sizes:
-        start_s, answers = asyncio.run(play())
+        start_s = time.monotonic()
+        answers = asyncio.run(run_arrivals(target.ask, arrivals))
         end_s = time.monotonic()
         while not _is_small(sizes[-1]) and time.monotonic() < end_s + SMALL_S:
             time.sleep(POLL_S)
@@ -214,12 +206,6 @@ def _watched(server: ServerProcess) -> Iterator[list[Size]]:
 
 def _event(event: Mapping[str, Any]) -> str:
     return f"{event['name']}: {event['num_before']} to {event['num_after']}: {event['reason']}"
-
-
-def _target(server: ServerProcess) -> HttpTarget:
-    with server.client() as client:
-        model = client.get("/v1/models").json()["data"][0]["id"]
-    return HttpTarget(server.config.api.host, server.config.api.port, model)
 
 
 def _result(burst: Burst, plain: Mapping[str, TimedAnswer]) -> BenchResult:

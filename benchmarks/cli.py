@@ -89,15 +89,14 @@ def bench(
 
 
 def simulate(
-    scenario: Annotated[str, typer.Argument(help="spin, specrouter, autoscale, a100-70b, h100-32b, h100-405b, or a file")],
+    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, h100-405b, or a file")],
     quick: Annotated[bool, typer.Option("--quick", help="a shorter run")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="output file of the picture; default: outrider-SCENARIO.png")
     ] = None,
     json: Annotated[str, typer.Option(metavar="PATH|-", help="output file of the JSON object; -: standard output")] = "-",
     data: Annotated[
-        Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="folder of the traces that scenarios name"),
+        Path | None, typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="folder of the traces that scenarios name")
     ] = None,
     expect: Annotated[
         list[str] | None,

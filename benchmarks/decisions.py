@@ -2,11 +2,10 @@
 
 A slot: 1,000 requests of several kinds and eight drafters with 256 places, reports in and a table out, as in the live
 router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
-A round: for 256 decoding requests with a proposal each, the plan by every verification policy and beside prompts, and all
-that planning takes in a round by every draft-length policy: the plan, the budgets, and what is learned from the pass. And
-all Python of a live round for 64 and 256 drafted requests, what of it lies before drafters are sent what was committed, and
-how long a twin of an asynchronous device waits for it between two passes; and of a round of plainly decoded ones, with a
-drafter that is not queried and without (`benchmarks/round_python.py`).
+A round: for 256 decoding requests with a proposal each, the plan, the plan beside prompts, and all that planning takes: the
+plan, the budgets, and what is learned from the pass. And all Python of a live round for 64 and 256 drafted requests, what of
+it lies before drafters are sent what was committed, and how long a twin of an asynchronous device waits for it between two
+passes; and of a round of plainly decoded ones, with an idle drafter and without (`benchmarks/round_python.py`).
 
 Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
 disturbs less. Garbage collection is off.
@@ -29,12 +28,12 @@ from router.drafter.policies import build_policy
 from router.drafter.prompt_features import prompt_features
 from router.drafter.router import SLOT_S, Router, SlotReport
 from router.drafting.length import PassFeedback
-from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
+from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
-from router.planning.planner import PlannerSettings, StepPlanner
+from router.planning.planner import StepPlanner
 
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8
@@ -52,74 +51,42 @@ NUM_ROUNDS_TIMED, NUM_ROUNDS_TIMED_QUICK = 1000, 200
 _WARM_UP_SLOTS = 70  # until the memory of requests has its final size
 _SEED = 17
 
-DEFAULT = PlannerSettings().verification
-
-POLICIES: tuple[PolicyConfig, ...] = (
-    PolicyConfig(),
-    PolicyConfig(kind="lbss"),
-    PolicyConfig(kind="epsilon-greedy"),
-    PolicyConfig(kind="greedy-length"),
-    PolicyConfig(kind="fixed"),
-)
-
-DRAFT_LENGTH_CONFIGS: tuple[DraftLengthConfig, ...] = (
-    DraftLengthConfig(),
-    DraftLengthConfig(kind="fixed"),
-    DraftLengthConfig(kind="threshold"),
-    DraftLengthConfig(kind="adaspec"),
-    DraftLengthConfig(kind="faser"),
-    DraftLengthConfig(kind="turbospec"),
-)
-
 
 def run(options: BenchOptions) -> BenchResult:
-    num_slots = NUM_SLOTS_QUICK if options.quick else NUM_SLOTS
-    figures: dict[str, float] = {}
-    rows = []
-    for config in POLICIES:
-        times = slot_times(config, num_slots)
-        rows.append((config.kind, times.p50_ms, times.p99_ms, times.p50_cpu_ms, times.p99_cpu_ms))
-        figures |= {f"slot_p50_ms.{config.kind}": times.p50_ms, f"slot_p99_ms.{config.kind}": times.p99_ms}
-        if config.kind == PolicyConfig().kind:
-            figures |= {"slot_p99_ms": times.p99_ms, "slot_p99_cpu_ms": times.p99_cpu_ms}
+    slot = slot_times(NUM_SLOTS_QUICK if options.quick else NUM_SLOTS)
     num_plans = NUM_PLANS_QUICK if options.quick else NUM_PLANS
-    plans = {policy: plan_times(num_plans, policy) for policy in VERIFICATION_POLICIES}
-    plans[f"{DEFAULT}, prompts"] = plan_times(num_plans, DEFAULT, NUM_PROMPTS)
-    figures |= {"plan_p50_ms": plans[DEFAULT].p50_ms, "plan_p50_cpu_ms": plans[DEFAULT].p50_cpu_ms}
-    rounds = {config.kind: round_times(num_plans, config) for config in DRAFT_LENGTH_CONFIGS}
-    default = rounds[DraftLengthConfig().kind]
-    figures |= {"round_p50_ms": default.p50_ms, "round_p99_ms": default.p99_ms, "round_p50_cpu_ms": default.p50_cpu_ms}
-    figures["round_p50_cpu_ms.prompts"] = plans[f"{DEFAULT}, prompts"].p50_cpu_ms
-    num_rounds = NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
-    python = {num: python_times(num, num_rounds, step_cost()) for num in NUMS_DRAFTED}
-    plain = {
-        num: [plain_python_ms(num, num_rounds, step_cost(), has_drafter=has) for has in (False, True)] for num in python
+    plan, beside_prompts, round_ = plan_times(num_plans), plan_times(num_plans, NUM_PROMPTS), round_times(num_plans)
+    figures = {
+        "slot_p50_ms": slot.p50_ms,
+        "slot_p99_ms": slot.p99_ms,
+        "slot_p99_cpu_ms": slot.p99_cpu_ms,
+        "plan_p50_ms": plan.p50_ms,
+        "plan_p50_cpu_ms": plan.p50_cpu_ms,
+        "round_p50_ms": round_.p50_ms,
+        "round_p99_ms": round_.p99_ms,
+        "round_p50_cpu_ms": round_.p50_cpu_ms,
+        "round_p50_cpu_ms.prompts": beside_prompts.p50_cpu_ms,
     }
-    for num, times_of in python.items():
+    cost, num_rounds = step_cost(), NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
+    gaps = {num: gap_ms(num, num_rounds, cost) for num in NUMS_DRAFTED}
+    for num, gap in gaps.items():
+        times_of = python_times(num, num_rounds, cost)
         figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}
-    gaps = {num: gap_ms(num, num_rounds, step_cost()) for num in NUMS_DRAFTED}
-    figures |= {f"plan_gap_ms.{num}": gap.total for num, gap in gaps.items()}
-    for num, (plain_ms, shut_ms) in plain.items():
-        figures |= {f"plain_python_ms.{num}": plain_ms, f"not_queried_python_ms.{num}": shut_ms}
+        figures[f"plan_gap_ms.{num}"] = gap.total
+        figures[f"plain_python_ms.{num}"] = plain_python_ms(num, num_rounds, cost, has_drafter=False)
+        figures[f"not_queried_python_ms.{num}"] = plain_python_ms(num, num_rounds, cost, has_drafter=True)
+    decisions = {
+        f"a slot of {NUM_REQUESTS} requests, {NUM_DRAFTERS} drafters, {NUM_PLACES} places, hedge": slot,
+        f"the plan of {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each": plan,
+        f"the same beside {NUM_PROMPTS} prompts": beside_prompts,
+        "plan, budgets and learning of a round": round_,
+    }
+    rows = tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in decisions.items())
     return BenchResult(
         "decisions",
         figures,
         tables=(
-            Table(
-                f"a slot: {NUM_REQUESTS} requests, {NUM_DRAFTERS} drafters, {NUM_PLACES} places",
-                ("policy", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
-                tuple(rows),
-            ),
-            Table(
-                f"the plan of a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
-                ("planner.verify", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
-                tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in plans.items()),
-            ),
-            Table(
-                f"plan, budgets and learning of a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
-                ("planner.draft_length", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
-                tuple((name, t.p50_ms, t.p99_ms, t.p50_cpu_ms, t.p99_cpu_ms) for name, t in rounds.items()),
-            ),
+            Table("decisions, default policies", ("what", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"), rows),
             Table(
                 f"between two passes of an asynchronous device, of {1e3 * PASS_S:.0f} ms each, in ms",
                 ("requests", *Gap._fields),
@@ -127,18 +94,9 @@ def run(options: BenchOptions) -> BenchResult:
             ),
         ),
         notes=(
-            *(
-                f"a live round of {num} drafted requests: {one.round_ms:.2f} ms of Python on the target's thread, "
-                f"{one.publish_ms:.2f} of them from the end of the pass until drafters are sent what was committed"
-                for num, one in python.items()
-            ),
-            *(
-                f"a live round of {num} plainly decoded requests: {plain_ms:.2f} ms of Python, {shut_ms:.2f} beside a "
-                "drafter in the target's process that is not queried"
-                for num, (plain_ms, shut_ms) in plain.items()
-            ),
-            "slot_p99_ms is that of hedge, the default",
-            "round_p50_ms is that of outrider, the default of both policies; plan_p50_ms is the plan alone",
+            "round_python_ms: Python of a live round of drafted requests on the target's thread; publish_python_ms: "
+            "of that, from the end of the pass until drafters are sent what was committed",
+            "plain_python_ms: of plainly decoded requests; not_queried_python_ms: beside a drafter that is not queried",
             "the first slots, in which arrays grow, do not count",
         ),
     )
@@ -175,9 +133,9 @@ class DecisionTimes:
         return statistics.quantiles(self._cpu_ms, n=100)[98]
 
 
-def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
+def slot_times(num_slots: int) -> DecisionTimes:
     traffic = Traffic(random.Random(_SEED))
-    router = Router(build_policy(config), traffic.pool, DriftDetector(SLOT_S))
+    router = Router(build_policy(PolicyConfig()), traffic.pool, DriftDetector(SLOT_S))
     times = DecisionTimes()
     with without_collection():
         for slot in range(_WARM_UP_SLOTS + num_slots):
@@ -191,9 +149,9 @@ def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
     return times
 
 
-def plan_times(num_plans: int, policy: str, num_prompts: int = 0) -> DecisionTimes:
+def plan_times(num_plans: int, num_prompts: int = 0) -> DecisionTimes:
     rng = random.Random(_SEED)
-    planner, batches = StepPlanner(PlannerSettings(policy)), [[*sequences(rng), *prompts(num_prompts)] for _ in range(8)]
+    planner, batches = StepPlanner(), [[*sequences(rng), *prompts(num_prompts)] for _ in range(8)]
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
     times, cost = DecisionTimes(), step_cost()
@@ -204,13 +162,14 @@ def plan_times(num_plans: int, policy: str, num_prompts: int = 0) -> DecisionTim
     return times
 
 
-def round_times(num_rounds: int, config: DraftLengthConfig) -> DecisionTimes:
+def round_times(num_rounds: int) -> DecisionTimes:
     """Plan, budgets and learning. Reply times, the price of a row and the decode rate vary from round to round."""
     rng = random.Random(_SEED)
     batches = [sequences(rng) for _ in range(8)]
     feedbacks = [_feedback(batch, rng) for batch in batches]
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
-    planner, lengths = StepPlanner(), build_draft_lengths(config, {f"d{j}": DRAFT_LEN for j in range(NUM_DRAFTERS)})
+    draft_lens = {f"d{j}": DRAFT_LEN for j in range(NUM_DRAFTERS)}
+    planner, lengths = StepPlanner(), build_draft_lengths(DraftLengthConfig(), draft_lens)
     times, cost = DecisionTimes(), step_cost()
     with without_collection():
         for i in range(num_rounds):

@@ -1,4 +1,4 @@
-"""``outrider bench decode``: decode step over its floor, and throughput over transformers.
+"""``outrider bench decode``: decode step over its floor.
 
 The step is the whole of ``NativeTarget.execute`` for a number of sequences with one row each, token choice included.
 The floor is the time of its products with weights, including the head for every row, and of the two attention products
@@ -9,8 +9,6 @@ over the same context in as many layers, without softmax. Products with weights 
   weights, or oneDNN in bfloat16 where the CPU level supports it. A short trial selects the fastest.
 
 ``step_over_weight_products`` excludes attention from the floor, so reading keys and values counts as overhead.
-
-transformers runs in its best dtype, which a short trial finds for each batch size.
 """
 
 import itertools
@@ -22,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -45,47 +43,26 @@ Choice = TypeVar("Choice")
 
 CONTEXT_LEN = 512
 STEP_ROWS = (1, 8, 32)
-BATCHES = (1, 8)
-PROMPT_LEN = 128
+NUM_STEPS, NUM_STEPS_QUICK = 300, 60  # in turn with the floor
 _BLOCK_LEN = 32
 _PREFILL_LEN = 512
 _SEED = 17
-_NUM_TRIALS = 5  # per candidate product or dtype
-_TRIAL_TOKENS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    num_steps: int  # alternating with the floor
-    num_rounds: int  # of answers per side
-    num_new_tokens: int
-
-
-_QUICK = _Effort(num_steps=60, num_rounds=2, num_new_tokens=48)
-_FULL = _Effort(num_steps=300, num_rounds=5, num_new_tokens=128)
+_NUM_TRIALS = 5  # per candidate product
 
 
 def run(options: BenchOptions) -> BenchResult:
-    effort = _QUICK if options.quick else _FULL
+    num_steps = NUM_STEPS_QUICK if options.quick else NUM_STEPS
     folder = ensure_model(options.model)
     model = load_model(folder)
     baselines = _baselines(folder, model)
     dtype, level = str(model.dtype).removeprefix("torch."), cpu_level()
     figures: dict[str, float] = {}
-    step_rows, speed_rows = [], []
+    rows = []
     for num_rows in STEP_ROWS:
-        times = _steps(model, baselines, num_rows, effort.num_steps)
+        times = _steps(model, baselines, num_rows, num_steps)
         figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
         figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
-        step_rows.append(times.row(num_rows))
-    baselines.clear()
-    peers = _transformers(folder)
-    for batch in BATCHES:
-        trial = partial(_generate, vocab_size=model.config.vocab_size, batch=batch, num_new_tokens=_TRIAL_TOKENS)
-        kind, peer = _fastest(peers, trial)
-        ours, theirs = _speeds(model, peer, batch, effort)
-        figures[f"speedup_over_transformers.batch_{batch}"] = ours / theirs
-        speed_rows.append((batch, ours, theirs, kind, ours / theirs))
+        rows.append(times.row(num_rows))
     return BenchResult(
         bench="decode",
         figures=figures,
@@ -93,17 +70,12 @@ def run(options: BenchOptions) -> BenchResult:
             Table(
                 f"one step at context {CONTEXT_LEN}, {dtype}, CPU level {level}",
                 ("rows", "step ms", "floor ms", "weights ms", "read ms", "best product", "step / floor", "step / weights"),
-                tuple(step_rows),
-            ),
-            Table(
-                f"greedy answers of {effort.num_new_tokens} tokens to prompts of {PROMPT_LEN}, tokens/s, {dtype}",
-                ("batch", "outrider", "transformers", "its dtype", "speed-up"),
-                tuple(speed_rows),
+                tuple(rows),
             ),
         ),
         notes=(
             "floor: weights ms and attention's two products; weights ms: the larger of read ms and the best product's time.",
-            "medians of alternating runs in one process; prompts are random tokens, as long for both sides.",
+            "medians of runs in turn in one process; prompts are random tokens.",
         ),
     )
 
@@ -209,23 +181,6 @@ def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]
     return work
 
 
-def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple[float, float]:
-    """Median tokens per second of ours and transformers, prefill included."""
-
-    def ours() -> None:
-        with _sequences(model, batch, PROMPT_LEN, effort.num_new_tokens) as (target, last_ids):
-            step = _decoding(target, last_ids, itertools.count(PROMPT_LEN))
-            for _ in range(effort.num_new_tokens - 1):
-                step()
-
-    def theirs() -> None:
-        _generate(peer, model.config.vocab_size, batch, effort.num_new_tokens)
-
-    times_s = [(_elapsed_s(ours), _elapsed_s(theirs)) for _ in range(effort.num_rounds + 1)][1:]
-    num_tokens = batch * effort.num_new_tokens
-    return num_tokens / statistics.median(t for t, _ in times_s), num_tokens / statistics.median(t for _, t in times_s)
-
-
 @contextmanager
 def _sequences(
     model: CausalModel, num: int, prompt_len: int, num_new_tokens: int
@@ -261,20 +216,6 @@ def _decoding(target: NativeTarget, last_ids: dict[str, int], lens: Iterator[int
 def _prompts(num: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
     rng = random.Random(_SEED)
     return [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(num)]
-
-
-def _generate(peer: Any, vocab_size: int, batch: int, num_new_tokens: int) -> None:
-    ids = torch.tensor(_prompts(batch, PROMPT_LEN, vocab_size))
-    length = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens}
-    made = peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length)
-    assert made.shape == (batch, PROMPT_LEN + num_new_tokens)
-
-
-def _transformers(folder: Path) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return {name: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for name, dtype in dtypes.items()}
 
 
 def _elapsed_s(work: Callable[[], object]) -> float:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from benchmarks.injections import lost, running
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
+from benchmarks.load import LoadRequest, TimedAnswer, run_streams
 from benchmarks.recovery import Metrics
 from benchmarks.serve import checked
 from benchmarks.server import ServerProcess
@@ -70,9 +70,7 @@ class DisturbedServer:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        with server.client() as client:
-            model = client.get("/v1/models").json()["data"][0]["id"]
-        self.target = HttpTarget(server.config.api.host, server.config.api.port, model)
+        self.target = server.target()
         self.console = Console(stderr=True)
         self.killed: set[psutil.Process] = set()
         self.lost: list[str] = []

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
-from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
+from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer
 from benchmarks.fault_rows import SHOWN, Measured, RowResult, measure
 from benchmarks.injections import (
     is_refused,
@@ -40,7 +38,6 @@ from router.planning.planner import MAX_CHUNK_S
 
 NUM_STREAMS = 8
 MAX_PROMPT_LEN = 256
-NUM_SUPERVISORS = 7  # each took one of a member's six threads before
 SLOW_PROMPT_LEN = 400
 SLOW_PASS_S = 120.0  # duration of the pass without slowing
 SLOWED_S = 36.0  # time observed of it; a target silent for 30 s counts as hung
@@ -58,7 +55,7 @@ def run(options: BenchOptions) -> BenchResult:
       of requests that came before or with the fault;
     - ``max_gap_s`` and ``recovery_s`` of a killed drafter;
     - ``router.*``: of a router killed while the state folder is locked;
-    - ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
+    - ``unsound.num_unlinked`` of two faulty peers; ``slow_pass.ttft_s``;
     - ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, and
       ``target.start_cpu_s``, the processor time of the new process until then; ``handshake.secret_overheard``;
     - ``num_wrong_tokens``, of streams whose text differs;
@@ -124,7 +121,6 @@ class FaultOutcome:
     drafter: Disturbed
     unsound: Disturbed
     router: Disturbed
-    supervisor: Disturbed
     target: Disturbed
     num_unlinked: int
     is_stranger_refused: bool
@@ -169,8 +165,6 @@ class _FaultBench(DisturbedServer):
         with locked_state(state), self.phase("the state folder is locked, and the router is killed"):
             router = asyncio.run(self.disturbed(asks, lambda: self.kill("RouterActor"), routes_again()))
             notes = self._state_notes()
-        with self.phase(f"{NUM_SUPERVISORS} supervisors are killed, one after the other"):
-            supervisor = asyncio.run(self.disturbed(asks, self._kill_supervisors, lambda _: True))
         with self.phase("a pass takes longer than a process may be silent"):
             slow_ttft_s = asyncio.run(self._slow_pass())
         heard: list[bytes] = []
@@ -180,22 +174,9 @@ class _FaultBench(DisturbedServer):
             target.recovery_s = time.monotonic() - target.killed_s
             used = self.server.workers("TargetActor")[0].cpu_times()
         return FaultOutcome(
-            plain, drafter, unsound, router, supervisor, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
+            plain, drafter, unsound, router, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
             self.lost, used.user + used.system,
         )  # fmt: skip
-
-    def _kill_supervisors(self) -> None:
-        """Kills each supervisor as soon as its predecessor's replacement answers."""
-        for _ in range(NUM_SUPERVISORS):
-            killed_s, killed = time.monotonic(), self.kill("PoolSupervisor")
-            while not (self._is_replaced(killed) and time.monotonic() > killed_s + STATUS_AGE_S and self.all_ready()):
-                if time.monotonic() > killed_s + DEADLINE_S:
-                    raise FaultBenchFailed(f"no supervisor after {DEADLINE_S:g} s: {self.server.last_words()}")
-                time.sleep(POLL_S)
-
-    def _is_replaced(self, killed: psutil.Process) -> bool:
-        found = self.server.workers("PoolSupervisor")
-        return bool(found) and killed not in found
 
     def _state_notes(self) -> list[str]:
         """The status notes once the new router has tried to load its snapshot."""
@@ -232,7 +213,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         "drafter": outcome.drafter,
         "unsound": outcome.unsound,
         "router": outcome.router,
-        "supervisor": outcome.supervisor,
     }
     same = {name: run.identical_fraction(plain) for name, run in kept.items()}
     pairs = [(one, answer) for run in kept.values() for one, answer in zip(plain, run.answers, strict=True)]
@@ -243,7 +223,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         "drafter": "a drafter is killed",
         "unsound": "two peers send unsound messages",
         "router": "the router is killed, the state folder is locked",
-        "supervisor": f"{NUM_SUPERVISORS} supervisors are killed",
     }
     return BenchResult(
         bench="faults",
@@ -263,8 +242,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
             "router.num_state_notes": len(outcome.state_notes),
             "unsound.identical_fraction": same["unsound"],
             "unsound.num_unlinked": outcome.num_unlinked,
-            "supervisor.identical_fraction": same["supervisor"],
-            "supervisor.num_killed": NUM_SUPERVISORS,
             "slow_pass.ttft_s": outcome.slow_ttft_s,
             "target.clear_error_fraction": target.clear_error_fraction,
             "target_recovery_s": target.recovery_s,

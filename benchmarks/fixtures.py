@@ -111,10 +111,7 @@ class Fixtures:
     def _request(self, prompt_id: str, prompt: tuple[int, ...], temperature: float, seed: int) -> Request:
         sampling = SamplingParams(max_tokens=self._max_new_tokens, temperature=temperature, seed=seed)
         return Request(
-            f"{prompt_id}@{temperature}",
-            prompt[-(self._max_len - self._max_new_tokens) :],
-            sampling,
-            arrival_s=float(seed),
+            f"{prompt_id}@{temperature}", prompt[-(self._max_len - self._max_new_tokens) :], sampling, arrival_s=float(seed)
         )
 
     def _encode(self, prompts: Sequence[BenchPrompt]) -> list[tuple[int, ...]]:

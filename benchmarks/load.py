@@ -179,7 +179,24 @@ async def run_streams(
     return [answers[i] for i in range(len(asks))]
 
 
+async def run_arrivals(ask_one: Asker, arrivals: Sequence[tuple[float, LoadRequest]]) -> list[TimedAnswer]:
+    """Answers in the order of the requests, each of which is sent at its second from now, whatever is under way."""
+    start_s = time.monotonic()
+
+    async def one(at_s: float, ask: LoadRequest) -> TimedAnswer:
+        await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
+        return await ask_one(ask)
+
+    return list(await asyncio.gather(*(one(*arrival) for arrival in arrivals)))
+
+
 def tokens_per_s(answers: Sequence[TimedAnswer]) -> float:
     """Over the time in which any of them ran."""
     elapsed_s = max(a.end_s for a in answers) - min(a.sent_s for a in answers)
     return sum(a.num_tokens for a in answers) / elapsed_s
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -111,7 +111,7 @@ def _running(config: Config) -> Iterator[RunningArm]:
         api, name = config.api, config.model.public_names[0]
         server.suspend()
         try:
-            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, name), server, server.last_words)
+            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, name), server)
         finally:
             server.resume()
 

@@ -5,9 +5,6 @@ given by the arrivals, so arms are compared by ``request_speed``: tokens per sec
 
 - ``outrider_over_best_fixed``: the default over the best of the fixed lengths, worst over the traces.
 - ``outrider_over_best_paper``: over the best of the papers' policies, worst over the traces.
-- ``ceiling_over_best_fixed.MACHINE.TRACE``: what rules of draft length and verification could win at the most there: the
-  best arm whose drafts are exactly the tokens that will be accepted, at most so many, over the best of the fixed lengths.
-  ``ceiling_over_best_fixed``: the least of these.
 - ``worst_over_plain.simulated``: over plain decoding, worst over batches of the closed loop, by goodput.
 - ``slo_attainment.adaspec``, ``.outrider``: requests that meet a TPOT objective which all have, and at which AdaSpec
   attains about 0.90, on the machine and trace where the default is least ahead. ``slo_goodput_over_adaspec``,
@@ -26,16 +23,13 @@ from rich.console import Console
 from benchmarks.policy_scenarios import (
     ADASPEC_SLO,
     ARMS,
-    CEILING,
     DEFAULT,
     FIGURE_15,
     FIXED,
-    LENGTHS,
     PAPERS,
     PLAIN,
     TABLE_2,
     UNDER_SLO,
-    VERIFICATIONS,
     Machine,
     Workload,
     gpu_machine,
@@ -61,7 +55,7 @@ SLO_LEVELS = (0.8, 1.0, 1.2)  # of the P90 of plain decoding's TPOT
 SLO_TARGET = 0.90  # attainment of AdaSpec, at which the default is compared
 SLO_RANGE, SLO_STEPS = (0.4, 2.0), 6  # of the search for it
 BOUND_LEN = 4
-ABLATIONS = (*TABLE_2, *FIGURE_15, *LENGTHS, *VERIFICATIONS)
+ABLATIONS = (*TABLE_2, *FIGURE_15)
 GPUS = (("a100-70b", "middle-1b"), ("h100-32b", "qwen-1.5b"))
 DRAFTER = "cascade"  # of this machine's
 
@@ -90,7 +84,7 @@ def run(options: BenchOptions) -> BenchResult:
         Job(machine, load, arm)
         for machine in machines
         for load in loads
-        for arm in (*ARMS, *(ABLATIONS if load in ablated else ()), *(CEILING if load.is_trace else ()))
+        for arm in (*ARMS, *(ABLATIONS if load in ablated else ()))
     ]
     with ProcessPoolExecutor(num_cores(), get_context("spawn")) as processes:
         console.print(f"policies: {len(jobs)} simulations", highlight=False)
@@ -106,8 +100,6 @@ def run(options: BenchOptions) -> BenchResult:
         figures(found, set(batches)) | _slo_figures(objectives),
         tables=(
             *(_table(case, results) for case, results in found.items()),
-            _ablation("lengths, all verified by the rule `outrider`: over the best", found, LENGTHS),
-            _ablation("verification, of drafts of 8 tokens: over the best", found, VERIFICATIONS),
             _paper_table(found),
             _slo_table([(machine.name, load.name) for machine, load, _ in searches], objectives),
         ),
@@ -194,13 +186,6 @@ def figures(found: Mapping[Case, Results], closed: set[str]) -> dict[str, float]
         ratios = {case: _over(case, results, [DEFAULT.name], arms, closed) for case, results in found.items()}
         told[f"outrider_over_best_{name}"] = min(r for case, r in ratios.items() if case.workload not in closed)
         told[f"outrider_over_best_{name}.closed"] = min((r for c, r in ratios.items() if c.workload in closed), default=1.0)
-    ceilings = {
-        case: _over(case, results, [arm.name for arm in CEILING], fixed, closed)
-        for case, results in found.items()
-        if case.workload not in closed
-    }
-    told |= {f"ceiling_over_best_fixed.{case.machine}.{case.workload}": ratio for case, ratio in ceilings.items()}
-    told["ceiling_over_best_fixed"] = min(ceilings.values())
     over_plain = [
         results[DEFAULT.name].goodput / results[PLAIN.name].goodput
         for case, results in found.items()
@@ -267,17 +252,6 @@ def _table(case: Case, results: Results) -> Table:
         "verified a round",
     )
     return Table(f"simulated: {case.machine}, {case.workload}", columns, tuple(rows))
-
-
-def _ablation(title: str, found: Mapping[Case, Results], arms: Sequence[Arm]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for case, results in found.items():
-        if any(arm.name not in results for arm in arms):
-            continue
-        closed = {case.workload} if case.workload.startswith("batch") else set()
-        speeds = [_speed(case, results[arm.name], closed) for arm in arms]
-        rows.append((f"{case.machine}, {case.workload}", *(speed / max(speeds) for speed in speeds)))
-    return Table(title, ("case", *(arm.name.partition(" ")[2] for arm in arms)), tuple(rows))
 
 
 def _paper_table(found: Mapping[Case, Results]) -> Table:

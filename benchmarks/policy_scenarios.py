@@ -46,29 +46,12 @@ DEFAULT = Arm("outrider", DraftLengthConfig())
 ADASPEC_SLO = Arm("adaspec", DraftLengthConfig(kind="adaspec"), "adaspec", planner=VerificationAlone)
 UNDER_SLO = (ADASPEC_SLO, DEFAULT, Arm("adaspec, chunks by objectives", DraftLengthConfig(kind="adaspec"), "adaspec"), PLAIN)
 ARMS = (PLAIN, *FIXED, *PAPERS, DEFAULT)
-# The ceiling of all rules of lengths: the best of these, which draft the right tokens alone, up to so many.
-CEILING = tuple(
-    Arm(f"hindsight-{length}", DraftLengthConfig(kind="fixed", num_tokens=length), "all", in_hindsight=True)
-    for length in (1, 2, 3, 4, 6, 8)
-)
 # The papers' own ablations: AdaSpec, table 2 (with `adaspec`); FASER, figure 15 (with `fixed-4` and `faser`; no early exit).
 TABLE_2 = (
     Arm("threshold", DraftLengthConfig(kind="threshold"), "all"),
     Arm("adaspec-", DraftLengthConfig(kind="adaspec"), "all"),
 )
 FIGURE_15 = (Arm("faser-overlap", DraftLengthConfig(kind="faser"), "all", "frontier"),)
-LENGTHS = (
-    *(Arm(f"length fixed-{length}", DraftLengthConfig(kind="fixed", num_tokens=length)) for length in (4, 8)),
-    Arm("length threshold", DraftLengthConfig(kind="threshold")),
-    Arm("length adaspec", DraftLengthConfig(kind="adaspec")),
-    Arm("length faser", DraftLengthConfig(kind="faser")),
-    Arm("length turbospec", DraftLengthConfig(kind="turbospec")),
-    Arm("length outrider", DraftLengthConfig()),
-)
-VERIFICATIONS = tuple(
-    Arm(f"verify {name}", DraftLengthConfig(kind="fixed", num_tokens=DRAFT_LEN), name)
-    for name in ("all", "goodput", "adaspec", "dspark", "dspark-async", "outrider")
-)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """Memory and CPU time of a process and its descendants."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from deploy.process_tree import descendants
+
+Number = TypeVar("Number", int, float)
 
 ALL, HELD = ("Pss",), ("Pss_Anon", "Pss_Shmem")
 """Parts of memory: with pages of files, or without. The kernel takes those back when it likes, and a process's share of them
@@ -27,26 +31,21 @@ def pss_bytes(pid: int, parts: Sequence[str] = ALL) -> int:
 
 def tree_pss_bytes(pid: int, parts: Sequence[str] = ALL) -> dict[str, int]:
     """Bytes held by a process and its descendants, summed by process title."""
-    held: dict[str, int] = {}
-    for process in [psutil.Process(pid), *descendants(pid)]:
-        try:
-            name = _title(process)
-        except psutil.NoSuchProcess:
-            continue
-        held[name] = held.get(name, 0) + pss_bytes(process.pid, parts)
-    return held
+    return _by_title(pid, lambda process: pss_bytes(process.pid, parts))
 
 
 def tree_cpu_s(pid: int) -> dict[str, float]:
     """CPU seconds used so far by a process and its descendants, summed by process title."""
-    used: dict[str, float] = {}
+    return _by_title(pid, lambda process: sum(process.cpu_times()[:2]))
+
+
+def _by_title(pid: int, of: Callable[[psutil.Process], Number]) -> dict[str, Number]:
+    found: dict[str, Number] = {}
     for process in [psutil.Process(pid), *descendants(pid)]:
-        try:
-            name, times = _title(process), process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        used[name] = used.get(name, 0.0) + times.user + times.system
-    return used
+        with suppress(psutil.NoSuchProcess):
+            name, number = _title(process), of(process)
+            found[name] = found[name] + number if name in found else number
+    return found
 
 
 def _title(process: psutil.Process) -> str:

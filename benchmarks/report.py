@@ -16,13 +16,13 @@ from rich.table import Table as RichTable
 from cluster.errors import InvalidField
 from engine.cpu_level import cpu_level
 from profiler.hardware import cpu_name, num_cores
+from simulator.study import Cell as Cell
+from simulator.study import Table as Table
 
 DEFAULT_MODEL = "smollm2-135m"
 STDOUT = "-"
 
 _PACKAGES = ("outrider", "torch", "ray", "transformers", "numpy")
-
-Cell = str | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,6 @@ class BenchOptions:
     @property
     def data_prompts(self) -> tuple[Path, ...]:
         return () if self.data is None else (self.data / "prompts",)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows for people; floats are printed to four significant digits."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from actors.router import RouterActor
 from actors.worker import set_threads
 from benchmarks.embedded import EmbeddedCluster
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, ask_engine, run_streams, tokens_per_s
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, ask_engine, percentile, run_streams, tokens_per_s
 from benchmarks.process_usage import tree_cpu_s, tree_pss_bytes
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -216,11 +216,6 @@ def checked(answers: list[TimedAnswer]) -> list[TimedAnswer]:
     return answers
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-
 def _result(
     pairs: Sequence[tuple[list[TimedAnswer], list[TimedAnswer]]],
     ttfts: Sequence[tuple[float, float]],
@@ -245,10 +240,10 @@ def _result(
         num_proposed = sum(a.num_proposed for a in answers)
         measured = {
             "tokens_per_s": statistics.median(tokens_per_s(pair[side]) for pair in pairs),
-            "ttft_ms_p50": 1e3 * _percentile([a.ttft_s for a in answers], 50),
-            "ttft_ms_p99": 1e3 * _percentile([a.ttft_s for a in answers], 99),
-            "tpot_ms_p50": 1e3 * _percentile(tpots_s, 50),
-            "tpot_ms_p99": 1e3 * _percentile(tpots_s, 99),
+            "ttft_ms_p50": 1e3 * percentile([a.ttft_s for a in answers], 0.50),
+            "ttft_ms_p99": 1e3 * percentile([a.ttft_s for a in answers], 0.99),
+            "tpot_ms_p50": 1e3 * percentile(tpots_s, 0.50),
+            "tpot_ms_p99": 1e3 * percentile(tpots_s, 0.99),
             "proposed_per_token": num_proposed / sum(a.num_tokens for a in answers),
             "acceptance": sum(a.num_accepted for a in answers) / max(1, num_proposed),
             "idle_ttft_ms": 1e3 * statistics.median(pair[side] for pair in ttfts),

@@ -5,19 +5,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.report import BenchResult, Expectation, Table, failures, print_result, write_json
-from benchmarks.studies import autoscale, specrouter, spin
+from benchmarks.report import BenchResult, Expectation, failures, print_result, write_json
+from benchmarks.studies import specrouter, spin
 from cluster.errors import InvalidField
 from deploy.console import table_console
 from simulator import serving
 from simulator.plots import plot
-from simulator.scenario import (
-    AutoscaleScenario,
-    ServingScenario,
-    SpecRouterScenario,
-    SpinScenario,
-    read_scenario,
-)
+from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
 from simulator.study import Study
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -45,12 +39,7 @@ def find(scenario: str) -> Path:
 
 
 def run(
-    scenario: str,
-    picture: Path | None,
-    json: str,
-    expectations: list[Expectation],
-    quick: bool,
-    data: Path | None = None,
+    scenario: str, picture: Path | None, json: str, expectations: list[Expectation], quick: bool, data: Path | None = None
 ) -> bool:
     """Returns whether the figures meet the expectations.
 
@@ -67,12 +56,8 @@ def run(
     picture = picture or Path(f"outrider-{path.stem}.png")
     if study.panels:
         plot(study.panels, f"simulated: {path.stem}", picture)
-    result = BenchResult(
-        f"simulate {path.stem}",
-        study.figures,
-        tuple(Table(table.title, table.columns, table.rows) for table in study.tables),
-        (*study.notes, f"drawn in {picture}"),
-    )
+    notes = (*study.notes, f"drawn in {picture}")
+    result = BenchResult(f"simulate {path.stem}", study.figures, study.tables, notes)
     print_result(result, console)
     write_json(result, json)
     unmet = failures(result, expectations)
@@ -96,9 +81,6 @@ def simulated(path: Path, console: Console, quick: bool, data: Path | None = Non
         case SpecRouterScenario():
             small = {"least_requests": 8, "horizon_s": min(10.0, scenario.horizon_s)}
             return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)
-        case AutoscaleScenario():
-            small = {"fleets": scenario.fleets[:1], "week_fleets": scenario.week_fleets[:1]}
-            return autoscale.run(scenario.model_copy(update=small) if quick else scenario, said, data, quick)
         case ServingScenario():
             small = {"duration_s": min(30.0, scenario.duration_s)}
             scenario = scenario.with_data(data)

@@ -42,7 +42,7 @@ def run(options: BenchOptions) -> BenchResult:
     config, duration_s = of_many_streams(local_config(options.model)), QUICK_S if options.quick else DURATION_S
     _allow_sockets(2 * NUM_HELD)
     with ServerProcess(config) as server:
-        target = _target(server)
+        target = server.target()
         samples: list[tuple[float, dict[str, int]]] = []
         began_s = time.monotonic()
         answers = asyncio.run(saturated(server, target, duration_s, samples))
@@ -133,12 +133,6 @@ def _result(
         ),
         notes=tuple(sorted({f"an error: {error}" for error in errors})[:8]),
     )
-
-
-def _target(server: ServerProcess) -> HttpTarget:
-    with server.client() as client:
-        model = client.get("/v1/models").json()["data"][0]["id"]
-    return HttpTarget(server.config.api.host, server.config.api.port, model)
 
 
 def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:

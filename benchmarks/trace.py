@@ -1,6 +1,7 @@
 """A trace of arrivals replayed against an OpenAI-compatible server: latency, goodput, attainment, errors."""
 
 import asyncio
+import math
 import os
 import random
 from collections import Counter
@@ -12,20 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.compare.bursts import bursty_arrivals, bursty_slice
-from benchmarks.compare.turns import percentile
+from benchmarks.load import percentile
 from benchmarks.prompts import choose_prompts
 from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, TraceOptions
 from benchmarks.serve import BenchFailed, local_config
 from benchmarks.server import ServerProcess
 from cluster.errors import InvalidField
-from simulator.autoscale import arrivals as recorded
 from simulator.plots import Panel, plot
+from simulator.serving import read_trace
 
 DURATION_S, QUICK_S = 600.0, 60.0  # of the arrivals, at the mean rate
 DEADLINE_S, QUICK_DEADLINE_S = 300.0, 60.0  # of a request, from its arrival
 MAX_UNDER_WAY = 512  # open connections
 SEED = 0
+MAX_TIE_S = 3.0  # times of a trace that are rounded to such steps are spread over them
 OUTPUT_LEN, OUTPUT_SPREAD = 60.0, 0.8  # of made-up answers: median, and deviation of the logarithm
 WARM = Chat(0.0, "warm", "Count from one to eight.", 8)
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
@@ -69,17 +71,27 @@ def chats_of(options: BenchOptions, duration_s: float) -> list[Chat]:
         times = bursty_arrivals(num, of_trace.rate, SEED)
         lengths = [OUTPUT_LEN * rng.lognormvariate(0.0, OUTPUT_SPREAD) for _ in times]
     else:
-        trace = recorded.trace(of_trace.file)
-        num = min(num, len(trace.arrival_s))
-        if num < 2 or trace.arrival_s[0] == trace.arrival_s[-1]:
+        rows = list(read_trace(of_trace.file))
+        num = min(num, len(rows))
+        if num < 2 or rows[0][0] == rows[-1][0]:
             raise InvalidField("--trace", str(of_trace.file), "must have requests at two times or more")
-        first, times = bursty_slice(trace.arrival_s.tolist(), num, of_trace.rate)
-        lengths = trace.output_len[first : first + num].tolist()
+        first, times = bursty_slice(spread_ties([at_s for at_s, _, _ in rows]), num, of_trace.rate)
+        lengths = [float(num_tokens) for _, _, num_tokens in rows[first : first + num]]
     prompts = choose_prompts(options.prompts or options.data_prompts, num)
     return [
         Chat(at_s, prompt.domain, prompt.text, min(max(1, round(length)), of_trace.max_tokens))
         for at_s, length, prompt in zip(times, lengths, (prompts[i % len(prompts)] for i in range(num)), strict=True)
     ]
+
+
+def spread_ties(times: Sequence[float]) -> list[float]:
+    """Requests of one rounded moment lie evenly between it and the next, at most MAX_TIE_S later."""
+    spread: list[float] = []
+    moments = Counter(times)
+    for (at_s, num), next_s in zip(moments.items(), [*list(moments)[1:], math.inf], strict=True):
+        gap_s = min(next_s - at_s, MAX_TIE_S)
+        spread += [at_s + gap_s * i / num for i in range(num)]
+    return spread
 
 
 async def _play(endpoint: Endpoint, model: str, chats: Sequence[Chat], deadline_s: float) -> list[Outcome]:

@@ -20,11 +20,6 @@ class Events:
         self._num += 1
         heappush(self._heap, (time_s if time_s > self.now_s else self.now_s, kind, self._num, action))
 
-    @property
-    def num(self) -> int:
-        """Put so far."""
-        return self._num
-
     def run(self, until_s: float) -> None:
         """Does all that is due by then, and what comes of it; ends early when nothing is left."""
         heap = self._heap

@@ -26,7 +26,6 @@ class Finished:
     num_tokens: int
     num_rounds: int
     num_verified: int  # draft tokens
-    num_switches: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +38,6 @@ class OpenRequest:
     num_tokens: int = 0
     num_rounds: int = 0
     num_verified: int = 0
-    num_switches: int = 0
 
 
 class SimulatedGateway:
@@ -72,14 +70,6 @@ class SimulatedGateway:
         submitted = Request(request.id, prompt, sampling, request.arrival_s, request.slo, request.chain)
         self._links[target].send(SubmitRound(submits=(submitted,)))
 
-    def tokens_per_s(self, now_s: float) -> dict[str, float]:
-        """Of each open request, after its first token."""
-        return {
-            request_id: (one.num_tokens - 1) / (now_s - one.first_token_s)
-            for request_id, one in self.open.items()
-            if one.first_token_s is not None and now_s > one.first_token_s
-        }
-
     def _receive(self, message: Message) -> None:
         assert isinstance(message, CommitRound)
         for commit in message.commits:
@@ -107,7 +97,6 @@ class SimulatedGateway:
                     num_tokens=one.num_tokens,
                     num_rounds=one.num_rounds,
                     num_verified=one.num_verified,
-                    num_switches=one.num_switches,
                 )
             )
 

@@ -178,13 +178,7 @@ class Recorder:
         self._rows: list[tuple[str, str, int, int]] = []
         self._parts: list[tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint16]]] = []
 
-    def add(
-        self,
-        name: str,
-        domain: str,
-        prompt_len: int,
-        drafts: Sequence[Sequence[tuple[int, Sequence[float]]]],
-    ) -> None:
+    def add(self, name: str, domain: str, prompt_len: int, drafts: Sequence[Sequence[tuple[int, Sequence[float]]]]) -> None:
         """An answer. ``drafts[j][p]``: of drafter j at position p, how many tokens were right, and all confidences."""
         num_drafters, output_len, draft_len = len(self.header.drafters), len(drafts[0]), self.header.draft_len
         drafted = np.zeros((num_drafters, output_len), np.uint8)

@@ -1,11 +1,10 @@
 """The router of a simulated cluster: the live slot, told what the live loops of the targets report."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.types import RoutingTable
 from router.drafter.router import Router, SlotReport
-from simulator.gateway import OpenRequest
 from simulator.target import SimulatedTarget
 
 
@@ -14,21 +13,15 @@ class SimulatedRouter:
 
     Args:
         names: of all drafters, which are always linked.
-        requests: under way, by id.
         target_passes: what passes of a target are believed to take, with so much context, as of SlotReport.
     """
 
     def __init__(
-        self,
-        router: Router,
-        names: Sequence[str],
-        requests: Mapping[str, OpenRequest],
-        target_passes: Callable[[int], tuple[tuple[int, float], ...]],
+        self, router: Router, names: Sequence[str], target_passes: Callable[[int], tuple[tuple[int, float], ...]]
     ) -> None:
         self.first_table: RoutingTable = router.first_table()
         self._router = router
         self._names = tuple(names)
-        self._requests = requests
         self._target_passes = target_passes
 
     def slot(self, targets: Sequence[SimulatedTarget]) -> None:
@@ -37,8 +30,6 @@ class SimulatedRouter:
         table = self._router.slot(reports)
         if table is None:
             return
-        for view in (view for report in reports for view in report.requests):
-            self._requests[view.request_id].num_switches += table.chains.get(view.request_id, view.chain) != view.chain
         for target in targets:
             target.loop.publish_table(table)
 

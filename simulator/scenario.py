@@ -82,14 +82,12 @@ class _Pool(Section):
 
 
 class SpinScenario(_Pool):
-    """SPIN's evaluation: sets of ``batch`` requests on several targets and kinds of text. They go on to the end, or where
-    ``finite`` have the text's output lengths, and each that ends lets the next in."""
+    """SPIN's evaluation: sets of ``batch`` requests on several targets and kinds of text, which go on to the end."""
 
     study: Literal["spin"]
     targets: Mapping[Name, TargetModel]
     texts: Mapping[Name, TextWorkload]
     mix: bool = True  # a further kind of text, drawn from all
-    finite: bool = False
     batch: Count = 8
     horizon_s: Seconds = 240.0
     repeats: Count = 2
@@ -201,51 +199,11 @@ class ServingScenario(_Pool):
         return self.model_copy(update={"trace": folder / self.recorded.file, "requests_per_s": self.recorded.times})
 
 
-class ScalingDrafter(Section):
-    """A drafter outside of the targets, one replica on a GPU of its own."""
-
-    shape: Shape
-    device: str
-    acceptance: Annotated[float, Field(ge=0, lt=1)]  # of a draft token, given that those before it were accepted
-    max_draft_len: Annotated[int, Field(ge=1, le=8)] = 6
-    capacity: Count = 64
-
-
-class AutoscaleScenario(Section):
-    """Fleets that grow and shrink, by several policies, under traces that are scaled to their size."""
-
-    study: Literal["autoscale"]
-    devices: Mapping[str, Device]
-    target: TargetModel
-    max_num_sequences: Count = 256
-    drafters: Mapping[Name, ScalingDrafter] = {}
-    ttft_ms: Positive
-    tpot_ms: Positive
-    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99  # goal: share of requests that meet both objectives
-    target_start_s: Seconds
-    drafter_start_s: Seconds
-    min_targets: Count = 1
-    fleets: Annotated[tuple[Count, ...], Field(min_length=1)]  # GPUs
-    week_fleets: Annotated[tuple[Count, ...], Field(min_length=1)]  # of the rates of ten minutes
-    peak_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of a fleet that suffices for the whole trace, always on
-    warm_up_s: Seconds = 600.0  # at the start of every trace, of which nothing counts
-    dollars_per_gpu_hour: Positive = 2.5
-    seed: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        for device in (self.target.device, *(drafter.device for drafter in self.drafters.values())):
-            if device not in self.devices:
-                raise ValueError(f"device {device!r} is not among devices ({', '.join(self.devices)})")
-        return self
-
-
-AnyScenario = SpinScenario | SpecRouterScenario | ServingScenario | AutoscaleScenario
+AnyScenario = SpinScenario | SpecRouterScenario | ServingScenario
 STUDIES: Mapping[str, type[AnyScenario]] = {
     "spin": SpinScenario,
     "specrouter": SpecRouterScenario,
     "serving": ServingScenario,
-    "autoscale": AutoscaleScenario,
 }
 
 
@@ -254,7 +212,7 @@ class _Kind(Section):
 
     model_config = ConfigDict(extra="ignore")
 
-    study: Literal["spin", "specrouter", "serving", "autoscale"]
+    study: Literal["spin", "specrouter", "serving"]
 
 
 def read_scenario(path: Path) -> AnyScenario:

@@ -22,7 +22,7 @@ from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.plots import Panel
 from simulator.scenario import ServingScenario
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate
-from simulator.study import Cell, Said, Study, StudyTable
+from simulator.study import Cell, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
 
@@ -199,12 +199,8 @@ def _study(scenario: ServingScenario, outcomes: dict[str, SimulationResult], rea
         "serving",
         figures,
         (
-            StudyTable(f"simulated: {num_gpus} GPUs, {scenario.num_targets} targets", columns, tuple(rows)),
-            *(
-                [StudyTable("objectives", ("policy", "class", "requests", "refused", "met"), tuple(classes))]
-                if classes
-                else []
-            ),
+            Table(f"simulated: {num_gpus} GPUs, {scenario.num_targets} targets", columns, tuple(rows)),
+            *([Table("objectives", ("policy", "class", "requests", "refused", "met"), tuple(classes))] if classes else []),
         ),
         (Panel("time per token", series, x="ms", y="share of requests"),),
         (

@@ -131,7 +131,6 @@ class SimulationResult:
     end_s: float = 0.0
     num_tokens: int = 0
     num_submitted: int = 0
-    num_events: int = 0
     num_passes: int = 0
     num_rows: int = 0
     num_verified: int = 0  # draft tokens
@@ -141,7 +140,6 @@ class SimulationResult:
     target_busy: float = 0.0  # share of the time, mean over targets
     drafter_busy: dict[str, float] = field(default_factory=dict)  # by member; of companions the mean over targets
     open_chains: list[Chain] = field(default_factory=list)  # of requests that were cut off
-    open_tokens_per_s: dict[str, float] = field(default_factory=dict)  # of requests that were cut off, after the first token
 
     @property
     def goodput(self) -> float:
@@ -205,7 +203,6 @@ class Simulation:
         self._router = SimulatedRouter(
             Router(policy, pool, watch, spec.keeps_in_step),
             [member.name for member in pool],
-            self._gateway.open,
             lambda num_context: pass_times(spec.cost, num_context),
         )
         self._drafters = {
@@ -324,7 +321,6 @@ class Simulation:
             outcome.end_s = self._until_s
         telemetry = [target.loop.telemetry for target in self._targets]
         outcome.num_tokens = sum(one.num_committed for one in telemetry)
-        outcome.num_events = self._events.num
         outcome.num_passes = sum(one.num_passes for one in telemetry)
         outcome.num_rows = sum(one.num_rows for one in telemetry)
         stats = [drafter for one in telemetry for drafter in one.drafters.values()]
@@ -336,7 +332,6 @@ class Simulation:
         outcome.open_chains = [
             one.request.chain or chains.get(request_id, ()) for request_id, one in self._gateway.open.items()
         ]
-        outcome.open_tokens_per_s = self._gateway.tokens_per_s(outcome.end_s)
         if outcome.end_s:
             outcome.target_busy = float(np.mean([target.busy_s / outcome.end_s for target in self._targets]))
             busy_s = {name: drafter.timed.busy_s for name, drafter in self._drafters.items()}

@@ -13,7 +13,6 @@ from router.drafter.seats import Fixed
 from router.plan import SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 from router.planning.slo import RoundLimits
-from simulator.hindsight import with_hindsight
 from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
 
 Floats = NDArray[np.float64]
@@ -23,26 +22,20 @@ class VerificationAlone(StepPlanner):
     """Objectives are a constraint of verification alone, as in AdaSpec (algorithm 3): prompts are computed as they come."""
 
     def limits(
-        self,
-        decoding: Sequence[SequenceView],
-        prompts: Sequence[SequenceView],
-        cost: CostModel,
-        now_s: float,
+        self, decoding: Sequence[SequenceView], prompts: Sequence[SequenceView], cost: CostModel, now_s: float
     ) -> RoundLimits:
         return RoundLimits(tpot_s=super().limits(decoding, prompts, cost, now_s).tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Rules of speculation. ``draft_length`` None: plain decoding. ``planner``: what reads the objectives. ``in_hindsight``:
-    drafts end with the last token that will be accepted (`simulator/hindsight.py`)."""
+    """Rules of speculation. ``draft_length`` None: plain decoding. ``planner``: what reads the objectives."""
 
     name: str
     draft_length: DraftLengthConfig | None
     verification: str = "outrider"
     overlap: str = "gain"
     planner: type[StepPlanner] = StepPlanner
-    in_hindsight: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,6 @@ def run_arm(
     spec = replace(spec, planner=lambda: arm.planner(ruled), sheds=False)
     if arm.draft_length is not None:
         spec = replace(spec, draft_length=arm.draft_length)
-    if arm.in_hindsight:
-        spec, load = with_hindsight(spec, load)
     if tpot_slo_s is not None:
         slo = Slo(tpot_s=tpot_slo_s, name="all")
         load = replace(load, requests=(replace(one, slo=slo) for one in load.requests))

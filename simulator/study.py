@@ -10,7 +10,9 @@ Said = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class StudyTable:
+class Table:
+    """Rows for people; floats are printed to four significant digits."""
+
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -22,6 +24,6 @@ class Study:
 
     name: str
     figures: dict[str, float]
-    tables: tuple[StudyTable, ...]
+    tables: tuple[Table, ...]
     panels: tuple[Panel, ...]
     notes: tuple[str, ...] = ()

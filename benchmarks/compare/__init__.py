@@ -1,4 +1,4 @@
-"""Outrider beside vLLM, llama.cpp and transformers, on this machine, in one run.
+"""Outrider beside vLLM and llama.cpp, on this machine, in one run.
 
 Every arm serves the same weights over HTTP and answers the same requests in turn (A B A B), the others suspended meanwhile:
 tokens a second by number of streams, then TTFT and TPOT of a bursty trace.
@@ -15,14 +15,15 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.compare.arms import NUM_SETS, OUTRIDER, OUTRIDER_VLLM, VLLM, Arm, chosen_arms
-from benchmarks.compare.bursts import TRACE, aiperf_program, aiperf_turn, bursty_arrivals, trace_arrivals
+from benchmarks.compare.bursts import TRACE, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
-from benchmarks.compare.peer_server import PeerFailed, PeerServer
+from benchmarks.compare.peer_server import PeerServer
 from benchmarks.compare.systems import FAMILIES, ModelFiles, RunningArm, missing_families, running
 from benchmarks.compare.turns import closed_loop, open_loop
 from benchmarks.load import LoadRequest
 from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult
 from benchmarks.serve import tokenize
+from benchmarks.server import ServerFailed
 from cluster.errors import InvalidField
 from engine.models.prepare import ensure_model
 
@@ -30,15 +31,14 @@ BATCHES = (1, 8, 32)
 TRACE_LOAD = 0.5  # of the tokens a second that vLLM reaches at 8 streams
 TRACE_TOKENS = 48
 NUM_PAIRS = 6  # with a standard deviation of 0.05 of a ratio, which was measured, their median has 0.025
-PICTURE = Path("outrider-compare.png")
 _SEED = 3
 
 
 def run(options: BenchOptions) -> BenchResult:
     """Figures, by medians of the turns:
 
-    - ``over_vllm.batch_B``, ``over_llama_cpp.batch_B``, ``over_transformers.batch_1``: best arm of Outrider over best of
-      theirs, tokens a second; llama.cpp's at equal precision. ``over_vllm_bf16.batch_B``: vLLM's at equal precision.
+    - ``over_vllm.batch_B``, ``over_llama_cpp.batch_B``: best arm of Outrider over best of theirs, tokens a second;
+      llama.cpp's at equal precision. ``over_vllm_bf16.batch_B``: vLLM's at equal precision.
     - ``vllm_target_overhead``: vLLM's tokens a second over those of Outrider on vLLM without drafting, the worst of
       ``vllm_target_overhead.batch_B``. A few percent are told apart by pairs of turns of these two alone, each pair with
       prompts of its own: the median of NUM_PAIRS ratios.
@@ -68,10 +68,10 @@ def run(options: BenchOptions) -> BenchResult:
             bench.overhead()
             try:
                 notes.append(bench.bursts())
-            except PeerFailed as error:  # the figures so far took a quarter of an hour
+            except ServerFailed as error:  # the figures so far took a quarter of an hour
                 notes.append(f"the trace was not measured in full: {error}")
-                notes += [f"last words of {name}: {words}" for name, words in last_words_of(servers).items()]
-    return bench.comparison.result(notes, PICTURE)
+                notes += [f"last words of {one.arm.server}: {one.process.last_words()}" for one in servers]
+    return bench.comparison.result(notes)
 
 
 class _Bench:
@@ -79,7 +79,7 @@ class _Bench:
         self, options: BenchOptions, arms: Sequence[Arm], servers: Sequence[RunningArm], files: ModelFiles, console: Console
     ) -> None:
         self.comparison = Comparison(arms, BATCHES)
-        self._options, self._servers, self._files, self._console = options, servers, files, console
+        self._options, self._servers, self._console = options, servers, console
         quick = options.quick
         self._num_rounds, self._num_tokens, self._num_trace = (2, 48, 32) if quick else (4, 128, 96)
         self._per_stream = {1: 6, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
@@ -96,16 +96,15 @@ class _Bench:
         many = self._asks("warm", max(BATCHES), 8)
         alone = self._asks("warm-1", self._per_stream[1], self._num_tokens)
         for arm in self._servers:
-            closed_loop(arm, many[0][: arm.arm.max_streams], arm.arm.max_streams)
+            closed_loop(arm, many[0], max(BATCHES))
             closed_loop(arm, alone[arm.arm.prompt_set], 1)
         for number in range(self._num_rounds):
             for batch in BATCHES:
                 asked = self._asks(f"{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)
                 for arm in _in_turn(self._servers, number):
-                    if batch <= arm.arm.max_streams:
-                        turn = closed_loop(arm, asked[arm.arm.prompt_set], batch)
-                        self.comparison.add(arm.arm, batch, turn)
-                        self._say(f"{arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s")
+                    turn = closed_loop(arm, asked[arm.arm.prompt_set], batch)
+                    self.comparison.add(arm.arm, batch, turn)
+                    self._say(f"{arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s")
 
     def overhead(self) -> None:
         """Of Outrider on vLLM, where both are there: pairs of turns without drafts, with the same prompts."""
@@ -121,14 +120,14 @@ class _Bench:
                 self._say(f"overhead of the target on vLLM, {batch} streams: {plain / own:.3f}")
 
     def bursts(self) -> str:
-        """Of Outrider and vLLM. Returns what arrived, and by which client."""
+        """Of Outrider and vLLM. Returns what arrived."""
         rate = TRACE_LOAD * self.comparison.reference_speed(8) / TRACE_TOKENS
-        data, program = self._options.data, aiperf_program()
+        data = self._options.data
         recorded = data is not None and (data / TRACE).exists()
         servers = [arm for arm in self._servers if arm.arm.family in (OUTRIDER, OUTRIDER_VLLM, VLLM)]
-        for arm in self._servers:  # beside all of them and aiperf, 24 GB are too few: Ray's memory monitor killed a target
+        for arm in self._servers:  # beside all of them 24 GB are few: Ray's memory monitor killed a target
             if arm not in servers and isinstance(arm.process, PeerServer):
-                arm.process.end()
+                arm.process.stop()
         for number in range(self._num_rounds):
             asked = self._asks(f"trace-{number}", self._num_trace, TRACE_TOKENS)
             if recorded and data is not None:
@@ -136,16 +135,11 @@ class _Bench:
             else:
                 arrivals_s = bursty_arrivals(self._num_trace, rate, _SEED + number)
             for arm in _in_turn(servers, number):
-                if program is None:
-                    turn = open_loop(arm, asked[arm.arm.prompt_set], arrivals_s)
-                else:
-                    folder = self._files.scratch / f"aiperf-{number}-{arm.arm.name}"
-                    turn = aiperf_turn(program, arm, asked[arm.arm.prompt_set], arrivals_s, self._files.folder, folder)
+                turn = open_loop(arm, asked[arm.arm.prompt_set], arrivals_s)
                 self.comparison.add_burst(arm.arm, turn)
                 self._say(f"{arm.arm.name}, bursts: TPOT {1e3 * turn.mean_tpot_s:.1f} ms")
         arrivals = f"arrivals of {TRACE.name}" if recorded else "made-up bursts"
-        client = "our client (aiperf is not there: run benchmarks/compare/setup.sh aiperf)" if program is None else "aiperf"
-        return f"trace: {self._num_trace} requests, {arrivals} at {rate:.2f} a second, sent by {client}"
+        return f"trace: {self._num_trace} requests, {arrivals} at {rate:.2f} a second"
 
     def _asks(self, name: str, number: int, max_tokens: int) -> list[list[LoadRequest]]:
         """NUM_SETS sets of prompts that nobody was asked before: every system has a prefix cache, where a second arm of a
@@ -172,11 +166,6 @@ def equally_long(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:
     """Every other round backwards: who comes later in a round has no advantage, nor has the later arm of a server."""
     return list(servers if number % 2 == 0 else reversed(servers))
-
-
-def last_words_of(servers: Sequence[RunningArm]) -> dict[str, str]:
-    """By server, of those that keep them: why a request was not answered."""
-    return {one.arm.server: words for one in servers if (words := one.last_words())}
 
 
 def _gguf() -> Path:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from cluster.errors import OutriderError
 from engine.cpu_level import AMX, AVX512_BF16, cpu_level
 
-OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS = "outrider", "outrider on vLLM", "vLLM", "llama.cpp", "transformers"
+OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP = "outrider", "outrider on vLLM", "vLLM", "llama.cpp"
 PLUGIN = "outrider in vLLM"  # our lookups in vLLM's own server
 ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", PLUGIN: "vllm", VLLM: "vllm", LLAMA_CPP: "llamacpp"}  # beside our own: `.venv-NAME`
 
 NUM_SETS = 2  # of prompts; arms with one server answer different ones
 
-PLAIN, NGRAM, DRAFT_MODEL, POOL, LOOKUPS = "no drafting", "n-gram", "draft model", "pool", "lookups"
+PLAIN, NGRAM, POOL, LOOKUPS = "no drafting", "n-gram", "pool", "lookups"
 
 
 class PeerMissing(OutriderError):
@@ -25,14 +25,12 @@ class Arm:
 
     Args:
         precision: of the weights: bf16, fp32, q8_0 ...
-        drafting: PLAIN, NGRAM, DRAFT_MODEL, of Outrider's server POOL, or of PLUGIN LOOKUPS.
-        max_streams: more are not measured.
+        drafting: PLAIN, NGRAM, of Outrider's server POOL, or of PLUGIN LOOKUPS.
     """
 
     family: str
     precision: str
     drafting: str
-    max_streams: int = 32
 
     @property
     def name(self) -> str:
@@ -55,7 +53,7 @@ class Arm:
 
 
 def best_precision() -> str:
-    """Of vLLM and transformers on this CPU: bf16 where torch multiplies it fast."""
+    """Of vLLM on this CPU: bf16 where torch multiplies it fast."""
     return "bf16" if str(cpu_level()) in (AVX512_BF16, AMX) else "fp32"
 
 
@@ -73,11 +71,7 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
         elif family == VLLM:
             precisions = (best,) if quick else ("bf16", "fp32")  # with both its servers and the others take over 24 GB
             arms += [Arm(family, precision, kind) for precision in precisions for kind in (PLAIN, NGRAM)]
-            arms += [] if quick else [Arm(family, best, DRAFT_MODEL)]
-        elif family == LLAMA_CPP:
+        else:
             of_file = ("bf16", "q4_1") if quick else ("bf16", "f16", "q8_0", "q4_1")
             arms += [Arm(family, precision, kind) for precision in of_file for kind in (PLAIN, NGRAM)]
-        else:
-            kinds = (PLAIN, NGRAM) if quick else (PLAIN, NGRAM, DRAFT_MODEL)
-            arms += [Arm(family, best, kind, max_streams=1) for kind in kinds]
     return tuple(arms)

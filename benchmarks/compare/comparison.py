@@ -1,26 +1,13 @@
-"""Figures, table and picture of what was measured."""
+"""Figures and table of what was measured."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.compare.arms import (
-    LLAMA_CPP,
-    LOOKUPS,
-    NGRAM,
-    OUTRIDER,
-    OUTRIDER_VLLM,
-    PLAIN,
-    PLUGIN,
-    POOL,
-    TRANSFORMERS,
-    VLLM,
-    Arm,
-)
-from benchmarks.compare.turns import Turn, percentile, spread
+from benchmarks.compare.arms import LLAMA_CPP, LOOKUPS, NGRAM, OUTRIDER, OUTRIDER_VLLM, PLAIN, PLUGIN, POOL, VLLM, Arm
+from benchmarks.compare.turns import Turn, spread
+from benchmarks.load import percentile
 from benchmarks.report import BenchResult, Cell, Table
-from simulator.plots import Panel, plot
 
 OWN = (OUTRIDER, OUTRIDER_VLLM)
 WORST_PERCENTILE = 0.99
@@ -53,9 +40,8 @@ class Comparison:
         assert speed is not None
         return speed
 
-    def result(self, notes: Sequence[str], picture: Path) -> BenchResult:
-        plot(self._panels(), "measured: tokens a second over HTTP, SmolLM2-135M", picture)
-        return BenchResult("compare", self.figures(), (self._table(),), (*notes, f"drawn in {picture}"))
+    def result(self, notes: Sequence[str]) -> BenchResult:
+        return BenchResult("compare", self.figures(), (self._table(),), tuple(notes))
 
     def figures(self) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -65,7 +51,6 @@ class Comparison:
                 ("over_vllm", self._best(batch, VLLM)),
                 ("over_vllm_bf16", self._best(batch, VLLM, precision="bf16")),
                 ("over_llama_cpp", self._best(batch, LLAMA_CPP, precision="bf16")),
-                ("over_transformers", self._best(batch, TRANSFORMERS)),
             ):
                 if own is not None and theirs is not None:
                     figures[f"{name}.batch_{batch}"] = own / theirs
@@ -157,18 +142,6 @@ class Comparison:
             ("system", "weights", *map(str, self._batches), "TPOT", "p99", "TTFT p99"),
             tuple(rows),
         )
-
-    def _panels(self) -> list[Panel]:
-        panels = []
-        for batch in self._batches:
-            speeds = {arm: _median_speed(t) for (arm, of_batch), t in self._turns.items() if of_batch == batch}
-            series = {arm.name: ([0.0], [speed]) for arm, speed in speeds.items()}
-            panels.append(Panel(f"{batch} streams", series, y="tokens a second", labels=("",)))
-        series = {}
-        for arm, turns in self._bursts.items():
-            tpots_ms = sorted(1e3 * tpot_s for turn in turns for tpot_s in turn.tpot_s)
-            series[arm.name] = (tpots_ms, [(i + 1) / len(tpots_ms) for i in range(len(tpots_ms))])
-        return [*panels, Panel("trace", series, x="TPOT, ms", y="share of requests")] if series else panels
 
 
 def _median_speed(turns: Sequence[Turn]) -> float:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The environments of the systems that `outrider bench compare` measures beside this one, in the root of the checkout:
-#     benchmarks/compare/setup.sh [vllm] [llamacpp] [aiperf]        without a name: all
+#     benchmarks/compare/setup.sh [vllm] [llamacpp]        without a name: all
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -13,12 +13,7 @@ make_llamacpp() {
     .venv-llamacpp/bin/pip install --quiet xllamacpp==2026.10.11549
 }
 
-make_aiperf() {
-    "${PYTHON:-python3}" -m venv .venv-aiperf
-    .venv-aiperf/bin/pip install --quiet --no-compile aiperf==0.13.0
-}
-
-[[ $# -gt 0 ]] || set -- vllm llamacpp aiperf
+[[ $# -gt 0 ]] || set -- vllm llamacpp
 for name in "$@"; do
     if [[ ! -e .venv-$name/.made ]]; then
         "make_$name"

@@ -2,27 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.compare.arms import (
-    DRAFT_MODEL,
-    ENVIRONMENTS,
-    LLAMA_CPP,
-    NGRAM,
-    OUTRIDER,
-    OUTRIDER_VLLM,
-    PLAIN,
-    PLUGIN,
-    TRANSFORMERS,
-    VLLM,
-    Arm,
-    PeerMissing,
-)
-from benchmarks.compare.draft_model import write_draft_model
+from benchmarks.compare.arms import ENVIRONMENTS, LLAMA_CPP, NGRAM, OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, Arm, PeerMissing
 from benchmarks.compare.gguf_variants import write_variant
 from benchmarks.compare.peer_server import PeerServer
 from benchmarks.load import HttpTarget
@@ -34,13 +20,12 @@ from drafters.vllm_plugin.proposer import SETTING, PoolProposer
 from engine.vllm.ranks import BINDING
 from profiler.hardware import num_cores
 
-FAMILIES = (OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, LLAMA_CPP, TRANSFORMERS)
+FAMILIES = (OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, LLAMA_CPP)
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODEL_LEN = 2048
 MAX_STREAMS = 32
 NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
 VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
-MODEL_DRAFT_LEN = 4  # of a draft model
 FEW_CORES = 2  # both of which a target takes (cluster.resolve)
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -56,7 +41,6 @@ class RunningArm:
     arm: Arm
     target: HttpTarget
     process: PeerServer | ServerProcess
-    last_words: Callable[[], str] = lambda: ""  # of an Outrider server
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +49,7 @@ class ModelFiles:
 
     Args:
         gguf: quantised to Q4_1, for llama.cpp.
-        scratch: a folder for other precisions and the draft model.
+        scratch: a folder for other precisions.
     """
 
     name: str
@@ -80,12 +64,6 @@ class ModelFiles:
         if not file.exists():
             write_variant(self.gguf, file, precision)
         return file
-
-    def draft_model(self) -> Path:
-        folder = self.scratch / "draft-model"
-        if not folder.exists():
-            write_draft_model(self.folder, folder)
-        return folder
 
 
 def python_of(family: str) -> Path:
@@ -139,9 +117,9 @@ def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
         own = stack.enter_context(ServerProcess(config, python=python_of(arm.family)))
         stack.callback(own.resume)  # it can end only then
         own.suspend()
-        return RunningArm(arm, HttpTarget(config.api.host, config.api.port, config.model.name), own, own.last_words)
+        return RunningArm(arm, HttpTarget(config.api.host, config.api.port, config.model.name), own)
     started = peer_command(arm, files)
-    server = stack.enter_context(PeerServer(arm.server, started.command, started.environment))
+    server = stack.enter_context(PeerServer(started.command, started.environment))
     server.suspend()
     return RunningArm(arm, HttpTarget("127.0.0.1", server.port, "model"), server)
 
@@ -157,15 +135,9 @@ def peer_command(arm: Arm, files: ModelFiles) -> PeerCommand:
     python = str(python_of(arm.family))
     if arm.family in (VLLM, PLUGIN):
         return _vllm_command(python, arm, files)
-    if arm.family == LLAMA_CPP:
-        script = Path(__file__).with_name("llama_server.py")
-        numbers = ("{port}", MAX_STREAMS, MAX_MODEL_LEN, NGRAM_LEN, DRAFT_LEN if arm.drafting == NGRAM else 0)
-        return PeerCommand((python, str(script), str(files.gguf_of(arm.precision)), *map(str, numbers)))
-    script = Path(__file__).with_name("transformers_server.py")
-    assistance = {PLAIN: "plain", NGRAM: "ngram"}.get(arm.drafting) or str(files.draft_model())
-    draft_len = MODEL_DRAFT_LEN if arm.drafting == DRAFT_MODEL else DRAFT_LEN
-    command = (python, str(script), str(files.folder), "{port}", DTYPES[arm.precision], assistance, NGRAM_LEN, draft_len)
-    return PeerCommand(tuple(map(str, command)), {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"})
+    script = Path(__file__).with_name("llama_server.py")
+    numbers = ("{port}", MAX_STREAMS, MAX_MODEL_LEN, NGRAM_LEN, DRAFT_LEN if arm.drafting == NGRAM else 0)
+    return PeerCommand((python, str(script), str(files.gguf_of(arm.precision)), *map(str, numbers)))
 
 
 def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
@@ -184,9 +156,6 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         proposer = f"{PoolProposer.__module__}.{PoolProposer.__qualname__}"
         draft = f'"model": "{proposer}", "num_speculative_tokens": {DRAFT_LEN}'
         command += ["--speculative-config", f'{{"method": "custom_class", {draft}}}']
-    elif arm.drafting == DRAFT_MODEL:
-        draft = f'"model": "{files.draft_model()}", "num_speculative_tokens": {MODEL_DRAFT_LEN}'
-        command += ["--speculative-config", f'{{"method": "draft_model", {draft}}}']
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_WAIT_POLICY": "passive",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.compare.arms import POOL
 from benchmarks.compare.systems import RunningArm
-from benchmarks.load import LoadRequest, TimedAnswer, run_streams, tokens_per_s
+from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
 from cluster.errors import OutriderError
 
 AWAKE_S = 60.0
@@ -83,24 +83,9 @@ def closed_loop(arm: RunningArm, asks: Sequence[LoadRequest], num_streams: int) 
 
 def open_loop(arm: RunningArm, asks: Sequence[LoadRequest], arrivals_s: Sequence[float]) -> Turn:
     """Each request is sent at its time, whatever is under way."""
-
-    async def play() -> list[TimedAnswer]:
-        start_s = time.monotonic()
-
-        async def one(ask: LoadRequest, at_s: float) -> TimedAnswer:
-            await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
-            return await arm.target.ask(replace(ask, drafting=arm.arm.request_drafting))
-
-        return list(await asyncio.gather(*(one(ask, at_s) for ask, at_s in zip(asks, arrivals_s, strict=True))))
-
+    own = [(at_s, replace(ask, drafting=arm.arm.request_drafting)) for ask, at_s in zip(asks, arrivals_s, strict=True)]
     with awake(arm):
-        return Turn.of(arm.arm.name, asyncio.run(play()))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return Turn.of(arm.arm.name, asyncio.run(run_arrivals(arm.target.ask, own)))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

@@ -34,7 +34,7 @@ from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel
 from simulator.scenario import SpecRouterScenario
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
-from simulator.study import Cell, Said, Study, StudyTable
+from simulator.study import Cell, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import PackedPass
 
@@ -298,7 +298,7 @@ def _study(found: Mapping[tuple[str, int], _Found]) -> Study:
         "specrouter",
         figures,
         (
-            StudyTable(
+            Table(
                 "speed-up over the target alone, the paper's beside the simulated",
                 (
                     *("case", "batch", "two, paper", "two", "three, paper", "three", "chosen, paper", "chosen"),
@@ -306,7 +306,7 @@ def _study(found: Mapping[tuple[str, int], _Found]) -> Study:
                 ),
                 tuple(rows),
             ),
-            StudyTable(
+            Table(
                 "time per token of every candidate chain, ms",
                 ("case", "batch", "chain", "simulated", "predicted", "error", "by equation 7", "its error"),
                 tuple(errors),

@@ -28,7 +28,7 @@ from simulator.lock_step import LockStep
 from simulator.plots import Panel
 from simulator.scenario import SpinScenario, TextWorkload
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
-from simulator.study import Cell, Said, Study, StudyTable
+from simulator.study import Cell, Said, Study, Table
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass, PaddedPass
 
@@ -137,21 +137,12 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
 
 
 def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedRequest]:
-    """A set that lasts beyond the horizon, or requests for so long; equal for every variant and target."""
+    """A set that lasts beyond the horizon; equal for every variant and target."""
     random = np.random.default_rng((scenario.seed, repeat, *text.encode()))
     kinds: list[TextWorkload] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
     longest = max(drafter.max_draft_len for drafter in scenario.drafters.values())
     num_tokens = int(scenario.horizon_s * _MOST_TOKENS_PER_S)
-    requests: list[SimulatedRequest] = []
-    if scenario.finite:
-        num_left = scenario.batch * num_tokens
-        while num_left > 0:
-            kind = kinds[len(requests) % len(kinds)]
-            output_len = kind.output_len.draw(random)
-            answer = kind.family.answer(random, output_len, longest)
-            requests.append(SimulatedRequest(f"r{len(requests)}", 0.0, kind.prompt_len.draw(random), output_len, answer))
-            num_left -= output_len
-        return requests
+    requests = []
     for i in range(scenario.batch):
         kind = kinds[i % len(kinds)]
         # Of different ages, as in a running batch.
@@ -233,15 +224,13 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
     figures["order_holds.figure_10"] = num_held["parts"] / len(goodputs)
     figures["order_holds.figure_11"] = num_held["selection"] / len(goodputs)
     short = tuple(name.removeprefix("vanilla llama-") for name in vanilla)
-    tables: tuple[StudyTable, ...] = (
-        StudyTable(
+    tables: tuple[Table, ...] = (
+        Table(
             "figure 10: goodput, tokens/s, simulated",
             ("text", "target", *short, "w/o bat. & pipe.", "w/o pipe.", "spin", "outrider", "in order"),
             tuple(parts_rows),
         ),
-        StudyTable(
-            "figure 11: goodput, tokens/s, simulated", ("text", "target", *SELECTION, "in order"), tuple(selection_rows)
-        ),
+        Table("figure 11: goodput, tokens/s, simulated", ("text", "target", *SELECTION, "in order"), tuple(selection_rows)),
         _paper_table(goodputs, vanilla),
     )
     if verification_s is not None:
@@ -253,7 +242,7 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
             ("packed over padded", PACKED_S / PADDED_S, packed_s / padded_s),
         )
         title = "figure 12: a pass over 16 requests, alpaca, llama-7b"
-        tables = (*tables, StudyTable(title, ("what", "paper", "simulated"), rows))
+        tables = (*tables, Table(title, ("what", "paper", "simulated"), rows))
     return Study(
         "spin",
         figures,
@@ -278,13 +267,13 @@ def _with_micro_batches(study: Study, target: str, found: Mapping[str, Mapping[s
         series[text] = (numbers, [goodput / fixed[0] for goodput in fixed])
         series[f"{text}, gain"] = (numbers, [goodputs[RULES[1]] / fixed[0]] * len(fixed))
     title = f"figure 13: goodput by micro-batches over one, {target}, simulated"
-    table = StudyTable(title, ("text", *map(str, NUMBERS), *RULES), tuple(rows))
+    table = Table(title, ("text", *map(str, NUMBERS), *RULES), tuple(rows))
     dashed = frozenset(name for name in series if name.endswith("gain"))
     panel = Panel(f"figure 13, {target}: over one micro-batch", series, "micro-batches", dashed=dashed)
     return replace(study, figures=figures, tables=(*study.tables, table), panels=(*study.panels, panel))
 
 
-def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> StudyTable:
+def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for text, target, what, over, ratio in PAPER:
         found = goodputs.get((text, target))
@@ -292,7 +281,7 @@ def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> StudyTable:
             continue
         base = fmean(found[name] for name in vanilla) if over == "mean vanilla" else found[over]
         rows.append((text, target, what, over, ratio, found[what] / base))
-    return StudyTable("the paper's ratios beside ours", ("text", "target", "of", "over", "paper", "simulated"), tuple(rows))
+    return Table("the paper's ratios beside ours", ("text", "target", "of", "over", "paper", "simulated"), tuple(rows))
 
 
 def _panels(goodputs: Goodputs, vanilla: list[str]) -> tuple[Panel, ...]:

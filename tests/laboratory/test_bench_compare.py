@@ -23,12 +23,11 @@ from benchmarks.compare.arms import (
     Arm,
     chosen_arms,
 )
-from benchmarks.compare.bursts import TRACE, aiperf_trace, bursty_arrivals, read_records, trace_arrivals
+from benchmarks.compare.bursts import TRACE, bursty_arrivals, trace_arrivals
 from benchmarks.compare.comparison import Comparison
-from benchmarks.compare.peer_server import PeerFailed
 from benchmarks.compare.systems import ModelFiles, RunningArm, outrider_config, peer_command
 from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer
+from benchmarks.load import LoadRequest, TimedAnswer
 from benchmarks.report import describe_environment
 from drafters.vllm_plugin.proposer import SETTING, PoolProposer
 
@@ -80,12 +79,6 @@ def test_the_plain_arm_asks_for_no_drafts() -> None:
 def test_a_request_without_an_answer_ends_the_comparison() -> None:
     with pytest.raises(TurnFailed, match="outrider bf16, no drafting: 500"):
         closed_loop(running(Server(error="500")), ASKS, 2)
-
-
-def test_the_plain_arm_asks_for_no_drafts_through_aiperf() -> None:
-    plain = RunningArm(ARM, HttpTarget("127.0.0.1", 1, "model"), Server())  # type: ignore[arg-type]
-    sent = [json.loads(line) for line in aiperf_trace(plain, ASKS, [0.0, 0.5, 1.0, 1.5]).splitlines()]
-    assert [(one["timestamp"], one["payload"]["drafting"]) for one in sent] == [(i * 500.0, "off") for i in range(4)]
 
 
 def test_a_server_runs_in_its_turn_alone_and_is_asked_when_it_answers_again() -> None:
@@ -141,26 +134,6 @@ def test_a_slice_of_a_trace_is_stretched_to_the_rate_and_keeps_its_burst(tmp_pat
     assert arrivals[0] == 0.0
     assert arrivals[-1] == pytest.approx(20.0)
     assert min(later - earlier for earlier, later in zip(arrivals, arrivals[8:], strict=False)) < 0.1
-
-
-def _record(error: object = None) -> str:
-    metrics = {"inter_token_latency": 40.0, "time_to_first_token": 100.0, "output_sequence_length": 48}
-    found = {} if error else {name: {"value": value} for name, value in metrics.items()}
-    times = {"request_start_ns": 10**9, "request_end_ns": 3 * 10**9}
-    return json.dumps({"metadata": times, "metrics": found, "error": error}) + "\n"
-
-
-def test_aiperf_records_become_a_turn() -> None:
-    turn = read_records("arm", _record() * 2, 2)
-    assert turn.tpot_s == (0.04, 0.04)
-    assert turn.ttft_s == (0.1, 0.1)
-    assert turn.tokens_per_s == pytest.approx(48.0)
-
-
-@pytest.mark.parametrize("text", [_record() + _record({"type": "TimeoutError"}), _record()])
-def test_a_request_that_aiperf_did_not_see_answered_ends_the_comparison(text: str) -> None:
-    with pytest.raises(PeerFailed, match="aiperf on arm"):
-        read_records("arm", text, 2)
 
 
 def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:

@@ -7,9 +7,7 @@ import pytest
 
 from benchmarks import decisions
 from benchmarks.report import BenchOptions
-from cluster.config import PolicyConfig
 from cluster.types import RoutingTable
-from router.drafting.policies import DRAFT_LENGTHS
 
 
 def test_traffic_is_of_the_size_that_is_promised_and_goes_on() -> None:
@@ -35,16 +33,11 @@ def test_a_round_is_of_the_size_that_is_promised() -> None:
     assert all(view.num_drafted == 7 and view.running for view in views)
 
 
-def test_every_draft_length_policy_is_timed() -> None:
-    assert {config.kind for config in decisions.DRAFT_LENGTH_CONFIGS} == set(DRAFT_LENGTHS)
-
-
 def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_SLOTS_QUICK", 3)
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)
     monkeypatch.setattr(decisions, "NUM_ROUNDS_TIMED_QUICK", 5)
     monkeypatch.setattr(decisions, "_WARM_UP_SLOTS", 2)
-    monkeypatch.setattr(decisions, "POLICIES", (PolicyConfig(),))
     figures = decisions.run(BenchOptions(quick=True)).figures
     assert {
         "slot_p99_ms",
@@ -57,4 +50,4 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     } <= set(figures)
     assert {"plan_p50_ms", "plan_p50_cpu_ms"} <= set(figures)
     assert all(math.isfinite(value) and value > 0 for value in figures.values())
-    assert figures["slot_p99_ms"] == figures["slot_p99_ms.hedge"] >= figures["slot_p50_ms.hedge"]
+    assert figures["slot_p99_ms"] >= figures["slot_p50_ms"]

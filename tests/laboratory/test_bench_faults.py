@@ -150,10 +150,7 @@ class Rows(FaultRows):
     def __init__(self, injure: Callable[["Rows", str], object] = lambda rows, name: None) -> None:
         self.num_calls = 0
         self.status: dict[str, Any] = {"num_resumed": 0, "targets": [], "drafters": []}
-        answers = {
-            "/v1/models": {"data": [{"id": "model"}]},
-            "/v1/outrider/status": self.status,
-        }
+        answers = {"/v1/models": {"data": [{"id": "model"}]}, "/v1/outrider/status": self.status}
 
         def respond(asked: httpx.Request) -> httpx.Response:
             if asked.url.path == "/metrics":
@@ -164,7 +161,7 @@ class Rows(FaultRows):
         self._workers: dict[str, list[Any]] = {}
         self._words = ["router is down: its loop has been stalled for 4.0 s; next start in 0.0 s"]
         server: Any = SimpleNamespace(
-            config=SimpleNamespace(api=SimpleNamespace(host="127.0.0.1", port=1)),
+            target=lambda: None,
             client=lambda: httpx.Client(base_url="http://server", transport=transport),
             workers=lambda actor: self._workers.get(actor, []),
             last_words=lambda: "its last words",

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.policies import Case, figures
 from benchmarks.policy_scenarios import (
     ARMS,
-    CEILING,
     DEFAULT,
     DRAFT_LEN,
     FIXED,
@@ -28,7 +27,7 @@ from router.planning import slo
 from router.planning.planner import StepPlanner
 from simulator.scenario import Lens
 from simulator.simulation import DrafterSpec
-from simulator.speculation import Arm, ArmResult, VerificationAlone, run_arm
+from simulator.speculation import ArmResult, VerificationAlone, run_arm
 from simulator.synthetic import DrafterFamily, Family
 
 FAMILY = Family(drafters={"small": DrafterFamily(acceptance=0.7, token_spread=1.5)})
@@ -41,19 +40,13 @@ def _result(goodput: float, request_speed: float) -> ArmResult:
 
 
 def test_figures_take_the_worst_case_against_the_best_arm() -> None:
-    arms = [arm.name for arm in (*ARMS, *CEILING)]
+    arms = [arm.name for arm in ARMS]
     equal = {name: _result(100, 10.0) for name in arms}
-    slow_trace = equal | {
-        DEFAULT.name: _result(100, 9.0),
-        FIXED[0].name: _result(100, 12.0),
-        CEILING[2].name: _result(100, 15.0),
-    }
+    slow_trace = equal | {DEFAULT.name: _result(100, 9.0), FIXED[0].name: _result(100, 12.0)}
     fast_batch = equal | {DEFAULT.name: _result(150, 10.0), PLAIN.name: _result(50, 10.0)}
     found = figures({Case("m", "trace"): slow_trace, Case("m", "batch 1"): fast_batch}, {"batch 1"})
     assert found["outrider_over_best_fixed"] == pytest.approx(9.0 / 12.0)
     assert found["outrider_over_best_paper"] == pytest.approx(0.9)
-    assert found["ceiling_over_best_fixed.m.trace"] == pytest.approx(15.0 / 12.0)
-    assert found["ceiling_over_best_fixed"] == pytest.approx(15.0 / 12.0)
     assert found["outrider_over_best_fixed.closed"] == pytest.approx(1.5)
     assert found["worst_over_plain.simulated"] == pytest.approx(3.0)
 
@@ -104,23 +97,6 @@ def test_an_arm_is_measured_by_what_its_drafter_gets_right() -> None:
     assert four.goodput > 3.0 * plain.goodput
     assert four.attainment(float(plain.tpot_s.min())) == 1.0
     assert plain.attainment(float(four.tpot_s.max())) == 0.0
-
-
-@pytest.mark.parametrize("length", [2, 4])
-def test_drafts_in_hindsight_are_the_right_tokens_and_cost_no_more(length: int) -> None:
-    """None is rejected, as many are accepted of a draft as without hindsight, and rounds are faster."""
-    workload = Workload("batch 2", 2, 2000)
-    machine = gpu_machine("h100-32b", "qwen-1.5b")
-
-    def played(arm: Arm) -> ArmResult:
-        awaited = replace(arm, overlap="barrier")  # else both are cut to the chunks of a frontier, each to its own
-        return run_arm(machine.spec(), machine.settings(), awaited, workload.load(machine), workload.until_s(machine))
-
-    fixed = played(next(arm for arm in FIXED if arm.name == f"fixed-{length}"))
-    ceiling = played(next(arm for arm in CEILING if arm.name == f"hindsight-{length}"))
-    assert ceiling.rejected_share == 0.0 < fixed.rejected_share
-    assert ceiling.accepted_len == pytest.approx(fixed.accepted_len, rel=0.05)
-    assert ceiling.goodput > fixed.goodput
 
 
 def test_confidences_of_tokens_that_differ_are_calibrated() -> None:

@@ -9,14 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import benchmarks
-from benchmarks.report import (
-    BenchOptions,
-    BenchResult,
-    Expectation,
-    Table,
-    failures,
-    print_result,
-)
+from benchmarks.report import BenchOptions, BenchResult, Expectation, Table, failures, print_result
 from deploy.cli import app
 
 

@@ -168,3 +168,7 @@ def test_panels_can_be_drawn(tmp_path: Path) -> None:
     plot(plotted, "measured", tmp_path / "trace.png")
     assert max(plotted[3].series["requests"][1]) == 2
     assert plotted[5].series["attainment"][1] == [1.0, 0.0]
+
+
+def test_requests_of_one_rounded_moment_are_spread_until_the_next() -> None:
+    assert trace.spread_ties([1.0, 1.0, 2.0, 9.0, 9.0, 9.0]) == [1.0, 1.5, 2.0, 9.0, 10.0, 11.0]

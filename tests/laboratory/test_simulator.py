@@ -172,8 +172,7 @@ def test_drafters_in_step_need_not_catch_up() -> None:
     for in_step in (True, False):
         CountingBehind.num_behind = 0
         spec = cluster(keeps_in_step=in_step, spare_share=0.5, draft_timer=CountingBehind(COST))
-        outcome = simulate(spec, EpsilonGreedy(epsilon=1.0), in_turn(load, 8))
-        assert sum(one.num_switches for one in outcome.finished) > 8
+        simulate(spec, EpsilonGreedy(epsilon=1.0), in_turn(load, 8))
         behind.append(CountingBehind.num_behind)
     assert behind[0] < 0.5 * behind[1]
 
@@ -211,7 +210,6 @@ def test_a_horizon_cuts_off() -> None:
     outcome = simulate(cluster(), Fixed(), in_turn(requests(8, 1.0, output_len=2000), 8), until_s=2.0)
     assert outcome.end_s == 2.0
     assert outcome.num_unfinished == 8
-    assert set(outcome.open_tokens_per_s) == {f"r{i}" for i in range(8)}
 
 
 def test_slots_come_as_long_as_there_is_work() -> None:

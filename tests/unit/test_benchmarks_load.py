@@ -16,4 +16,4 @@ def test_a_benchmark_takes_options(name: str) -> None:
 
 def test_shipped_scenarios_can_be_read() -> None:
     scenarios = [read_scenario(path) for path in FOLDER.glob("*.yaml")]
-    assert {scenario.study for scenario in scenarios} == {"spin", "specrouter", "serving", "autoscale"}
+    assert {scenario.study for scenario in scenarios} == {"spin", "specrouter", "serving"}

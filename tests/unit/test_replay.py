@@ -1,17 +1,14 @@
 """Recorded outputs tell exactly what a drafter gets accepted."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from benchmarks.replay_lens import replay_lens
 from cluster.config import DraftLengthConfig, NgramOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
-from drafters.protocol import Capabilities, Demand, Draft, Drafter
+from drafters.protocol import Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
 from engine.acceptance import common_prefix_len
@@ -81,60 +78,6 @@ def test_every_token_is_committed_once_whatever_the_batch() -> None:
     for batch in (1, 3, 8):
         assert sum(r.num_committed for r in rounds(batch)) == sum(len(r.output_token_ids) - 1 for r in recordings)
     assert sorted(map(repr, rounds(1))) == sorted(map(repr, rounds(8)))
-
-
-@dataclass
-class Copying:
-    """Knows the answers but for every ``wrong_every``-th position; learns nothing. Its confidences name the position."""
-
-    answers: dict[str, tuple[int, ...]]
-    wrong_every: int
-    lengths: dict[str, int] = field(default_factory=dict)
-    asked: list[tuple[str, int]] = field(default_factory=list)
-    capabilities = Capabilities()
-
-    def open(
-        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
-    ) -> None:
-        self.lengths[request_id] = len(token_ids) - prompt_len
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        start = self.lengths[request_id]
-        assert tuple(token_ids) == self.answers[request_id][start : start + len(token_ids)]
-        self.lengths[request_id] += len(token_ids)
-
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        drafts = []
-        for demand in demands:
-            start = self.lengths[demand.request_id]
-            self.asked.append((demand.request_id, start))
-            positions = range(start, start + demand.num_tokens)
-            answer = self.answers[demand.request_id]
-            token_ids = tuple(-1 if t % self.wrong_every == 0 else answer[t] for t in positions)
-            drafts.append(Draft(demand.request_id, token_ids, tuple(1.0 / (t + 1) for t in positions)))
-        return drafts
-
-    def release(self, request_id: str) -> None:
-        del self.lengths[request_id]
-
-    def check_integrity(self) -> None: ...
-
-
-@pytest.mark.parametrize("wrong_every", [2, 3, 6, 9, 100])
-def test_one_walk_for_several_draft_lengths_finds_what_a_walk_for_each_finds(wrong_every: int) -> None:
-    sampling = SamplingParams(max_tokens=64)
-    recordings = [Recording(f"0/{i}", f"d{i}", (1, 2, 3), tuple(range(7, 27 + 9 * i)), sampling) for i in range(5)]
-
-    def copying() -> Copying:
-        return Copying({r.name: r.output_token_ids for r in recordings}, wrong_every)
-
-    together = copying()
-    found = list(replay_lens(together, recordings, (7, 4), batch=3))
-    assert not together.lengths
-    assert len(together.asked) == len(set(together.asked)), "nothing is asked twice"
-    for draft_len in (7, 4):
-        alone = list(replay(copying(), recordings, draft_len, batch=3))
-        assert sorted(map(repr, alone)) == sorted(repr(r) for n, r in found if n == draft_len)
 
 
 def test_the_common_prefix() -> None:
