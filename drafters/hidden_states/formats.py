@@ -9,7 +9,6 @@
 ``d2t`` holds, for each row of a reduced head, its token id less the row's number.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from cluster.config import HiddenStateKind
 from cluster.errors import ModelUnavailable
-from drafters.hidden_states.config import MARKOV_KINDS, BlockConfig, EagleConfig, MarkovKind, NetworkConfig
+from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
+from drafters.hidden_states.fields import ascending, markov_kind, read_json, whole_number
 from drafters.hidden_states.tensors import Tensors, open_tensors
 from drafters.shipped import kind_of_config
 from engine.models.config import DecoderConfig, parse_config
@@ -68,7 +68,7 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> NetworkCo
     """The shape of the drafter in ``folder``. ``num_target_layers``: needed where it names no layers of its target.
     Raises ModelUnavailable."""
     path = folder / CONFIG
-    raw = _read_json(path)
+    raw = read_json(path)
     if not isinstance(raw, dict):
         raise ModelUnavailable(f"{path} is not a JSON object")
     kind = kind_of_config(raw)
@@ -81,7 +81,7 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> NetworkCo
     if reader is None:
         raise ModelUnavailable(f"{path} describes no drafter that reads hidden states; known are {', '.join(_ORIGINAL)}")
     if isinstance(raw.get("draft_token_ids"), str):
-        raw["draft_token_ids"] = _read_json(folder / raw["draft_token_ids"])
+        raw["draft_token_ids"] = read_json(folder / raw["draft_token_ids"])
     try:
         return reader(raw, num_target_layers, _offsets(folder, raw))
     except KeyError as missing:
@@ -92,7 +92,7 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> NetworkCo
 
 def num_layers_of(model: Path) -> int:
     """Of the target in a folder, whichever engine reads it. Raises ModelUnavailable."""
-    raw = _read_json(model / CONFIG)
+    raw = read_json(model / CONFIG)
     num = (raw.get("text_config") or raw).get("num_hidden_layers") if isinstance(raw, dict) else None
     if not isinstance(num, int):
         raise ModelUnavailable(f"{model / CONFIG} does not say how many layers the model has")
@@ -102,26 +102,26 @@ def num_layers_of(model: Path) -> int:
 def parse_deepspec(raw: Mapping[str, Any], _: int | None = None, __: Tensor | None = None) -> BlockConfig:
     """Of DeepSpec's ``config.json`` or ours, with the list of draft tokens itself. Raises ModelUnavailable, KeyError."""
     shape = parse_config(raw)
-    rank, has_confidence = _int(raw, "markov_rank", low=0), bool(raw["enable_confidence_head"])
+    rank, has_confidence = whole_number(raw, "markov_rank", low=0), bool(raw["enable_confidence_head"])
     token_ids, anchor_rank = raw.get("draft_token_ids"), raw.get("anchor_input_rank")
-    num_target_layers = _int(raw, "num_target_layers", low=1)
+    num_target_layers = whole_number(raw, "num_target_layers", low=1)
     config = BlockConfig(
         kind="dflash" if kind_of_config(raw) == "dflash" else "dspark",
         shape=shape,
         num_target_layers=num_target_layers,
         target_hidden_size=shape.hidden_size,
-        block_size=_int(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
-        mask_token_id=_int(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
-        target_layer_ids=_ascending(raw, "target_layer_ids", -1, num_target_layers - 1),
+        block_size=whole_number(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
+        mask_token_id=whole_number(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
+        target_layer_ids=ascending(raw, "target_layer_ids", -1, num_target_layers - 1),
         markov_rank=rank,
-        markov_kind=_markov_kind(raw["markov_head_type"]) if rank else "vanilla",
+        markov_kind=markov_kind(raw["markov_head_type"]) if rank else "vanilla",
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and bool(raw["confidence_head_with_markov"]),
         shares_embedding=bool(raw.get("shares_embedding", False)),
-        draft_token_ids=None if token_ids is None else _ascending(raw, "draft_token_ids", 0, shape.vocab_size - 1),
+        draft_token_ids=None if token_ids is None else ascending(raw, "draft_token_ids", 0, shape.vocab_size - 1),
         fc_bias=bool(raw.get("fc_bias", False)),
         anchor_input=bool(raw.get("anchor_input", False)),
-        anchor_input_rank=None if anchor_rank is None else _int(raw, "anchor_input_rank", low=1),
+        anchor_input_rank=None if anchor_rank is None else whole_number(raw, "anchor_input_rank", low=1),
         tokenizer_fingerprint=raw.get("tokenizer_fingerprint"),
     )
     if config.anchor_input_rank is not None and not config.anchor_input:
@@ -192,7 +192,7 @@ def stored_name(name: str, tensors: Tensors) -> str:
     return old if name not in tensors and old in tensors else name
 
 
-def _speculators_block(raw: Mapping[str, Any], _: int | None, d2t: Tensor | None) -> BlockConfig:
+def _speculators_block(raw: Mapping[str, Any], num_target_layers: int | None, d2t: Tensor | None) -> BlockConfig:
     shape, inner = _layer_shape(raw)
     kind = cast(HiddenStateKind, raw["speculators_model_type"])
     is_dspark = kind == "dspark"
@@ -204,14 +204,16 @@ def _speculators_block(raw: Mapping[str, Any], _: int | None, d2t: Tensor | None
         BlockConfig(
             kind=kind,
             **_shared(raw, shape, d2t),
-            target_layer_ids=_inputs_of(raw["aux_hidden_state_layer_ids"], raw.get("num_target_layers")),
+            target_layer_ids=_inputs_of(
+                raw["aux_hidden_state_layer_ids"], raw.get("num_target_layers") or num_target_layers
+            ),
             windows=windows,
             causal=tuple(is_causal and window is not None for window in windows),
-            block_size=_int(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
-            mask_token_id=_int(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
+            block_size=whole_number(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
+            mask_token_id=whole_number(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
             anchor_predicts=bool(raw.get("sample_from_anchor", is_dspark)),
             markov_rank=rank,
-            markov_kind=_markov_kind(raw.get("markov_head_type", "vanilla")) if rank else "vanilla",
+            markov_kind=markov_kind(raw.get("markov_head_type", "vanilla")) if rank else "vanilla",
             reads_whole_vocabulary=True,
             has_confidence=has_confidence,
             confidence_with_markov=has_confidence and bool(raw.get("confidence_head_with_markov", True)),
@@ -263,7 +265,7 @@ def _eagle(
         target_layer_ids=_inputs_of(ids, num_target_layers),
         windows=windows,
         draft_len=draft_len,
-        mask_token_id=_int(raw, "mask_token_id", low=0) if kind == "peagle" else None,
+        mask_token_id=whole_number(raw, "mask_token_id", low=0) if kind == "peagle" else None,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
         fc_norm=bool(raw.get("fc_norm", False)),
@@ -290,8 +292,8 @@ def _zlab_dflash(raw: Mapping[str, Any], _: int | None, d2t: Tensor | None) -> B
             target_layer_ids=tuple(nested["target_layer_ids"]),
             windows=windows,
             causal=tuple(window is not None for window in windows) if causal is None else (bool(causal),) * shape.num_layers,
-            block_size=_int(fields, "block_size", low=2, high=_MAX_BLOCK_SIZE),
-            mask_token_id=_int(fields, "mask_token_id", low=0, high=shape.vocab_size - 1),
+            block_size=whole_number(fields, "block_size", low=2, high=_MAX_BLOCK_SIZE),
+            mask_token_id=whole_number(fields, "mask_token_id", low=0, high=shape.vocab_size - 1),
             anchor_predicts=bool(nested.get("sample_from_anchor", False)),
         )
     )
@@ -367,36 +369,3 @@ def _checked(config: BlockConfig) -> BlockConfig:
     if config.confidence_with_markov and not config.markov_rank:
         raise ModelUnavailable("confidence_head_with_markov needs a Markov head, but markov_rank is 0")
     return config
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ModelUnavailable(f"{path} is missing: the folder holds no trained drafter, or an incomplete one") from error
-    except NotADirectoryError as error:
-        raise ModelUnavailable(f"{path.parent} is not a folder: name the folder of a trained drafter") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelUnavailable(f"{path} is not valid JSON ({error}); it may be half-written") from error
-
-
-def _int(raw: Mapping[str, Any], key: str, low: int, high: int = 2**31 - 1) -> int:
-    value = raw[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ModelUnavailable(f"{key} must be a whole number between {low} and {high}, got {value!r}")
-    return value
-
-
-def _markov_kind(value: Any) -> MarkovKind:
-    if value not in MARKOV_KINDS:
-        raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
-    return cast(MarkovKind, value)
-
-
-def _ascending(raw: Mapping[str, Any], key: str, low: int, high: int) -> tuple[int, ...]:
-    ids = raw[key]
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(type(item) is int for item in ids):
-        raise ModelUnavailable(f"{key} must be a list of whole numbers")
-    if not ids or any(a >= b for a, b in pairwise(ids)) or ids[0] < low or ids[-1] > high:
-        raise ModelUnavailable(f"{key} must ascend between {low} and {high}")
-    return tuple(ids)

@@ -149,6 +149,7 @@ def test_dflash_as_its_authors_release_it_is_read(tmp_path: Path, target: Path) 
         ("eagle3", {"speculators_model_type": "mtp"}, "comes with it: use kind vllm"),
         ("eagle3", {"speculators_model_type": "medusa"}, "describes no drafter that reads hidden states"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, NUM_LAYERS]}, "before its final norm, which is not kept"),
+        ("dspark", {"aux_hidden_state_layer_ids": [NUM_LAYERS], "num_target_layers": None}, "which is not kept"),
         ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ("eagle3", {"draft_vocab_size": 99}, "d2t must map 99 draft tokens"),
         ("dspark", {"markov_head_type": "fir"}, "'fir' is not supported"),

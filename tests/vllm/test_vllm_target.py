@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
-from cluster.config import HiddenStateOptions
+from cluster.config import HiddenStateKind, HiddenStateOptions
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
@@ -28,7 +28,7 @@ from profiler.stopwatch import OwnTime
 from router.cost_model import TableCost
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
-from tests.support.dspark import write_dspark
+from tests.support.dspark import write_speculators
 from tests.support.features import rows_of
 from tests.support.target_driver import Drafts, play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
@@ -131,12 +131,14 @@ def test_probed_passes_verify_as_many_rows_as_asked(target: LoadedTarget, monkey
     target.check_integrity()
 
 
-def test_dspark_drafts_as_beside_the_native_target(
-    target: LoadedTarget, native: LoadedTarget, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", get_args(HiddenStateKind))
+def test_hidden_states_give_the_drafts_of_the_native_target(
+    kind: HiddenStateKind, target: LoadedTarget, native: LoadedTarget, folder: Path, tmp_path: Path
 ) -> None:
     """The same proposals in every round, so the same accepted length."""
-    options = HiddenStateOptions(path=str(write_dspark(tmp_path / "dspark", folder)), dtype="float32", min_survival=0.0)
-    asked = {f"dspark-{i}": request(f"dspark-{i}", 20 + 17 * i) for i in range(4)}
+    write_speculators(tmp_path, folder, kind, target_layer_ids=LAYERS[:2])
+    options = HiddenStateOptions(kind=kind, path=str(tmp_path), dtype="float32", min_survival=0.0)
+    asked = {f"{kind}-{i}": request(f"{kind}-{i}", 20 + 17 * i) for i in range(4)}
     played = []
     for engine in (target, native):
         drafter = make_hidden_state_drafter(options, model_of(folder), Host(engine, folder))
