@@ -17,14 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from actors.drafter import DrafterActor
 from actors.health import RETRY_S
 from actors.memory_budget import MemoryBudget
-from actors.metrics_exchange import MetricsExchange
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from actors.rank import RankActor, RankProcesses
 from actors.ray_groups import Groups, named_actors, named_groups
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
-from cluster.client import ReplicaMetrics
+from cluster.client import MetricsExchange, ReplicaMetrics
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured

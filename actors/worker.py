@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.config import ObservabilityConfig
-from cluster.interpreter import freeze_startup_objects, switch_threads_quickly
+from cluster.cpu_scheduling import freeze_startup_objects, switch_threads_quickly
 from cluster.logs import log_as_configured
 
 logger = logging.getLogger(__name__)

@@ -67,7 +67,7 @@ def bench(
 ) -> None:
     """Run a benchmark: a table on stderr, one JSON object with the figures on stdout."""
     from benchmarks.report import BenchOptions, Expectation, TraceOptions, failures, print_result, write_json
-    from cluster.interpreter import switch_threads_quickly
+    from cluster.cpu_scheduling import switch_threads_quickly
     from deploy.console import table_console
     from engine.cpu_setup import configure_cpu
 

@@ -3,9 +3,11 @@
 The threads of a matrix product wait for each other, so that each wake-up of another process on one of their cores delays the
 whole pass. Ray's processes, the supervisor and the router wake some thousand times a second in all and can wait for a
 millisecond: under SCHED_BATCH they get their share of the processor, but wait for the next tick or an idle core. The policy
-is inherited, so that a local cluster is started in the background and what serves returns to the foreground.
+is inherited, so that a local cluster is started in the background and what serves returns to the foreground. The same for
+threads of one interpreter.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005  # Python's default is 5 ms
 _TASKS = Path("/proc/self/task")
 
 
@@ -38,3 +41,16 @@ def _set(policy: str, threads: Iterable[int]) -> None:
         except OSError as error:  # some sandboxes do not allow it; only speed depends on it
             logger.info("this process keeps its scheduling policy: %s", error)
             return
+
+
+def freeze_startup_objects() -> None:
+    """Freezes the present objects, so that gc skips them. A process with torch has 200,000, and a full collection over them
+    stops every loop for a tenth of a second. Called once, when everything is loaded."""
+    gc.collect()
+    gc.freeze()
+
+
+def switch_threads_quickly() -> None:
+    """A thread that computes in Python lets others run after SWITCH_S. The threads of gRPC that carry commits and proposals
+    wait for it (docs/measurements/README.md)."""
+    sys.setswitchinterval(SWITCH_S)

@@ -21,9 +21,8 @@ from actors.ray_pool import SUPERVISOR
 from actors.supervisor import TARGET_TIMEOUT_FACTOR
 from cluster.client import ClusterStatus, ReplicaMetrics
 from cluster.config import Config, PolicyConfig, SupervisionConfig
-from cluster.cpu_scheduling import run_in_foreground
+from cluster.cpu_scheduling import run_in_foreground, switch_threads_quickly
 from cluster.errors import LinkClosed
-from cluster.interpreter import switch_threads_quickly
 from cluster.logs import log_as_configured
 from cluster.resolve import API_CPUS
 from cluster.transport.tls import CertificateWatch

@@ -3,7 +3,7 @@
 import gc
 import sys
 
-from cluster.interpreter import SWITCH_S, freeze_startup_objects, switch_threads_quickly
+from cluster.cpu_scheduling import SWITCH_S, freeze_startup_objects, switch_threads_quickly
 
 
 def test_what_is_there_is_left_out_and_what_comes_later_is_collected() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.metrics_exchange import LOST_S, MetricsExchange
-from cluster.client import ReplicaMetrics
+from cluster.client import LOST_S, MetricsExchange, ReplicaMetrics
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed
 from deploy.api.app import create_app
