@@ -45,8 +45,9 @@ def load_with_colocated(
     """
     measured = config if profile is None else with_measured_costs(config, profile)
     drafters = tuple(drafter for drafter in measured.drafters if drafter.is_colocated)
+    readers = [drafter for drafter in config.drafters if drafter.options.traits.reads_hidden_states]
     folder = ensure_model(config.model.name, engine=config.target.engine)
-    engine, model, cost = load_target(config, feature_layers(drafters, folder), profile, remembers, ranks)
+    engine, model, cost = load_target(config, feature_layers(readers, folder), profile, remembers, ranks)
     host = Host(engine, folder)
     return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]
 

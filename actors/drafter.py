@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from actors.worker import LoopActor, LoopThread, set_threads
-from cluster.config import DrafterConfig, ObservabilityConfig, TlsConfig
+from cluster.config import DrafterConfig, HiddenStateOptions, ObservabilityConfig, TlsConfig
 from cluster.cpu_scheduling import run_in_foreground
 from cluster.messages import Hello, Role
 from cluster.spans import open_spans
@@ -66,8 +66,15 @@ class DrafterActor(LoopActor):
         from engine.threads import in_own_thread
 
         limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity, max_outcomes=config.num_outcomes)
-        drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
+        host, calls = None, None
+        if isinstance(config.options, HiddenStateOptions):
+            from drafters.hidden_states.received import StateCalls, remote_host
+
+            host, states = remote_host(config.options, config.device)
+            calls = StateCalls(self._name, states, self._mailbox)
+        drafter = in_own_thread(lambda: make_drafter(config, self._target, host, proposers=self._proposers))
         loop = DrafterLoop(self._name, drafter, self._mailbox, limits, spare_share=SPARE_SHARE)
+        loop.sessions.linked = None if calls is None else calls.linked
         spans = open_spans(self._observability, self._name)
         if spans is not None:
             loop.sessions.spans = DraftSpans(spans, self._name)
@@ -77,6 +84,8 @@ class DrafterActor(LoopActor):
 
         def on_end() -> None:
             self._mailbox.close()
+            if calls is not None:
+                calls.close()
             if listener is not None:
                 listener.close()
             if spans is not None:

@@ -23,6 +23,7 @@ from router.scaling.configured import CostTables
 from router.scaling.report import NOTHING_SERVED, ServedCounts
 
 if TYPE_CHECKING:
+    from engine.feature_feed import FeatureFeeds
     from engine.tensor_parallel.group import Rendezvous
     from engine.tensor_parallel.ranks import RankGroup
 
@@ -117,6 +118,7 @@ class TargetActor(LoopActor):
         self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
         self._cost = cost
+        self._feeds = self._feature_feeds()
         self._loop = TargetLoop(
             self._engine,
             self._model,
@@ -128,6 +130,7 @@ class TargetActor(LoopActor):
                 first_table(config),
                 [drafter.name for drafter in colocated],
                 {one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
+                self._feeds,
             ),
             AdmissionRules(grammars=self._engine.grammars, sheds=config.slo.shed),
         )
@@ -137,17 +140,34 @@ class TargetActor(LoopActor):
             for drafter in colocated:
                 drafter.loop.sessions.spans = DraftSpans(spans, drafter.name)
         model, instance = self._model, secrets.token_hex(8)
-        hello = Hello(Role.TARGET, name, model.vocab_size, model.tokenizer_fingerprint, self._token, instance=instance)
+        at = "" if self._feeds is None else self._feeds.address
+        hello = Hello(
+            Role.TARGET, name, model.vocab_size, model.tokenizer_fingerprint, self._token, instance=instance, tensors=at
+        )
         link_colocated(colocated, self._loop, hello)
         divide(config, self._loop, self._engine, profile)
         self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
 
         def on_end() -> None:
             self._listener.close()  # links end with the loop, so that no peer waits for this target
+            if self._feeds is not None:
+                self._feeds.close()
             if spans is not None:
                 spans.close()
 
         return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=on_end)
+
+    def _feature_feeds(self) -> "FeatureFeeds | None":
+        """For the drafters in other processes that read hidden states; None: there are none."""
+        from drafters.registry import feature_layers
+        from engine.feature_feed import FeatureFeeds
+        from engine.models.prepare import ensure_model
+
+        remote = [drafter for drafter in self._config.drafters if drafter.remote]
+        folder = ensure_model(self._config.model.name, engine=self._config.target.engine)
+        layers = {drafter.name: feature_layers([drafter], folder) for drafter in remote}
+        host = host_of_ranks(self._config, self._node_host)
+        return FeatureFeeds(self._engine, layers, host) if remote else None
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere

@@ -27,6 +27,7 @@ class Hello:
     token: str = field(default="", repr=False, compare=False)  # the cluster's secret: never sent, empty in a peer's Hello
     protocol_version: int = PROTOCOL_VERSION
     instance: str = ""  # of a target: random, so that a link that was lost shows again whether its process had ended
+    tensors: str = ""  # of a target: where drafters in other processes get its hidden states
 
 
 @dataclass(frozen=True, slots=True)

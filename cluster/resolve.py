@@ -7,6 +7,7 @@ from cluster.config import (
     Config,
     DrafterConfig,
     DrafterOptions,
+    HiddenStateOptions,
     LayersOptions,
     Resources,
     TargetConfig,
@@ -102,7 +103,7 @@ def _resolve_drafters(
 
 def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
     """Sets the served model's name in drafters that share its rows, at any depth."""
-    if isinstance(options, LayersOptions) and options.target == "auto":
+    if isinstance(options, LayersOptions | HiddenStateOptions) and options.target == "auto":
         return options.model_copy(update={"target": model})
     if isinstance(options, CascadeOptions):
         return options.model_copy(update={"members": tuple(_with_target(member, model) for member in options.members)})

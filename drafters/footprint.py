@@ -129,14 +129,14 @@ def adapter_bytes(config: Config, folder: Path, element: int) -> int:
 
 
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:
-    """Of a token of the KV cache, for drafters in the target's process."""
+    """Of a token of the KV cache, for drafters that read them."""
     from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
     on_gpu = config.target.device == "cuda"
     dtype = choose_dtype(config.target.dtype, "cuda" if on_gpu else "cpu", engine=config.target.engine)
     model = resolve_model(config.model.name, config.target.engine)
-    layers = feature_layers([drafter for drafter in config.drafters if drafter.is_colocated], model)
+    layers = feature_layers([drafter for drafter in config.drafters if drafter.options.traits.reads_hidden_states], model)
     return len(layers) * facts.hidden_size * max(2, _element(dtype, on_gpu))
 
 

@@ -1,7 +1,7 @@
 """The sessions of a drafter by target: handling of messages, lost messages and limits."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class TargetSessions:
         self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
+        self.linked: Callable[[Link], None] | None = None  # told of each new link
         self.drafts_ahead = False  # a target has asked for it, so far
         self.spans: DraftSpans | None = None  # of traced requests; None: nothing is traced
         self.outcomes: OutcomeDrafts | None = None  # of drafters that fork
@@ -96,6 +97,8 @@ class TargetSessions:
             resyncs = Resyncs(self._limits.resync_s, self._limits.max_resyncs, 4 * self._limits.capacity)
             self.peers[id(event.link)] = TargetPeer(event.link, self._num_links, resyncs)
             self._num_links += 1
+            if self.linked is not None:
+                self.linked(event.link)
         elif isinstance(event, LinkDown):
             self.drop_link(event.link)
         elif (peer := self.peers.get(id(event.link))) is not None:  # else it was queued behind the end of its link

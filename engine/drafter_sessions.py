@@ -10,6 +10,7 @@ from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, Proposal, RoutingTa
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
+from engine.feature_feed import Feeds
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
@@ -40,6 +41,7 @@ class DrafterSessions:
         self._proposers = proposers or {}
         self._num_assigned = 0  # by the table's defaults
         self._num_held = 0  # by the last plan
+        self.feeds: Feeds | None = None  # of drafters in other processes that read hidden states
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
@@ -67,8 +69,8 @@ class DrafterSessions:
         name = link.peer.name
         former = self._outboxes.get(name)
         if former is not None and former.link is not link:
-            former.link.close()
-        outbox = self._outboxes[name] = DrafterOutbox(link)
+            former.close()
+        outbox = self._outboxes[name] = DrafterOutbox(link, None if self.feeds is None else self.feeds.of(link))
         self.learning.restarted(name)
         for sequence in self._sequences:
             if sequence.draft.drafter == name:
@@ -82,7 +84,7 @@ class DrafterSessions:
         name = link.peer.name
         if not self.knows(link):
             return  # a newer link has replaced it
-        del self._outboxes[name]
+        self._outboxes.pop(name).close()
         for sequence in self._sequences:
             if sequence.draft.drafter == name:
                 sequence.draft.expect_nothing()
@@ -96,7 +98,6 @@ class DrafterSessions:
     def disconnect(self, name: str, reason: str) -> None:
         outbox = self._outboxes.get(name)
         if outbox is not None:
-            outbox.link.close()
             self.link_down(outbox.link, reason)
 
     # ---- what drafters send

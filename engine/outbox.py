@@ -6,6 +6,7 @@ from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.messages import Budget, CommitRound, DraftRound, Extend, Open
 from cluster.transport.base import Link
 from cluster.types import NO_DRAFTS, Commit, DraftTerms
+from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
 from router.assignment import drafter_of
 
@@ -23,12 +24,19 @@ class DrafterOutbox:
     while the drafter is not queried. A session stores only the number of tokens sent, so that what waits is not copied."""
 
     link: Link
+    feed: FeatureFeed | None = None  # of a drafter in another process that reads hidden states
     followed: dict[str, "_Session"] = field(default_factory=dict)  # requests with a session at the drafter
     scoring: set[str] = field(default_factory=set)  # of those, the ones that another drafter drafts for
     _unopened: dict[str, None] = field(default_factory=dict)  # of those, the ones to be opened, or opened anew
     _extended: dict[str, None] = field(default_factory=dict)  # of those, the ones with commits since the last message
     _budgets: dict[str, DraftTerms] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
+
+    def close(self) -> None:
+        """Closes its links."""
+        self.link.close()
+        if self.feed is not None:
+            self.feed.close()
 
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
@@ -85,6 +93,8 @@ class DrafterOutbox:
                 tuple([Budget(key, terms) for key, terms in self._budgets.items() if key not in later]),
                 tuple(self._releases),
             )
+            if self.feed is not None:
+                self.feed.feed(message)
             if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
                 return
             for session in [self.followed[key] for key in opened] + [one for _, one in extended]:
@@ -98,6 +108,8 @@ class DrafterOutbox:
     def flush_releases(self, table_version: int) -> None:
         """Sends the pending releases, and keeps the rest. Raises LinkClosed as ``_send``."""
         message = DraftRound(table_version, releases=tuple(self._releases))
+        if self.feed is not None:
+            self.feed.feed(message)
         if message.releases and _send(self.link, message, len(message.releases), MAX_PENDING_RELEASES):
             self._releases.clear()
 

@@ -14,6 +14,7 @@ from engine.admission import Admission, AdmissionRules
 from engine.colocated import ColocatedDrafters, InlineDrafters
 from engine.deferred_work import DeferredWork
 from engine.drafter_sessions import DrafterSessions
+from engine.feature_feed import Feeds
 from engine.gateway_sessions import GatewaySessions
 from engine.inbox import TargetInbox
 from engine.lanes import Lanes
@@ -60,11 +61,13 @@ class DrafterPool:
         colocated: names of drafters in this process. They are linked to the mailbox as any others, but they share the
             target's device: one is queried only while that pays. They have threads of their own, or are ``inline``.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
+        feeds: of drafters in other processes that read hidden states.
     """
 
     table: RoutingTable = field(default_factory=lambda: RoutingTable(version=0))
     colocated: Collection[str] = ()
     proposers: Mapping[str, Collection[str]] = field(default_factory=dict)
+    feeds: Feeds | None = None
 
 
 class TargetLoop:
@@ -107,6 +110,7 @@ class TargetLoop:
         self._deferred = DeferredWork(engine, waits=bool(companions))
         follow = pool.table, companions, pool.proposers, self._deferred.later
         self._drafters = DrafterSessions(self._sequences, self.telemetry, *follow)
+        self._drafters.feeds = pool.feeds
         self._pass_costs = PassCosts(cost)
         learns = companions, self._pass_costs, self._draft_lengths, slo
         self.observer = RoundObserver(self._deferred, self.telemetry, self._drafters, *learns)

@@ -79,6 +79,7 @@ class HiddenStateOptions(Section):
     kind: HiddenStateKind = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
+    target: str = Field(default="auto", min_length=1)  # as in the section model; auto: the served one
     adapter: str | None = None  # a file that makes it a specialist, or the name of one in the folder's `adapters`
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
@@ -176,6 +177,7 @@ class DrafterConfig(Replicated):
     # start: loaded at start if there is room, and evictable; lazy: loaded on demand; pinned: loaded at start, never evicted.
     load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
+    remote: bool = False  # one that reads hidden states: in a process of its own, to which a tensor link brings them
     removed = frozenset({"ahead_len", "max_outcomes", "spare_share"})
 
     @property
@@ -191,14 +193,16 @@ class DrafterConfig(Replicated):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether it reads the target's hidden states, so that it runs in each target replica's process."""
-        return self.options.traits.reads_hidden_states
+        """Whether it reads the target's hidden states in each target replica's process."""
+        return self.options.traits.reads_hidden_states and not self.remote
 
     @model_validator(mode="after")
     def _device_fits(self) -> Self:
         if self.device == "cuda" and not self.has_model:
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
         self.resources.check_device(self.device if self.has_model else "cpu")
+        if self.remote and not isinstance(self.options, HiddenStateOptions):
+            raise ValueError(f"remote must be false for a drafter of kind {self.options.kind}, got true")
         if self.is_colocated and self.load == "lazy":
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_colocated and self.replicas != 1:

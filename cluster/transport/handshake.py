@@ -96,5 +96,5 @@ def refusal(own: Hello, peer: Hello, has_proved: bool) -> Refusal | None:
 def _parts(greeting: Greeting) -> tuple[bytes, ...]:
     hello = greeting.hello
     version, vocab_size = str(hello.protocol_version), str(hello.vocab_size)
-    said = (version, hello.role, hello.name, vocab_size, hello.tokenizer_fingerprint, hello.instance)
+    said = (version, hello.role, hello.name, vocab_size, hello.tokenizer_fingerprint, hello.instance, hello.tensors)
     return (greeting.nonce, *(one.encode() for one in said))

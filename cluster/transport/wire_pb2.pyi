@@ -47,7 +47,7 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., draft_round: _Optional[_Union[DraftRound, _Mapping]] = ..., proposal_round: _Optional[_Union[ProposalRound, _Mapping]] = ..., submit_round: _Optional[_Union[SubmitRound, _Mapping]] = ..., commit_round: _Optional[_Union[CommitRound, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("role", "name", "vocab_size", "tokenizer_fingerprint", "protocol_version", "nonce", "proof", "instance")
+    __slots__ = ("role", "name", "vocab_size", "tokenizer_fingerprint", "protocol_version", "nonce", "proof", "instance", "tensors")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Hello(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     vocab_size: int
@@ -64,7 +65,8 @@ class Hello(_message.Message):
     nonce: bytes
     proof: bytes
     instance: str
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., instance: _Optional[str] = ...) -> None: ...
+    tensors: str
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., instance: _Optional[str] = ..., tensors: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("proof",)

@@ -1,0 +1,187 @@
+"""Tensor links over torch.distributed, a process group for each pair of processes: gloo for headers, and for rows in host
+memory; NCCL, on a stream of its own, for rows on GPUs.
+
+The target's process listens (``Meeting``); a drafter calls (``call``) once its control link is up, and is called back by
+number (``answer``), so that an end that was lost is never met again. As between ranks, ends do not authenticate each other:
+between machines the network must be private.
+"""
+
+import json
+import logging
+import socket
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from cluster.errors import LinkClosed
+from cluster.transport.tensors.base import MAX_QUEUED_BYTES, Frame, FrameQueue, Part, TensorEnd
+
+logger = logging.getLogger(__name__)
+
+MEET_S = 10.0
+HEARTBEAT_S, SILENCE_S = 1.0, 6.0  # as of control links
+_SENDER, _RECEIVER = 0, 1
+
+
+class Meeting:
+    """Where drafters meet a target. ``host``: that it listens at; only 127.0.0.1 is closed to other machines."""
+
+    def __init__(self, host: str) -> None:
+        listening = socket.create_server((host, 0))
+        port = listening.getsockname()[1]
+        self.host, self.address = host, f"{host}:{port}"
+        self._store = TCPStore(
+            host, port, is_master=True, timeout=_MEET, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+
+    def answer(self, name: str, last: int, device: torch.device) -> tuple["TensorSender", int]:
+        """The link to the newest caller ``name`` after the ``last``, and its number. Waits MEET_S. Raises LinkClosed."""
+        try:
+            store = _client(self.address)
+            store.wait([f"{name}/{last + 1}"], _MEET)
+            number = store.add(f"{name}/calls", 0)
+            return TensorSender(PrefixStore(f"{name}/{number}", store), self.host, device), number
+        except RuntimeError as error:
+            raise LinkClosed(f"{name} did not call for hidden states: {error}") from error
+
+
+_MEET = timedelta(seconds=MEET_S)
+
+
+def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "TensorReceiver":
+    """The receiving end of a link to the ``Meeting`` at ``address``. Waits MEET_S at most. Raises LinkClosed."""
+    try:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), MEET_S) as reached:
+            own_host = reached.getsockname()[0]  # at which the target reaches this machine
+        store = _client(address)
+        number = store.add(f"{name}/calls", 1)
+        store.set(f"{name}/{number}", "")
+        return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
+    except (RuntimeError, OSError) as error:
+        raise LinkClosed(f"no hidden states from {address}: {error}") from error
+
+
+class _End:
+    """One end of a pair."""
+
+    def __init__(self, store: Store, rank: int, host: str, device: torch.device) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout, options._devices = _MEET, [gloo.create_device(hostname=host)]
+        self._other, self._device = 1 - rank, device
+        self._host_group: Any = gloo(PrefixStore("host", store), rank, 2, options)
+        self._group, self._stream = self._host_group, cast(Any, None)
+        if device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL
+            torch.cuda.set_device(device)
+            self._group = nccl(PrefixStore("device", store), rank, 2, nccl.Options())
+            self._stream = torch.cuda.Stream(device)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _leave(self) -> None:
+        """Ends the connection, so that the other end is told at once. On the thread that uses it."""
+        self._host_group = self._group = None
+
+    def _wait(self, work: Any) -> None:
+        """For a transfer, on this thread alone. Raises RuntimeError: the peer is gone, or silent."""
+        work.wait(timedelta(seconds=SILENCE_S))
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class TensorSender(_End):
+    """``TensorLink``. ``down`` is to be set before the first frame."""
+
+    def __init__(self, store: Store, host: str, device: torch.device, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        super().__init__(store, _SENDER, host, device)
+        self._queue = FrameQueue(max_bytes)
+        self._ready: Any = None  # of the newest rows, on a GPU
+        self.end: TensorEnd | None = None
+        threading.Thread(target=self._run, name="tensors out", daemon=True).start()
+
+    def send(self, frame: Frame) -> bool:
+        if self._stream is not None and frame.rows is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+        return self._queue.put(frame)
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _run(self) -> None:
+        reason = "it was closed"
+        try:
+            while not self._queue.is_closed:
+                self._send(self._queue.take(HEARTBEAT_S) or Frame(()))
+        except RuntimeError as error:
+            reason = str(error)
+        self._queue.close()
+        self._leave()
+        if self.end is not None:
+            self.end.down(reason)
+
+    def _send(self, frame: Frame) -> None:
+        rows = None if frame.rows is None else frame.rows.contiguous()
+        shape = [0, 0] if rows is None else list(rows.shape)
+        dtype = "" if rows is None else str(rows.dtype).removeprefix("torch.")
+        told = {"parts": [asdict(part) for part in frame.parts], "ended": frame.ended, "shape": shape, "dtype": dtype}
+        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        for part in (torch.tensor([len(header)]), header):
+            self._host_group.send([part], self._other, 0).wait(timedelta(seconds=SILENCE_S))
+        if rows is not None:
+            with self._on_stream():
+                if self._stream is not None:
+                    self._stream.wait_event(self._ready)
+                self._wait(self._group.send([rows], self._other, 0))
+
+
+class TensorReceiver(_End):
+    """Serves ``end`` on a thread until the link breaks, or ``close``."""
+
+    def __init__(self, store: Store, host: str, device: torch.device, end: TensorEnd) -> None:
+        super().__init__(store, _RECEIVER, host, device)
+        self._end = end
+        self._is_closed = False
+        threading.Thread(target=self._run, name="tensors in", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _run(self) -> None:
+        reason = "it was closed"
+        try:
+            while not self._is_closed:
+                frame = self._receive()
+                if frame.parts or frame.ended:
+                    self._end.receive(frame)
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = str(error)
+        self._leave()
+        self._end.down(reason)
+
+    def _receive(self) -> Frame:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._wait(self._host_group.recv([length], self._other, 0))
+        header = torch.empty(int(length), dtype=torch.uint8)
+        self._wait(self._host_group.recv([header], self._other, 0))
+        told = json.loads(header.numpy().tobytes())
+        rows: Tensor | None = None
+        if told["dtype"]:
+            with self._on_stream():
+                rows = torch.empty(*told["shape"], dtype=getattr(torch, told["dtype"]), device=self._device)
+                self._wait(self._group.recv([rows], self._other, 0))
+        return Frame(tuple(Part(**part) for part in told["parts"]), tuple(told["ended"]), rows)
+
+
+def _client(address: str) -> Store:
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, timeout=_MEET)

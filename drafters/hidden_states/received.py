@@ -1,0 +1,178 @@
+"""Hidden states that came over tensor links: the target of a drafter in a process of its own."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cluster.config import HiddenStateOptions
+from cluster.errors import LinkClosed
+from cluster.transport.base import Link, LinkDown, Mailbox
+from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from drafters.hidden_states.formats import read_config
+from drafters.hidden_states.host import Host
+from drafters.shipped import find_drafter
+from engine.dtypes import choose_dtype
+from engine.factory import DTYPES
+from engine.models.config import load_config
+from engine.models.prepare import ensure_model
+from engine.models.weights import open_weights
+from engine.target import FeatureSpan
+
+if TYPE_CHECKING:
+    from cluster.transport.tensors.groups import TensorReceiver
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30  # of rows; the requests that were read least recently lose theirs
+WAIT_S = 0.25  # for rows that the target has announced by a message of the control link
+
+
+class _Rows:
+    """Of one request, in a tensor that doubles. ``told_len``: rows that exist at the target."""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        self._held = torch.empty(0, width, dtype=like.dtype, device=like.device)
+        self.num, self.told_len = 0, 0
+        self.is_lost = False
+
+    def append(self, rows: Tensor) -> None:
+        num = self.num + len(rows)
+        if num > len(self._held):
+            grown = self._held.new_empty(max(num, 2 * len(self._held)), self._held.shape[1])
+            grown[: self.num] = self._held[: self.num]
+            self._held = grown
+        self._held[self.num : num] = rows
+        self.num = num
+
+    def lose(self) -> None:
+        self._held, self.num, self.is_lost = self._held[:0].clone(), 0, True
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._held[part]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._held.numel() * self._held.element_size()
+
+
+class ReceivedStates:
+    """``FeatureSource`` of the rows that ``receive`` is given, on any thread. ``layers``: whose states they are."""
+
+    def __init__(self, layers: Sequence[int], embedding: Tensor, max_bytes: int = MAX_BYTES, wait_s: float = WAIT_S) -> None:
+        self._layers, self._embedding = tuple(layers), embedding
+        self._max_bytes, self._wait_s = max_bytes, wait_s
+        self._rows: OrderedDict[str, _Rows] = OrderedDict()  # read least recently first
+        self._arrived = threading.Condition()
+        self._is_late = False  # the last wait was in vain, and nothing has come since
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._embedding
+
+    def receive(self, frame: Frame) -> None:
+        with self._arrived:
+            begin = 0
+            for part in frame.parts:
+                end = begin + part.stop - part.start
+                self._add(part, None if frame.rows is None else frame.rows[begin:end])
+                begin = end
+            for request_id in frame.ended:
+                self._rows.pop(request_id, None)
+            self._evict()
+            self._is_late = False
+            self._arrived.notify_all()
+
+    def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
+        """As of ``FeatureSource``; waits WAIT_S at most for what is under way."""
+        with self._arrived:
+            end_s = time.monotonic() + (0.0 if self._is_late else self._wait_s)
+            while not all(map(self._is_told, spans)) and not self._is_late:
+                self._is_late = not self._arrived.wait(max(0.0, end_s - time.monotonic()))
+            held = [self._holds(span) for span in spans]
+            found = [span for span, is_held in zip(spans, held, strict=True) if is_held]
+            for span in found:
+                self._rows.move_to_end(span.request_id)
+            parts = [self._rows[span.request_id][span.start : span.stop] for span in found]
+            width = len(self._layers) * self._embedding.shape[1]
+            return held, torch.cat(parts) if parts else self._embedding.new_empty(0, width)
+
+    def _is_told(self, span: FeatureSpan) -> bool:
+        rows = self._rows.get(span.request_id)
+        return rows is not None and (rows.told_len >= span.stop or rows.is_lost)
+
+    def _holds(self, span: FeatureSpan) -> bool:
+        rows = self._rows.get(span.request_id)
+        return rows is not None and 0 <= span.start <= span.stop <= rows.num
+
+    def _add(self, part: Part, given: Tensor | None) -> None:
+        width = len(self._layers) * self._embedding.shape[1]
+        rows = self._rows.get(part.request_id)
+        if rows is None or part.start == 0:  # opened, or opened anew
+            rows = self._rows[part.request_id] = _Rows(width, self._embedding)
+        rows.told_len = part.told_len
+        if given is None or not len(given) or rows.is_lost:
+            return
+        if part.start == rows.num:
+            rows.append(given.to(self._embedding))
+        elif part.start > rows.num:
+            rows.lose()
+
+    def _evict(self) -> None:
+        total = sum(rows.num_bytes for rows in self._rows.values())
+        for request_id, rows in self._rows.items():
+            if total <= self._max_bytes:
+                return
+            logger.warning("the hidden states of %s are dropped, as all exceed %d bytes", request_id, self._max_bytes)
+            total -= rows.num_bytes
+            rows.lose()
+
+
+def remote_host(options: HiddenStateOptions, device: str) -> tuple[Host, ReceivedStates]:
+    """The target as a drafter sees it from a process of its own. Raises ModelUnavailable."""
+    folder = ensure_model(options.target)
+    config = load_config(folder)
+    with open_weights(folder, config, DTYPES[choose_dtype(options.dtype, device, allows_int8=True)]) as weights:
+        embedding = weights.embedding().to(device, copy=True)
+    states = ReceivedStates(
+        sorted(set(read_config(find_drafter(options.path), config.num_layers).target_layer_ids)), embedding
+    )
+    return Host(states, folder), states
+
+
+class StateCalls:
+    """Calls each target that the drafter ``name`` is linked to, on a thread. A link without hidden states is ended, so that
+    it is dialled anew."""
+
+    def __init__(self, name: str, states: ReceivedStates, mailbox: Mailbox) -> None:
+        self._name, self._states, self._mailbox = name, states, mailbox
+        self._ends: dict[str, TensorReceiver] = {}  # by target
+
+    def close(self) -> None:
+        for end in tuple(self._ends.values()):
+            end.close()
+
+    def linked(self, link: Link) -> None:
+        threading.Thread(target=self._call, args=(link,), name=f"call {link.peer.name}", daemon=True).start()
+
+    def _call(self, link: Link) -> None:
+        from cluster.transport.tensors.groups import call
+
+        def down(reason: str) -> None:
+            link.close()
+            self._mailbox.put(LinkDown(link, f"its hidden states: {reason}"))
+
+        try:
+            end = TensorEnd(self._states.receive, down)
+            self._ends[link.peer.name] = call(link.peer.tensors, self._name, self._states.embedding.device, end)
+        except LinkClosed as error:
+            down(str(error))

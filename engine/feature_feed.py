@@ -1,0 +1,143 @@
+"""The target's hidden states for drafters in other processes: what each follows is sent over a tensor link, before the
+message of the control link that it belongs to."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.errors import LinkClosed
+from cluster.messages import DraftRound
+from cluster.transport.base import Link
+from cluster.transport.tensors.base import Frame, Part, TensorEnd, TensorLink
+from engine.target import FeatureSource, FeatureSpan
+from router.assignment import drafter_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Feeds(Protocol):
+    """Gives drafters their feeds."""
+
+    def of(self, link: Link) -> "FeatureFeed | None":
+        """None: the drafter reads no hidden states."""
+
+
+class FeatureFeed:
+    """Of one drafter. Owned by the round, but for ``connect``. A request whose rows find no room on the link is fed no more
+    until it is opened anew: its drafter answers with empty drafts, and it is decoded plainly."""
+
+    def __init__(self, engine: FeatureSource, columns: "Tensor | None") -> None:
+        self._engine, self._columns = engine, columns
+        self._link: TensorLink | None = None
+        self._sent: dict[str, int] = {}  # rows of each followed request
+        self._told: dict[str, int] = {}  # rows that exist
+        self._idle: set[str] = set()  # those that it does not draft for
+        self._dropped: set[str] = set()
+        self.num_bytes = 0
+
+    def connect(self, link: TensorLink) -> None:
+        """From any thread. What is fed before goes with the next message."""
+        self._link = link
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def feed(self, message: DraftRound) -> None:
+        """Before ``message`` is sent."""
+        self._note(message)
+        link = self._link
+        if link is None:
+            return
+        due = [key for key, told in self._told.items() if self._sent[key] < told and key not in self._idle]
+        spans = [FeatureSpan(key, self._sent[key], self._told[key]) for key in due if key not in self._dropped]
+        held, rows = self._engine.read_hidden_states(spans) if spans else ([], None)
+        found = {span.request_id for span, is_held in zip(spans, held, strict=True) if is_held}
+        if rows is not None and self._columns is not None:
+            rows = rows[:, self._columns]
+        whole = tuple(self._part(key, self._told[key] if key in found else self._sent[key]) for key in due)
+        frame = Frame(whole, message.releases, rows if found else None)
+        if (due or message.releases) and not link.send(frame) and due:
+            self._dropped |= found
+            found.clear()
+            link.send(Frame(tuple(self._part(key, self._sent[key]) for key in due), message.releases))
+        self._sent |= {key: self._told[key] for key in found}
+        self.num_bytes += frame.num_bytes if found else 0
+
+    def _part(self, key: str, stop: int) -> Part:
+        return Part(key, self._sent[key], stop, self._told[key])
+
+    def _note(self, message: DraftRound) -> None:
+        for opening in message.opens:
+            self._sent[opening.request_id], self._told[opening.request_id] = 0, len(opening.token_ids) - 1
+            self._dropped.discard(opening.request_id)
+            self._idle.discard(opening.request_id)
+        for extension in message.extends:
+            if extension.request_id in self._told:
+                self._told[extension.request_id] = extension.base_len + len(extension.token_ids) - 1
+        for budget in message.budgets:
+            (self._idle.discard if budget.terms.num_tokens else self._idle.add)(budget.request_id)
+        for request_id in message.releases:
+            for known in (self._sent, self._told):
+                known.pop(request_id, None)
+            self._idle.discard(request_id)
+            self._dropped.discard(request_id)
+
+
+class FeatureFeeds:
+    """``Feeds`` over process groups. ``layers``: that each drafter reads. A feed that breaks ends its control link, so that
+    both begin anew."""
+
+    def __init__(self, engine: FeatureSource, layers: Mapping[str, Sequence[int]], host: str) -> None:
+        from cluster.transport.tensors.groups import Meeting
+
+        self._engine, self._layers = engine, dict(layers)
+        self._meeting = Meeting(host)
+        self._numbers: dict[str, int] = {}  # of the last call of each drafter
+        self._links: dict[str, TensorLink] = {}  # by drafter
+        self.address = self._meeting.address
+
+    def close(self) -> None:
+        for link in tuple(self._links.values()):
+            link.close()
+
+    def of(self, link: Link) -> FeatureFeed | None:
+        layers = self._layers.get(drafter_of(link.peer.name))
+        if layers is None:
+            return None
+        feed = FeatureFeed(self._engine, self._columns(layers))
+        threading.Thread(target=self._connect, args=(feed, link), name=f"feed {link.peer.name}", daemon=True).start()
+        return feed
+
+    def _connect(self, feed: FeatureFeed, link: Link) -> None:
+        name = link.peer.name
+
+        def down(reason: str) -> None:
+            logger.warning("hidden states of drafter %s: %s", name, reason)
+            link.close()
+
+        try:
+            tensors, number = self._meeting.answer(name, self._numbers.get(name, 0), self._engine.embedding.device)
+        except LinkClosed as error:
+            down(str(error))
+            return
+        self._numbers[name], self._links[name] = number, tensors
+        tensors.end = TensorEnd(_ignore, down)
+        feed.connect(tensors)
+
+    def _columns(self, layers: Sequence[int]) -> "Tensor | None":
+        import torch
+
+        kept, size = list(self._engine.feature_layers), self._engine.embedding.shape[1]
+        if list(layers) == kept:
+            return None
+        columns = [torch.arange(size) + size * kept.index(layer) for layer in layers]
+        return torch.cat(columns).to(self._engine.embedding.device)
+
+
+def _ignore(_: Frame) -> None:
+    """The target is sent no frames."""

@@ -1,0 +1,160 @@
+"""What every tensor link does: in memory, and over gloo between two ends of this process."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.errors import LinkClosed
+from cluster.transport.tensors import groups
+from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink
+from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call
+from cluster.transport.tensors.memory import MemoryTensors
+
+CPU = torch.device("cpu")
+DEADLINE_S = 60.0
+
+
+class End:
+    """Collects what the receiving end is given; ``holds`` makes it hang."""
+
+    def __init__(self) -> None:
+        self.frames: queue.Queue[Frame] = queue.Queue()
+        self.reasons: queue.Queue[str] = queue.Queue()
+        self.holds = threading.Event()
+        self.holds.set()
+
+    def receive(self, frame: Frame) -> None:
+        self.holds.wait(DEADLINE_S)
+        self.frames.put(frame)
+
+    @property
+    def end(self) -> TensorEnd:
+        return TensorEnd(self.receive, self.reasons.put)
+
+
+Pair = tuple[Any, End]
+
+
+def gloo(
+    end: End, name: str = "drafter", last: int = 0, meeting: Meeting | None = None
+) -> tuple[TensorSender, TensorReceiver]:
+    meeting = meeting or Meeting("127.0.0.1")
+    with ThreadPoolExecutor(1) as executor:
+        answered = executor.submit(meeting.answer, name, last, CPU)
+        receiver = call(meeting.address, name, CPU, end.end)
+        return answered.result()[0], receiver
+
+
+@pytest.fixture(params=["memory", "gloo"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    end = End()
+    link: TensorLink = MemoryTensors(end.end) if request.param == "memory" else gloo(end)[0]
+    yield link, end
+    end.holds.set()
+    link.close()
+
+
+def frame(number: int, num_rows: int = 3) -> Frame:
+    rows = torch.full((num_rows, 4), float(number)) if num_rows else None
+    return Frame((Part(f"r{number}", number, number + num_rows, number + num_rows),), (f"ended-{number}",), rows)
+
+
+def test_frames_arrive_whole_and_in_order(pair: Pair) -> None:
+    link, end = pair
+    sent = [frame(i, i % 4) for i in range(40)]
+    assert all(map(link.send, sent))
+    for expected in sent:
+        found = end.frames.get(timeout=DEADLINE_S)
+        assert (found.parts, found.ended) == (expected.parts, expected.ended)
+        assert (found.rows is None) == (expected.rows is None)
+        assert expected.rows is None or torch.equal(found.rows, expected.rows)
+
+
+def test_half_precision_arrives_as_it_is(pair: Pair) -> None:
+    link, end = pair
+    rows = torch.randn(5, 7).to(torch.bfloat16)
+    link.send(Frame((Part("a", 0, 5, 5),), (), rows[:, ::2]))
+    found = end.frames.get(timeout=DEADLINE_S).rows
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, rows[:, ::2])
+
+
+def test_the_other_end_is_told_when_a_link_closes(pair: Pair) -> None:
+    link, end = pair
+    link.send(frame(1))
+    end.frames.get(timeout=DEADLINE_S)
+    link.close()
+    link.close()
+    assert end.reasons.get(timeout=DEADLINE_S)
+    assert not link.send(frame(2))
+
+
+def test_a_queue_is_bounded_in_bytes_and_frames() -> None:
+    frames = FrameQueue(max_bytes=100)
+    assert frames.put(frame(1))  # of 48 bytes
+    assert frames.put(frame(2))
+    assert not frames.put(frame(3)), "no room for its rows"
+    assert frames.put(frame(4, 0)), "what has none has room"
+    assert frames.take(0.0).parts[0].request_id == "r1"
+    assert not frames.put(frame(5)), "what is being sent counts"
+    frames.take(0.0)
+    assert frames.put(frame(6))
+    assert all(frames.put(frame(i, 0)) for i in range(MAX_QUEUED_FRAMES - 2))
+    assert not frames.put(frame(7, 0))
+    assert frames.is_closed, "the other end does not read"
+
+
+def test_a_sender_gives_up_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for it: only its thread does."""
+    monkeypatch.setattr(groups, "SILENCE_S", 0.5)
+    end, own = End(), End()
+    link, _ = gloo(end)
+    link.end = own.end
+    end.holds.clear()
+    for _ in range(3):
+        link.send(frame(1, 500_000))  # more than sockets hold
+    assert own.reasons.get(timeout=DEADLINE_S)
+    assert not link.send(frame(2))
+    end.holds.set()
+    assert end.reasons.get(timeout=DEADLINE_S), "the receiver is told"
+
+
+def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "SILENCE_S", 1.0)
+    monkeypatch.setattr(groups, "HEARTBEAT_S", 0.05)
+    end = End()
+    link, _ = gloo(end)
+    assert link.send(frame(1))
+    end.frames.get(timeout=DEADLINE_S)
+    with pytest.raises(queue.Empty):
+        end.reasons.get(timeout=2.5)  # heartbeats come
+    released = threading.Event()
+    monkeypatch.setattr(link, "_send", lambda _: released.wait(DEADLINE_S))
+    assert end.reasons.get(timeout=DEADLINE_S)
+    released.set()
+    link.close()
+
+
+def test_an_end_that_comes_back_meets_its_new_peer() -> None:
+    meeting, ends = Meeting("127.0.0.1"), [End(), End()]
+    first, _ = gloo(ends[0], meeting=meeting)
+    second, _ = gloo(ends[1], last=1, meeting=meeting)
+    for number, link in enumerate((first, second)):
+        link.send(frame(number))
+        assert ends[number].frames.get(timeout=DEADLINE_S).parts == frame(number).parts
+        link.close()
+        assert ends[number].reasons.get(timeout=DEADLINE_S)
+
+
+def test_nobody_who_calls_or_answers_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_MEET", groups.timedelta(seconds=0.3))
+    meeting = Meeting("127.0.0.1")
+    with pytest.raises(LinkClosed, match="did not call"):
+        meeting.answer("drafter", 0, CPU)
+    with pytest.raises(LinkClosed, match="no hidden states from"):
+        call(meeting.address, "drafter", CPU, End().end)
