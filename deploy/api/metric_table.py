@@ -159,7 +159,7 @@ METRICS = (
     _counter("completion_tokens", "Generated tokens.", "generation_tokens"),
     _counter(
         "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
+        "Prompt tokens looked up in prefix caches.",
         "prefix_cache_queries",
         "gpu_prefix_cache_queries",
     ),
@@ -181,14 +181,14 @@ METRICS = (
     _counter("drafts_verified", "Drafts verified: one per request and pass.", "spec_decode_num_drafts"),
     _counter(
         "draft_tokens_verified",
-        "Draft tokens verified, by position in the draft from 0.",
+        "Draft tokens verified, by position from 0.",
         "spec_decode_num_draft_tokens",
         labels=("position",),
     ),
     Metric(
         "draft_tokens_accepted",
         "counter",
-        "Draft tokens accepted, by position in the draft from 0.",
+        "Draft tokens accepted, by position from 0.",
         ("position",),
         vllm={"spec_decode_num_accepted_tokens": (), "spec_decode_num_accepted_tokens_per_pos": ("position",)},
     ),
@@ -204,24 +204,18 @@ METRICS = (
     ),
     _histogram(
         "tpot_seconds",
-        "Mean time per token of a choice after the first.",
+        "Time per token of a choice after its first.",
         "request_time_per_output_token_seconds",
         buckets=TOKEN_S,
     ),
     _histogram("e2e_seconds", "Time to the last token of a finished choice.", "e2e_request_latency_seconds"),
     _histogram("choice_queue_seconds", "Time until a target began to compute the choice.", "request_queue_time_seconds"),
-    _histogram(
-        "prefill_seconds", "Time from the start of a choice's first pass to its first token.", "request_prefill_time_seconds"
-    ),
+    _histogram("prefill_seconds", "Time from a choice's first pass to its first token.", "request_prefill_time_seconds"),
     _histogram("decode_seconds", "Time from a choice's first token to its last.", "request_decode_time_seconds"),
-    _histogram(
-        "inference_seconds",
-        "Time from the start of a choice's first pass to its last token.",
-        "request_inference_time_seconds",
-    ),
+    _histogram("inference_seconds", "Time from a choice's first pass to its last token.", "request_inference_time_seconds"),
     _counter(
         "domain_tokens_verified",
-        "Draft tokens verified, by the domain of the call: metadata.domain, else the form of the call.",
+        "Draft tokens verified, by metadata.domain of the call, else its form.",
         labels=("drafter", "domain"),
     ),
     _counter("tenant_tokens", "Tokens of calls that ended, by tenant: prompt or output.", labels=("tenant", "kind")),
@@ -233,18 +227,12 @@ METRICS = (
     _counter("adapter_tokens_accepted", "Draft tokens accepted, by the call's LoRA adapter.", labels=("drafter", "adapter")),
     # Service-level objectives.
     Metric(
-        "slo_objectives",
-        "counter",
-        "Objectives of complete answers, as their clients saw them.",
-        ("slo_class", "objective", "outcome"),
+        "slo_objectives", "counter", "Objectives of answers, as clients saw them.", ("slo_class", "objective", "outcome")
     ),
     _counter("slo_shed", "Choices refused because their first token would have come too late.", labels=("slo_class",)),
     _histogram("slo_ttft_seconds", "Time to the first token of an answer, by class.", labels=("slo_class",)),
     _histogram(
-        "slo_tpot_seconds",
-        "Mean time per token of an answer after the first, by class.",
-        labels=("slo_class",),
-        buckets=TOKEN_S,
+        "slo_tpot_seconds", "Time per token of an answer after the first, by class.", labels=("slo_class",), buckets=TOKEN_S
     ),
     _target(
         "slo_objectives",
@@ -261,25 +249,25 @@ METRICS = (
         labels=("slo_class",),
     ),
     # Targets.
-    _whole("routing_table_version", "gauge", "Version of the newest routing table.", lambda status: status.table_version),
+    _whole("routing_table_version", "gauge", "Version of the newest routing table.", lambda s: s.table_version),
     _whole(
         "router_regret_ratio",
         "histogram",
         "By slot: share of the best drafters' tokens per second that the chosen ones miss, as the policy hedge estimates.",
-        lambda status: status.regret,
+        lambda s: s.regret,
     ),
     _whole(
         "requests_resumed",
         "counter",
-        "Continuations of requests at another target, after the loss of theirs.",
-        lambda status: status.num_resumed,
+        "Requests continued at another target, after a loss.",
+        lambda s: s.num_resumed,
         own=True,
     ),
     _whole(
         "supervisor_kills",
         "counter",
-        "Times that this process killed a supervisor that did not answer, for Ray to start another.",
-        lambda status: status.num_supervisor_kills,
+        "Supervisors that did not answer and were killed by this process.",
+        lambda s: s.num_supervisor_kills,
         own=True,
     ),
     _whole(
@@ -287,36 +275,31 @@ METRICS = (
         "gauge",
         "POSIX time at which a certificate for links of this process's machine, an intermediate or their authority expires. "
         "Unusable files count as expiring now; the log has the reason.",
-        lambda status: status.tls_not_after_s,
+        lambda s: s.tls_not_after_s,
         own=True,
     ),
     Metric(
         "scale_events",
         "counter",
-        "Changes of the wanted number of replicas of targets or of a drafter.",
+        "Changes of the wanted replicas of targets or of a drafter.",
         ("replicas_of", "direction"),
         read=_scale_events,
     ),
     _target("ready", "gauge", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
-    _target(
-        "draining",
-        "gauge",
-        "1 if the target takes no more requests and ends when it has none, else 0.",
-        lambda t: t.state == "draining",
-    ),
+    _target("draining", "gauge", "1 if the target only completes what it has, else 0.", lambda t: t.state == "draining"),
     _target("running", "gauge", "Requests in the target's batch.", lambda t: t.num_running, "num_requests_running"),
     _target("waiting", "gauge", "Requests waiting for the target's batch.", lambda t: t.num_waiting, "num_requests_waiting"),
     _target(
         "preemptions",
         "counter",
-        "Requests whose KV cache was freed for older requests, to be computed again.",
+        "Requests whose KV cache was freed, to be computed again.",
         lambda t: t.num_preempted,
         "num_preemptions",
     ),
     _target(
         "failed_observations",
         "counter",
-        "Failures to measure, trace or learn in rounds; tokens do not depend on them.",
+        "Failures to measure or learn; tokens do not depend on them.",
         lambda t: t.num_failed_observations,
     ),
     _target("blocks", "gauge", "Blocks of the KV cache.", lambda t: t.num_blocks),
@@ -335,15 +318,12 @@ METRICS = (
     ),
     _target("decode_seconds", "counter", "Time of rounds that only decoded.", lambda t: t.drafting.decode_s),
     _target(
-        "plain_decode_seconds",
-        "counter",
-        "Time that these rounds would have taken without drafts, as the cost model predicts it.",
-        lambda t: t.drafting.plain_s,
+        "plain_decode_seconds", "counter", "Predicted time of these rounds without drafts.", lambda t: t.drafting.plain_s
     ),
     _target(
         "rejected_row_seconds",
         "counter",
-        "Time that rejected draft tokens took in them, as predicted.",
+        "Predicted time of the rejected draft tokens in them.",
         lambda t: t.drafting.rejected_s,
     ),
     _target("step_seconds", "gauge", "Moving average of the time of the target's round.", lambda t: t.step_ms / 1000),
@@ -378,7 +358,7 @@ METRICS = (
     _drafter(
         "reply_seconds",
         "gauge",
-        "Moving average of the drafter's reply time.",
+        "Moving average of its reply time.",
         lambda d: None if d.reply_ms is None else d.reply_ms / 1000,
     ),
     _drafter(
@@ -394,20 +374,20 @@ METRICS = (
     _drafter(
         "accepted_length",
         "histogram",
-        "Tokens accepted of a draft that was verified, bonus excluded.",
+        "Accepted tokens of a verified draft, no bonus token.",
         lambda d: _of_lens(d.counts.accepted),
     ),
     _drafter(
         "position_verified",
         "counter",
-        "Draft tokens verified, by position in the draft from 0.",
+        "Draft tokens verified, by position from 0.",
         lambda d: _by_position(d.counts.verified_at),
         labels=("position",),
     ),
     _drafter(
         "position_accepted",
         "counter",
-        "Draft tokens accepted, by position in the draft from 0.",
+        "Draft tokens accepted, by position from 0.",
         lambda d: _by_position(d.counts.accepted_at),
         labels=("position",),
     ),
