@@ -158,6 +158,7 @@ def _vllm_command(python: str, arm: Arm, files: ModelFiles) -> PeerCommand:
         command += ["--speculative-config", f'{{"method": "custom_class", {draft}}}']
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",  # as on our target: threads that share a context wait for each other on busy cores
         "OMP_WAIT_POLICY": "passive",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
