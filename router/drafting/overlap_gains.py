@@ -24,7 +24,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from router.cost_model import CostModel, TableCost
-from router.drafting.value import drafting_s, expected_tokens
+from router.drafting.value import expected_tokens, measured_s
 from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 
 MAX_MICRO_BATCHES = 8
@@ -97,7 +97,7 @@ class Pipeline:
         if found is None:
             drafter = self.drafters[name][0]
             length = max(1, round(drafter.draft_len))
-            found = drafting_s(name, drafter, batch, length, self._cost) if drafter.draft_s else 0.0
+            found = measured_s(name, drafter, batch, length, self._cost)
             self._batch_s[name, batch] = found
         return found
 

@@ -107,16 +107,25 @@ class DraftingValue:
 
 
 def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
-    """Seconds of a batch of drafts of ``length`` tokens: as measured, for another batch or length by the profile's ratio.
-    Without a profile in proportion to the length; before the first measurement as profiled, else as long as replies take."""
-    own, usual_len = drafter_of(drafter), view.draft_len or DEFAULT_DRAFT_LEN
-    profiled_s = cost.draft_s(own, num_requests, length)
+    """Seconds of a batch of drafts of ``length`` tokens: as profiled, or as measured if that is less: a cascade is profiled
+    as its most expensive member, and measured times contain catching up. Before both, in proportion to replies."""
+    profiled_s = cost.draft_s(drafter_of(drafter), num_requests, length)
+    known_s = measured_s(drafter, view, num_requests, length, cost)
+    if profiled_s is None:
+        return known_s or view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
+    return min(profiled_s, known_s) if known_s else profiled_s
+
+
+def measured_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
+    """The same as measured, for another batch or length by the profile's ratio or, without one, in proportion to the length;
+    0: not known."""
     if not view.draft_s:
-        return view.reply_s * length / usual_len if profiled_s is None else profiled_s
-    if profiled_s is not None:
-        usual_s = cost.draft_s(own, max(1, round(view.batch)), max(1, round(usual_len)))
-        if usual_s:
-            return view.draft_s * profiled_s / usual_s
+        return 0.0
+    own, usual_len = drafter_of(drafter), view.draft_len or DEFAULT_DRAFT_LEN
+    usual_s = cost.draft_s(own, max(1, round(view.batch)), max(1, round(usual_len)))
+    profiled_s = cost.draft_s(own, num_requests, length) if usual_s else None
+    if usual_s and profiled_s is not None:
+        return view.draft_s * profiled_s / usual_s
     return view.drafts_s(num_requests) * length / usual_len
 
 

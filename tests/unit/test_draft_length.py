@@ -7,7 +7,7 @@ from engine.pass_costs import PassCosts, PassCounts
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths
 from router.drafting.value import PRICE_STEPS, DecodeRate, DraftingValue, row_price
-from router.plan import SequenceView
+from router.plan import DrafterView, SequenceView
 
 COST = TableCost((1, 8, 16, 32), (0.01, 0.01, 0.026, 0.042))
 
@@ -142,3 +142,19 @@ def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
     beyond = row_price(costs.planned.tokens_per_s, 12, 0, COST)
     assert beyond > 0.1
     assert all(0.3 * beyond < price < 0.7 * beyond for price in prices[32:])
+
+
+def test_a_first_batch_of_drafts_that_catches_up_does_not_end_drafting() -> None:
+    """It took ten times as long as profiled: its drafter read the prompts first. Without a profile that is what is known."""
+
+    class Profiled(TableCost):
+        def draft_s(self, drafter: str, batch: int, draft_len: int) -> float:  # type: ignore[override]
+            return 0.001 * draft_len
+
+    flat = (1, 64), (0.01, 0.01)
+    first = DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=1.0, draft_len=8.0)
+    for cost, pays in ((Profiled(*flat), True), (TableCost(*flat), False)):
+        value = DraftingValue(cost, {"d": first}, tokens_per_s=400.0)
+        assert value.pays("d", 4, 0, 8) is pays
+    seldom = DraftingValue(Profiled(*flat), {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.002, batch=4.0, draft_len=8.0)})
+    assert seldom.draft_s("d", 4, 4) == pytest.approx(0.001), "a cascade whose most expensive member is seldom queried"
