@@ -41,12 +41,20 @@ def cluster_status(
         table_version=max((report.table_version for report in reports), default=0),
         targets=tuple(report.status for report in reports),
         drafters=tuple(statuses),
+        planned_by=_planned_by(config),
         notes=router.notes if router is not None else (),
         trial_left_s=router.trial_left_s if router is not None else None,
         regret=router.regret if router is not None else None,
         scale_events=scaled.events if scaled is not None else (),
         scale_counts=scaled.counts if scaled is not None else (),
     )
+
+
+def _planned_by(config: Config) -> tuple[str, ...]:
+    planner, target = config.planner, config.target
+    deep = (("early exit", target.early_exit), ("partition", target.partition if target.can_divide else "off"))
+    asked = (f"{what} {value}" for what, value in deep if value != "off")
+    return (f"length {planner.draft_length.kind}", f"verify {planner.verify}", f"overlap {planner.overlap}", *asked)
 
 
 def _drafter(

@@ -105,6 +105,7 @@ class ClusterStatus:
     table_version: int
     targets: tuple[TargetStatus, ...]
     drafters: tuple[DrafterStatus, ...]
+    planned_by: tuple[str, ...] = ()  # the planner's policies of length, verification and overlap, and what else is on
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
     regret: HistogramCounts | None = None  # of the router, by slot, as of `router.assignment.FullInformation`

@@ -85,6 +85,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
     blank = Text("")
     return Group(
         title,
+        *([Text("planned by " + ", ".join(status.planned_by), style="dim")] if status.planned_by else ()),
         Text(_acceptance(status.drafters)),
         blank,
         _targets(status.targets),
