@@ -29,7 +29,10 @@ TESTS = {
     "adaspec": ("test_verify_papers", "test_draft_length_policies", "test_draft_stopping"),
     "dspark": ("test_verify_papers",),
     "faser": ("test_draft_length_policies",),
+    "faser_exit": ("test_early_exit",),
+    "saguaro": ("test_outcomes",),
     "specrouter": ("test_chain_policy", "test_router"),
+    "specrouter_estimates": ("test_similarity", "test_observed_overhead", "test_chain_policy"),
     "spin": ("test_lbss_and_hedge", "test_router"),
     "turbospec": ("test_verify_papers", "test_draft_length_policies"),
 }
