@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -232,7 +231,7 @@ def pool_costs(config: Config, cost: CostModel) -> dict[str, float]:
 
 
 def with_measured_costs(config: Config, profile: Profile) -> Config:
-    """Fills in the costs of cascades that leave them open, if all members were profiled. Lookups stay at 0."""
+    """Fills in the costs of cascades whose members were all profiled. Lookups stay at 0."""
     return config.model_copy(update={"drafters": tuple(_with_costs(drafter, profile) for drafter in config.drafters)})
 
 
@@ -247,8 +246,7 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     drafts_s = [profile.drafters[part.key].draft.fit.at(1, part.draft_len) for part in parts]
     has_model = [part.options.traits.has_model for part in parts]
     costs = [min(100.0, one / one_row_s) if has else 0.0 for one, has in zip(drafts_s, has_model, strict=True)]
-    ascending = tuple(accumulate(costs, max))  # as a cascade requires
-    return drafter.model_copy(update={"options": options.model_copy(update={"costs": ascending})})
+    return drafter.model_copy(update={"options": options.costing(costs)})
 
 
 def _digest(value: JsonValue) -> str:

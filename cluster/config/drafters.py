@@ -1,10 +1,11 @@
 """The section ``drafters``, and the default pool."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, PrivateAttr, model_validator
 
 from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Replicated, Resources, Section
 
@@ -120,9 +121,18 @@ class CascadeOptions(Section):
 
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
-    # Initial cost of each member's draft, in one-row steps of the target; those with cost 0 are always queried. None: 0 for
-    # lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
-    costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
+    _costs: tuple[float, ...] | None = PrivateAttr(None)
+    removed = frozenset({"costs"})
+
+    @property
+    def costs(self) -> tuple[float, ...] | None:
+        """Of each member's draft, in one-row steps of the target; 0: it is always queried. None: they were not measured."""
+        return self._costs
+
+    def costing(self, costs: Sequence[float]) -> Self:
+        found = self.model_copy()
+        found._costs = tuple(accumulate(costs, max))
+        return found
 
     @property
     def traits(self) -> Traits:
@@ -130,15 +140,6 @@ class CascadeOptions(Section):
             has_model=any(member.traits.has_model for member in self.members),
             reads_hidden_states=any(member.traits.reads_hidden_states for member in self.members),
         )
-
-    @model_validator(mode="after")
-    def _costs_fit(self) -> Self:
-        costs, num_members = self.costs, len(self.members)
-        if costs is not None and len(costs) != num_members:
-            raise ValueError(f"costs must hold one number for each of the {num_members} members, got {len(costs)}")
-        if costs is not None and list(costs) != sorted(costs):
-            raise ValueError(f"costs must ascend: the cheapest member comes first, got {list(costs)}")
-        return self
 
 
 DrafterOptions = Annotated[

@@ -19,6 +19,7 @@ from cluster.config import (
 )
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
+from drafters.native.lookup import lookups
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make, make_drafter
 from drafters.table import count_frequencies
@@ -340,7 +341,7 @@ def test_nothing_that_a_salt_taught_or_cached_serves_another(
 def test_control_it_serves_the_same_salt(make_one: Make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the lookups without a memory, so the test above can fail."""
     drafts, num_cached = _taught(make_one, "own", monkeypatch)
-    if kind == "suffix" or kind in LEARNING:
+    if (kind == "suffix" or kind in LEARNING) and lookups() is not None:  # ngram stands for them without a compiler
         assert drafts[0][:1] == (ANSWER[40],)
     assert (num_cached > 0) == (kind not in ("ngram", "suffix", "table", "lookup-cascade", "cascade"))
 

@@ -72,7 +72,7 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
     pool = (
         DrafterConfig(name="dspark", options=options(folder), max_draft_len=6),
         DrafterConfig(name="rnn", options=options(other), max_draft_len=4),
-        DrafterConfig(name="cascade", options=CascadeOptions(members=(NgramOptions(), options(other)), costs=(0.0, 0.0))),
+        DrafterConfig(name="cascade", options=CascadeOptions(members=(NgramOptions(), options(other))).costing((0.0, 0.0))),
     )
     resolved = resolve(config(target, pool), NODES).model_copy(update={"planner": config(target, ()).planner})
     with EmbeddedCluster.of(resolved) as cluster:

@@ -77,7 +77,7 @@ drafters:
     options:
       kind: cascade
       members: [{kind: ngram, max_mtch_len: 3}]
-      costs: 7
+      members_: 7
 router:
   policy: {kind: epsilon-greedy, epsilon: 1.5}
 api: 5
@@ -97,7 +97,7 @@ zzz: 1
         ),
         "drafters[2].options": (12, "needs the key 'kind'"),
         "drafters[3].options.members[0].max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
-        "drafters[3].options.costs": (17, "must be a valid array, got 7"),
+        "drafters[3].options.members_": (17, "unknown key; did you mean 'members'?"),
         "router.policy.epsilon": (19, "must be between 0.0 and 1.0, got 1.5"),
         "api": (20, "must be an object, got 5"),
         "zzz": (21, f"unknown key; known here: {', '.join(Config.model_fields)}"),

@@ -260,12 +260,12 @@ def test_a_cascade_costs_what_its_dearest_member_does_and_is_known_only_with_all
     assert with_measured_costs(config, lookups) == config
 
 
-def test_a_cascade_is_told_what_its_members_cost_unless_the_file_says_it() -> None:
+def test_a_cascade_is_told_what_its_members_cost_unless_it_knows() -> None:
     config = config_of(CASCADE)
     (drafter,) = with_measured_costs(config, profile_of(config)).drafters
     assert isinstance(drafter.options, CascadeOptions)
     assert drafter.options.costs == (0.0, pytest.approx(0.0049 / 0.021, rel=0.02))  # a lookup is asked every time
-    named = CASCADE.model_copy(update={"options": CASCADE.options.model_copy(update={"costs": (0.1, 0.2)})})
+    named = CASCADE.model_copy(update={"options": CASCADE.options.costing((0.1, 0.2))})
     assert with_measured_costs(config_of(named), profile_of(config)) == config_of(named)
 
 
