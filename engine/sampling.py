@@ -23,10 +23,9 @@ from torch import Tensor
 from cluster.sampling_params import SamplingParams
 from cluster.types import TokenLogprobs
 from engine.acceptance import common_prefix_len
-from engine.bad_words import BadWords
 from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
-from engine.logits import Edits, Filters, TokenCounts, edit, floors
+from engine.logits import BadWords, Edits, Filters, TokenCounts, edit, floors
 from engine.logprobs import token_logprobs
 from engine.noise import noise_keys
 from engine.ops import FusedSampling, GumbelArgmax

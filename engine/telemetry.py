@@ -1,9 +1,11 @@
 """What the round measures of itself and of its drafters."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 
 from cluster import messages
 from cluster.fast_dataclass import record
@@ -11,17 +13,37 @@ from cluster.histograms import Histogram
 from cluster.messages import LevelReport
 from cluster.slo import Attainment
 from cluster.types import Commit
-from engine.observing import Observing
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import RECENT, DecayedMean
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.scaling.report import NOTHING_SERVED, ServedCounts
+
+logger = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
 # Upper bounds of histograms.
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 OCTAVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+
+
+class Observing:
+    """A context in which an error is counted and logged, each time that their number has doubled, and suppressed: what a
+    target measures, traces and learns changes no token. What decides tokens, blocks or commits lies outside."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.num_failed += 1
+        if self.num_failed & (self.num_failed - 1) == 0:
+            text = "a defect: an observation of a round has failed (%d failures since the start)"
+            logger.error(text, self.num_failed, exc_info=error)
+        return True
 
 
 @record
