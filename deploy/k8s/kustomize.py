@@ -21,6 +21,8 @@ OVERLAYS = {
 }
 # GB of the weights of the models in the examples, in bfloat16.
 MODEL_GB = {
+    "/models/Qwen3-32B-eagle3": 2.0,
+    "/models/Qwen3-32B-dspark": 3.0,
     "/models/Qwen3-32B": 65.5,
     "/models/Qwen3-14B": 29.5,
     "/models/Qwen3-4B": 8.1,

@@ -17,6 +17,7 @@ from cluster.transport.tensors.base import Frame, Part, TensorEnd
 from drafters.hidden_states.formats import read_config
 from drafters.hidden_states.host import Host
 from drafters.shipped import find_drafter
+from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.models.config import load_config
@@ -138,7 +139,9 @@ class ReceivedStates:
 
 
 def remote_host(options: HiddenStateOptions, device: str) -> tuple[Host, ReceivedStates]:
-    """The target as a drafter sees it from a process of its own. Raises ModelUnavailable."""
+    """The target as a drafter sees it from a process of its own. Raises ModelUnavailable; InvalidField: ``device`` is
+    a GPU, and there is none."""
+    require(device)
     folder = ensure_model(options.target)
     config = load_config(folder)
     with open_weights(folder, config, DTYPES[choose_dtype(options.dtype, device, allows_int8=True)]) as weights:

@@ -11,14 +11,16 @@ from ray.util import placement_group_table
 
 from actors.processes import Process, ProcessEnded
 from actors.ray_pool import Deployment, RaySpawner
-from cluster.config import Config, ModelConfig, ModelOptions, StateConfig, load
+from cluster.config import Config, DrafterOptions, HiddenStateOptions, ModelConfig, ModelOptions, StateConfig, load
 from cluster.inventory import Inventory
 from cluster.placement import PlacementError
 from cluster.types import ModelInfo
 from deploy.deployment import connect
 from engine.model_facts import ModelFacts, read_facts
 from engine.models.tokenizer import fingerprint
+from tests.support.dspark import write_dspark
 from tests.support.examples import EXAMPLES, MACHINES
+from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.ray
@@ -48,6 +50,12 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
         cluster.shutdown()
 
 
+@pytest.fixture(scope="module")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many key-value heads as an example has ranks."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", num_key_value_heads=4)
+
+
 @pytest.fixture(autouse=True)
 def facts_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM the native engine's reader tells the facts of the one model that is served here for all. GPUs count as
@@ -65,11 +73,10 @@ def facts_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def served_here(name: str, cluster: Cluster, model: Path, state: Path) -> Config:
     """The example as it is, but for paths: a tiny model for every model, and neither secrets nor Redis."""
     config = load(EXAMPLES / f"{name}.yaml")
-    tiny = ModelOptions(model=str(model))
-    drafters = tuple(
-        drafter.model_copy(update={"options": tiny}) if isinstance(drafter.options, ModelOptions) else drafter
-        for drafter in config.drafters
-    )
+    tiny: dict[type, DrafterOptions] = {ModelOptions: ModelOptions(model=str(model))}
+    if any(isinstance(drafter.options, HiddenStateOptions) for drafter in config.drafters):
+        tiny |= {HiddenStateOptions: HiddenStateOptions(path=str(write_dspark(state.parent / "drafter", model)))}
+    drafters = tuple(one.model_copy(update={"options": tiny.get(type(one.options), one.options)}) for one in config.drafters)
     where = {
         "ray_address": cluster.address,
         "ray_auth": "none",

@@ -11,6 +11,7 @@ MACHINES = {
     "vllm-cpu": Inventory((Node("laptop", 4),)),
     "vllm-4gpu": Inventory((Node("server", 32, 4),)),
     "one-node-8gpu": Inventory((Node("server", 64, 8),)),
+    "dedicated-drafters": Inventory((Node("server", 32, 6),)),
     "multi-node": Inventory(
         (
             Node("big-1", 96, 8, {"outrider/pool": "target"}),
