@@ -45,7 +45,6 @@ CONTEXT_LEN = 512
 STEP_ROWS = (1, 8, 32)
 NUM_STEPS, NUM_STEPS_QUICK = 300, 60  # in turn with the floor
 _BLOCK_LEN = 32
-_PREFILL_LEN = 512
 _SEED = 17
 _NUM_TRIALS = 5  # per candidate product
 
@@ -112,7 +111,7 @@ def _steps(model: CausalModel, baselines: Mapping[str, CausalModel], num_rows: i
     products = {name: _weight_products(rival, num_rows) for name, rival in baselines.items()}
     best, weights = _fastest(products, lambda work: work())
     attention, read = _attention_products(model, num_rows), _read_weights(model)
-    with _sequences(model, num_rows, CONTEXT_LEN, num_steps + 1) as (target, last_ids):
+    with _sequences(model, num_rows, num_steps + 1) as (target, last_ids):
         step = _decoding(target, last_ids, itertools.count(CONTEXT_LEN))
         works = (step, weights, attention, read)
         for work in works:
@@ -182,23 +181,19 @@ def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]
 
 
 @contextmanager
-def _sequences(
-    model: CausalModel, num: int, prompt_len: int, num_new_tokens: int
-) -> Iterator[tuple[NativeTarget, dict[str, int]]]:
+def _sequences(model: CausalModel, num: int, num_new_tokens: int) -> Iterator[tuple[NativeTarget, dict[str, int]]]:
     """A target that holds ``num`` different computed prompts, and the first token of each answer."""
-    max_len = prompt_len + num_new_tokens + 1
-    limits = NativeLimits(num * -(-max_len // _BLOCK_LEN), _BLOCK_LEN, num, _PREFILL_LEN, max_len)
+    max_len = CONTEXT_LEN + num_new_tokens + 1
+    limits = NativeLimits(num * -(-max_len // _BLOCK_LEN), _BLOCK_LEN, num, CONTEXT_LEN, max_len)
     target = NativeTarget(model, limits, prefix_cache=False)
     sampling = SamplingParams(max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
-    prompts = _prompts(num, prompt_len, model.config.vocab_size)
+    prompts = _prompts(num, CONTEXT_LEN, model.config.vocab_size)
     requests = [Request(str(i), prompt, sampling, arrival_s=0.0) for i, prompt in enumerate(prompts)]
+    last_ids: dict[str, int] = {}
     for request in requests:
         target.open(request, request.prompt_token_ids)
-    last_ids: dict[str, int] = {}
-    at_once = max(1, _PREFILL_LEN // prompt_len)
-    for start in range(0, num, at_once):
-        spans = [Span.bound(request.id, 0, request.prompt_token_ids) for request in requests[start : start + at_once]]
-        last_ids |= {outcome.request_id: outcome.chosen[0] for outcome in target.execute(spans)}
+        (outcome,) = target.execute([Span.bound(request.id, 0, request.prompt_token_ids)])
+        last_ids[request.id] = outcome.chosen[0]
     yield target, last_ids
 
 

@@ -14,7 +14,6 @@ given by the arrivals, so arms are compared by ``request_speed``: tokens per sec
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -46,15 +45,11 @@ from engine.loading import stored_profile
 from profiler.hardware import here, num_cores
 from profiler.profile import ProfiledCost
 from router.cost_model import CostModel
-from router.drafting.overlap_gains import remote_bound
-from simulator.plots import Panel, plot
 from simulator.speculation import Arm, ArmResult, run_arm
 
-PLOT = Path("outrider-policies.png")
 SLO_LEVELS = (0.8, 1.0, 1.2)  # of the P90 of plain decoding's TPOT
 SLO_TARGET = 0.90  # attainment of AdaSpec, at which the default is compared
 SLO_RANGE, SLO_STEPS = (0.4, 2.0), 6  # of the search for it
-BOUND_LEN = 4
 ABLATIONS = (*TABLE_2, *FIGURE_15)
 GPUS = (("a100-70b", "middle-1b"), ("h100-32b", "qwen-1.5b"))
 DRAFTER = "cascade"  # of this machine's
@@ -93,11 +88,9 @@ def run(options: BenchOptions) -> BenchResult:
             found.setdefault(Case(job.machine.name, job.workload.name), {})[job.arm.name] = result
         searches = [(machine, load, found[Case(machine.name, load.name)]) for machine in machines for load in traces[:2]]
         objectives = list(processes.map(under_objectives, searches))
-    batches = {load.name: load.batch for load in loads if load.batch is not None}
-    draw(found, machines, batches, PLOT)
     return BenchResult(
         "policies",
-        figures(found, set(batches)) | _slo_figures(objectives),
+        figures(found, {load.name for load in loads if not load.is_trace}) | _slo_figures(objectives),
         tables=(
             *(_table(case, results) for case, results in found.items()),
             _paper_table(found),
@@ -106,7 +99,6 @@ def run(options: BenchOptions) -> BenchResult:
         notes=(
             f"simulated: all figures. here: costs measured on this machine, the live {DRAFTER} over members with recorded "
             "agreement. Others: costs of a roofline, agreement of synthetic families.",
-            f"drawn in {PLOT}, with the bound 1 + K t_d / t_v for drafts of {BOUND_LEN} tokens that are never awaited.",
         ),
     )
 
@@ -280,28 +272,3 @@ def _slo_table(cases: Sequence[tuple[str, str]], objectives: Sequence[Sequence[O
     )
     columns = ("case", "objective over plain P90", "arm", "attained", "tokens/s", "tokens/s of a request", "TTFT mean ms")
     return Table("simulated: TPOT objectives, the first where adaspec attains about 0.90", columns, rows)
-
-
-def draw(found: Mapping[Case, Results], machines: Sequence[Machine], batches: Mapping[str, int], picture: Path) -> None:
-    panels = []
-    for machine in machines:
-        names = [name for name in batches if Case(machine.name, name) in found]
-        at = [float(batches[name]) for name in names]
-        results = [found[Case(machine.name, name)] for name in names]
-        over_plain = {
-            arm.name: (at, [one[arm.name].goodput / one[PLAIN.name].goodput for one in results]) for arm in ARMS[1:]
-        }
-        bound = f"bound of remote over awaited, K = {BOUND_LEN}"
-        if not machine.drafter.members:  # a cascade takes as long as the members that it queries
-            over_plain[bound] = (at, [_bound(machine, batches[name]) for name in names])
-        verified = {arm.name: (at, [one[arm.name].verified_len for one in results]) for arm in (*PAPERS, DEFAULT)}
-        dashed = frozenset({bound})
-        panels.append(Panel(f"{machine.name}: goodput over plain", over_plain, "batch", log_x=True, dashed=dashed))
-        panels.append(Panel(f"{machine.name}: draft tokens verified a round", verified, "batch", log_x=True))
-    plot(panels, "simulated: policies of speculation", picture)
-
-
-def _bound(machine: Machine, batch: int) -> float:
-    draft_s = machine.cost.draft_s(machine.drafter.name, batch, BOUND_LEN) or 0.0
-    pass_s = machine.cost.step_s(batch * (1 + BOUND_LEN), batch * 512)
-    return remote_bound(BOUND_LEN, draft_s / BOUND_LEN, pass_s)
