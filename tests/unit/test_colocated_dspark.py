@@ -84,14 +84,11 @@ def test_two_companions_and_one_in_a_cascade_leave_the_tokens_as_they_are(
 def test_every_kind_beside_the_others_leaves_the_tokens_as_they_are(
     target: Path, tmp_path: Path, plain: list[list[int]]
 ) -> None:
-    """Also EAGLE-3 without a head of its own, and with tokens drafted ahead."""
+    """Also EAGLE-3 without a head of its own."""
     kinds = get_args(HiddenStateKind)
     for kind in kinds:
         write_speculators(tmp_path / kind, target, kind, draft_token_ids=tuple(range(0, 256, 3)))
-    pool = tuple(
-        DrafterConfig(name=kind, options=options(tmp_path / kind, kind), max_draft_len=6, ahead_len=2 * (kind == "eagle3"))
-        for kind in kinds
-    )
+    pool = tuple(DrafterConfig(name=kind, options=options(tmp_path / kind, kind), max_draft_len=6) for kind in kinds)
     resolved = resolve(config(target, pool), NODES).model_copy(update={"planner": config(target, ()).planner})
     with EmbeddedCluster.of(resolved) as cluster:
         assert outputs(cluster.complete(requests(6))) == plain
