@@ -13,6 +13,7 @@ from functools import partial
 
 from rich.console import Console
 
+from benchmarks import equal_drafters
 from benchmarks.accepted_length import accepted
 from benchmarks.draft_cost import draft_cost
 from benchmarks.fixtures import Fixtures
@@ -56,7 +57,8 @@ def run(options: BenchOptions) -> BenchResult:
         minutes, seconds = divmod(int(elapsed_s()), 60)
         console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False, soft_wrap=True)
 
-    configs = pool(options.model)
+    alike = equal_drafters.trained(equal_drafters.recipe(options.model), tell, anew=not options.quick)
+    configs = (*pool(options.model), *alike)
     fixtures = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
     rounds, recordings = in_own_thread(lambda: accepted(fixtures, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
@@ -115,6 +117,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, num_new_tokens: int)
             *(_position_table(found, temperature) for temperature in TEMPERATURES),
             *(_domain_table(found, temperature) for temperature in TEMPERATURES),
             _cost_table(found),
+            *([equal_drafters.paper_table()] if found.keys() & set(equal_drafters.names()) else ()),
         ),
         notes=(
             f"{num_prompts} prompts, {num_new_tokens} new tokens; accepted lengths count the bonus token, and are "

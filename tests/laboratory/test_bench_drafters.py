@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drafters as bench
+from benchmarks import equal_drafters
 from benchmarks.drafters import QUICK, Findings
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions
@@ -14,6 +15,7 @@ from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.word_model import write_wordy_model
 
 
 def rounds_of(*accepted: int, drafted: int = 3, confidence: float = 0.5) -> list[Round]:
@@ -127,3 +129,20 @@ def test_everything_is_measured_and_named(
     assert figures["accepted_len.dspark.k7.mean"] < 1.3, "its weights are random"
     assert result.to_json()
     assert "drafters: 0:" in capsys.readouterr().err, "it says how far it is"
+
+
+def test_drafters_of_one_budget_are_trained_once_from_the_same_answers(tmp_path: Path) -> None:
+    model = write_wordy_model(tmp_path / "model")
+    small = {"num_prompts": 24, "num_tokens": 600, "max_answer_tokens": 24, "num_epochs": 1, "block_size": 4}
+    sizes = {"vocabulary": 200, "markov_rank": 8, "anchor_rank": 16, "dtype": "float32"}
+    options = replace(equal_drafters.recipe(str(model), tmp_path), **small, **sizes)
+    told: list[str] = []
+    assert equal_drafters.trained(options, told.append, anew=False) == []
+    found = equal_drafters.trained(options, told.append, anew=True)
+    assert [config.name for config in found] == equal_drafters.names()
+    assert [config.options.kind for config in found] == list(equal_drafters.KINDS)
+    assert sum(line.startswith("answers") for line in told) == len(found), "of the second and third, all are there"
+    assert equal_drafters.trained(options, told.append, anew=False) == found
+    figures = bench.result({config.name: findings((1, 2), 0.1) for config in found}, 3, 8)
+    assert figures.tables[-1].rows[0][0] == "eagle3"
+    assert figures.figures["accepted_len.equal-eagle3.k7.d"] == 2.5

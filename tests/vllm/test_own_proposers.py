@@ -2,17 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config import HiddenStateOptions
 from cluster.sampling_params import SamplingParams
-from cluster.types import Request
+from cluster.types import ModelInfo, Request
 from drafters.engine_proposals import EngineProposals, Proposing
+from drafters.hidden_states.host import Host, make_hidden_state_drafter
+from engine.models.tokenizer import fingerprint
 from engine.vllm.environment import prepare_environment
+from tests.support.dspark import write_speculators
 from tests.support.target_driver import play_with_drafter
+from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import make_vllm
 from tests.support.vllm_models import write_eagle3, write_model
 
@@ -43,12 +49,19 @@ def played(
     target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request]
 ) -> tuple[list[Any], list[Sequence[int]]]:
     """([outputs, accepted, drafted tokens], all proposals)"""
+    counts, proposals = played_proposals(target, proposer, requests)
+    return counts, list(proposals.values())
+
+
+def played_proposals(
+    target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request]
+) -> tuple[list[Any], dict[tuple[str, int], tuple[int, ...]]]:
     with closing(make_vllm(target, proposer=proposer, **SIZE)) as engine:
         assert isinstance(engine, Proposing)
         drafter = EngineProposals(engine)
         counts, proposals = play_with_drafter(engine, drafter, requests, DRAFT_LEN)
         drafter.check_integrity()
-        return counts, list(proposals.values())
+        return counts, proposals
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -80,3 +93,23 @@ def test_a_random_eagle3_head_changes_no_token(target: Path, temperature: float,
     assert outputs == plain
     assert num_drafted > 4 * 10
     assert len({tuple(draft) for draft in proposals}) > 4
+
+
+def test_a_head_in_the_format_that_training_writes_drafts_as_in_the_pool(tmp_path: Path) -> None:
+    """EAGLE-3 as `outrider train` writes it: vLLM's proposer and our drafter beside the same target draft the same."""
+    target = write_tiny_model(tmp_path / "model", num_layers=4, hidden_size=128)
+    reduced = tuple(range(0, 256, 2))
+    write_speculators(tmp_path / "head", target, "eagle3", target_layer_ids=(0, 1, 2), draft_token_ids=reduced)
+    requests = {
+        f"r{i}": replace(one, prompt_token_ids=one.prompt_token_ids[:60]) for i, one in enumerate(asked(0.0).values())
+    }
+    (theirs, *_), of_vllm = played_proposals(target, {"method": "eagle3", "model": str(tmp_path / "head")}, requests)
+    with closing(make_vllm(target, feature_layers=(0, 1, 2))) as engine:
+        options = HiddenStateOptions(kind="eagle3", path=str(tmp_path / "head"), dtype="float32", min_survival=0.0)
+        model = ModelInfo("tiny", 257, 512, (256,), fingerprint(target))
+        drafter = make_hidden_state_drafter(options, model, Host(engine, target))
+        (ours, *_), of_pool = play_with_drafter(engine, drafter, requests, DRAFT_LEN)
+    assert ours == theirs
+    common = [key for key, draft in of_vllm.items() if draft and len(draft) == len(of_pool.get(key, ()))]
+    assert len(common) > 4 * 10
+    assert [of_pool[key] for key in common] == [of_vllm[key] for key in common]
