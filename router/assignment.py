@@ -9,6 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
+from cluster.messages import LevelReport
+from router.cost_model import TableCost
+
 Chain = tuple[str, ...]
 TARGET_ONLY: Chain = ()
 
@@ -164,6 +167,14 @@ class FullInformation(Protocol):
         """Of the last assignment: by which share of the tokens per second that the requests would get from the best drafter
         of each, as estimated, those of the chosen ones fall short. Want of places, the cost of a change and exploration are
         in it. None: there was no request."""
+
+
+@runtime_checkable
+class LevelObserver(Protocol):
+    """A policy that learns from the models within chains."""
+
+    def observe_levels(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
+        """Before ``observe``: reports of the last slot, and the target's pass times, if known."""
 
 
 def without_lookups(pool: Sequence[PoolMember], num_requests: int) -> Sequence[PoolMember]:

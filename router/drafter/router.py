@@ -10,6 +10,7 @@ from router.assignment import (
     AssignmentPolicy,
     Chain,
     FullInformation,
+    LevelObserver,
     MemberCosts,
     Observation,
     PoolMember,
@@ -21,7 +22,6 @@ from router.assignment import (
 from router.cost_model import monotone
 from router.drafter.seats import settle
 from router.estimates.drift import DriftDetector
-from router.papers.specrouter import ModelChains
 
 # Cost of a draft token on a CPU over one on a GPU, until rounds tell: GPU memory is so much faster.
 FALLBACK_COST = 20.0
@@ -100,10 +100,10 @@ class Router:
         scores = [one for report in reports for one in report.scores if drafter_of(one.drafter) in known]
         if self._watch is not None:
             self._watch.observe(observations)
-        if isinstance(self.policy, ModelChains):
+        if isinstance(self.policy, LevelObserver):
             levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
             passes = next((report.target_passes for report in reports if report.target_passes), ())
-            self.policy.learn(levels, monotone(passes) if passes else None)
+            self.policy.observe_levels(levels, monotone(passes) if passes else None)
         self.policy.observe(observations, scores)
         # One that has just joined has neither requests nor links yet.
         settled = [report for report in reports if report.requests or report.drafters] or reports

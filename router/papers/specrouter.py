@@ -84,7 +84,7 @@ class ModelChains:
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
 
-    def learn(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
+    def observe_levels(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
         """Reports of models within chains during the last slot, and the target's pass times, if known."""
         self._target = target or self._target
         failed = []
