@@ -22,9 +22,7 @@ from cluster.config import Config, show
 from cluster.errors import OutriderError
 from deploy.process_tree import descendants
 
-START_S = 400.0
-STOP_S = 100.0
-POLL_S = 0.2
+START_S, STOP_S, POLL_S = 400.0, 100.0, 0.2
 
 
 class ServerFailed(OutriderError):
