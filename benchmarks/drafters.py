@@ -8,7 +8,7 @@ new drafter, because most learn while they serve.
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rich.console import Console
@@ -17,16 +17,20 @@ from benchmarks import equal_drafters
 from benchmarks.accepted_length import accepted
 from benchmarks.draft_cost import draft_cost
 from benchmarks.fixtures import Fixtures
+from benchmarks.harness import Harness, RunConditions
 from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
+from cluster.config import DrafterConfig, HiddenStateOptions
 from drafters.replay import Round
 from engine.threads import in_own_thread
 
 DRAFT_LENS = (7, 4)
 TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
+
+NUM_REMOTE_PROMPTS, NUM_REMOTE_TOKENS = 4, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,27 @@ def run(options: BenchOptions) -> BenchResult:
         tell(f"cost of {config.name}, K = {draft_len}")
         measure = partial(draft_cost, fixtures, config, recordings[0.0], draft_len, effort.num_cost_rounds)
         found[config.name].costs[draft_len] = in_own_thread(measure)
+    tell("remote drafters")
+    remote = remote_over_colocated(options.model, configs, prompts)
     tell("done")
-    return result(found, len(prompts), effort.num_new_tokens)
+    one = result(found, len(prompts), effort.num_new_tokens)
+    return replace(one, figures={**one.figures, **remote})
+
+
+def remote_over_colocated(model: str, configs: Sequence[DrafterConfig], prompts: Sequence[BenchPrompt]) -> dict[str, float]:
+    """Accepted length of the first drafter on hidden states behind a tensor link, over that in the target's process."""
+    readers = [config for config in configs if isinstance(config.options, HiddenStateOptions)]
+    if not readers:
+        return {}
+    rig = Harness(model, [prompt.text for prompt in prompts[:NUM_REMOTE_PROMPTS]], NUM_REMOTE_TOKENS)
+    lens = []
+    for is_remote in (True, False):
+        own = readers[0].model_copy(update={"remote": is_remote})
+        rounds = [
+            c for one in rig.run(RunConditions(companions=(own,))).completions for c in one.commits if c.finish is None
+        ]
+        lens.append(sum(len(c.token_ids) for c in rounds) / len(rounds))
+    return {"remote_over_colocated.accepted_len": lens[0] / lens[1]}
 
 
 def _stopwatch() -> Callable[[], float]:

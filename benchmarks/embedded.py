@@ -28,6 +28,7 @@ from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.sessions import SessionLimits
 from engine.admission import AdmissionRules
+from engine.feature_feed import FeatureFeeds
 from engine.partition import Partition
 from engine.round import DrafterPool, Policies, TargetLoop
 from engine.target import TargetEngine
@@ -38,6 +39,7 @@ from router.drafting.policies import build_draft_lengths
 from router.planning.planner import Planner, StepPlanner
 
 if TYPE_CHECKING:
+    from drafters.hidden_states.received import ReceivedStates
     from engine.grammar.compiling import Grammars
 
 _numbers = itertools.count()
@@ -51,6 +53,7 @@ class PoolEntry:
     Args:
         companion: it shares the target's device, so it is queried only while that pays.
         proposers: names of those that may ride ahead of it, on which it may report.
+        states: what it reads, if they come over a tensor link of the cluster's ``feeds``.
     """
 
     drafter: Drafter
@@ -59,6 +62,7 @@ class PoolEntry:
     companion: bool = False
     proposers: tuple[str, ...] = ()
     max_outcomes: int = 0
+    states: "ReceivedStates | None" = None
 
 
 @dataclass(slots=True)
@@ -85,10 +89,12 @@ class EmbeddedCluster:
         grammars: "Grammars | None" = None,
         draft_length: DraftLengthConfig | None = None,
         divided: tuple[Partition, PartitionChoice] | None = None,
+        feeds: FeatureFeeds | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
         self.grammars = grammars
+        self._tensors = "" if feeds is None else feeds.address
         self._engine = engine
         self._mailbox = Mailbox()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
@@ -101,7 +107,7 @@ class EmbeddedCluster:
             cost,
             time.monotonic,
             Policies(planner or StepPlanner(), build_draft_lengths(draft_length or DraftLengthConfig(), lens)),
-            DrafterPool(table, [name for name, entry in pool.items() if entry.companion], proposers),
+            DrafterPool(table, [name for name, entry in pool.items() if entry.companion], proposers, feeds),
             AdmissionRules(grammars=grammars),
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
@@ -171,6 +177,10 @@ class EmbeddedCluster:
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
         """Also takes the place of a drafter of that name."""
         loop, mailbox = _loop(name, entry)
+        if entry.states is not None:
+            from drafters.hidden_states.received import StateCalls
+
+            loop.sessions.linked = StateCalls(name, entry.states, mailbox).linked
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
         thread = None
         if entry.companion:
@@ -270,7 +280,8 @@ class EmbeddedCluster:
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
 
     def _hello(self, role: Role, name: str) -> Hello:
-        return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)
+        tensors = self._tensors if role is Role.TARGET else ""
+        return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint, tensors=tensors)
 
 
 def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:

@@ -1,6 +1,7 @@
 """A model in fp32, its requests, and in-process clusters that run them under varying conditions."""
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,25 +13,29 @@ from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from benchmarks.interpreted_triton import interpret_triton
-from cluster.config import DrafterConfig, DraftLengthConfig
+from cluster.config import DrafterConfig, DraftLengthConfig, HiddenStateOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from deploy.api.tokenizer import Tokenizer
 from drafters.hidden_states.host import Host
+from drafters.hidden_states.received import remote_host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_model
+from engine.feature_feed import FeatureFeeds
 from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
+from engine.partition import core_sets
 from engine.target import LoadedTarget
 from engine.tensor_parallel.local import load_over_local_ranks
 from engine.tensor_parallel.sharding import shard_of
 from engine.vllm.arguments import VllmLimits
 from engine.vllm.environment import RUNNER_V2, prepare_environment
 from router.cost_model import TableCost
+from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.plan import SequenceView
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 
@@ -58,8 +63,9 @@ class RunConditions:
 
     ``pool`` makes the drafters, among which requests are distributed in turn. ``kill``: this drafter is killed and
     replaced by ``successor``. ``preempt``: half of the batch loses its cache and is recomputed. ``companions`` belong
-    to the pool and are made anew beside the target of each run. ``num_ranks``: processes that compute the target; then
-    half of the requests ask for no log-probabilities, for which ranks exchange whole rows.
+    to the pool and are made anew beside the target of each run, or if they are ``remote`` behind a tensor link, which
+    ``cut`` cuts. ``divided``: they draft in lanes, which change every few rounds. ``num_ranks``: processes that compute the
+    target; then half of the requests ask for no log-probabilities, for which ranks exchange whole rows.
     """
 
     pool: Callable[[], Mapping[str, Drafter]] = dict
@@ -69,6 +75,8 @@ class RunConditions:
     kill: str | None = None
     successor: Callable[[], Drafter] | None = None
     preempt: bool = False
+    cut: bool = False
+    divided: bool = False
     num_ranks: int = 1
     planner: PlannerSettings = PATIENT
     draft_length: DraftLengthConfig | None = None  # the default
@@ -121,24 +129,43 @@ class Harness:
         capacity = len(self.requests)
         pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
         host = Host(engine, self._folder)
+        remote = {one.name: feature_layers([one], self._folder) for one in circumstances.companions if one.remote}
+        feeds = FeatureFeeds(engine, remote, "127.0.0.1") if remote else None
         for config in circumstances.companions:
+            states = None
+            if config.remote and isinstance(config.options, HiddenStateOptions):
+                host, states = remote_host(config.options.model_copy(update={"target": str(self._folder)}), "cpu")
             drafter = make_drafter(config, self._info, host)
-            pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=True)
+            pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=not config.remote, states=states)
+        partition = core_sets() if circumstances.divided else None
+        choice = None if partition is None else Alternating([WHOLE, *(split.name for split in partition.splits)])
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         half_done = threading.Event()
         planner: Planner = StepPlanner(circumstances.planner)
         if circumstances.preempt:
             planner = MidRequest(planner, self._max_tokens // 2, every_second)
+        elif circumstances.cut and feeds is not None:
+            planner = MidRequest(planner, self._max_tokens // 2, _calling(feeds.close))
         elif circumstances.kill is not None:
-            planner = MidRequest(planner, self._max_tokens // 2, _setting(half_done))
+            planner = MidRequest(planner, self._max_tokens // 2, _calling(half_done.set))
         with (
             EmbeddedCluster(
-                engine, self._info, circumstances.cost, pool, planner, table, draft_length=circumstances.draft_length
+                engine,
+                self._info,
+                circumstances.cost,
+                pool,
+                planner,
+                table,
+                draft_length=circumstances.draft_length,
+                divided=None if partition is None or choice is None else (partition, choice),
+                feeds=feeds,
             ) as cluster,
             _killer(cluster, circumstances, capacity, half_done),
         ):
             completions = cluster.complete(self.requests if circumstances.num_ranks == 1 else self._half_without_logprobs())
             num_preempted = cluster.loop.telemetry.num_preempted
+        if feeds is not None:
+            feeds.close()
         engine.check_integrity()
         engine.close()
         for entry in pool.values():
@@ -235,11 +262,22 @@ def _killer(
         thread.join()
 
 
-def _setting(event: threading.Event) -> Callable[[Sequence[SequenceView]], Sequence[SequenceView]]:
-    """A hook that preempts nothing and sets ``event``."""
+class Alternating(PartitionChoice):
+    """Another partition every few rounds."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__({WHOLE: None}, {})
+        self._names = itertools.cycle([name for name in names for _ in range(3)])
+
+    def choose(self, batch: int, num_context: Callable[[], int]) -> str:
+        return next(self._names)
+
+
+def _calling(call: Callable[[], None]) -> Callable[[Sequence[SequenceView]], Sequence[SequenceView]]:
+    """A hook that preempts nothing and calls ``call``."""
 
     def preempted(_: Sequence[SequenceView]) -> Sequence[SequenceView]:
-        event.set()
+        call()
         return ()
 
     return preempted

@@ -24,7 +24,7 @@ from benchmarks.harness import DRAFT_LEN, PATIENT, PRECIOUS_ROWS, Harness, Run, 
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.config import DEFAULT_DRAFTERS, DrafterConfig, DraftLengthConfig, ModelOptions
+from cluster.config import DEFAULT_DRAFTERS, DrafterConfig, DraftLengthConfig, HiddenStateOptions, ModelOptions
 from cluster.types import Request
 from drafters.protocol import Drafter
 from engine.vllm.environment import RUNNER_V2
@@ -148,6 +148,9 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
     others = beyond_defaults(model)
     colocated = [config for config in others if config.is_colocated]
     two_ranks = {f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in colocated}
+    readers = [config for config in colocated if isinstance(config.options, HiddenStateOptions)]
+    remote = {one.name: RunConditions(companions=(one.model_copy(update={"remote": True}),)) for one in readers}
+    lanes = {f"{one.name} in a lane": replace(alone(one), divided=True) for one in colocated if rig.has_ranks}
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
@@ -155,6 +158,9 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         **{config.name: RunConditions(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
         **{f"pool's {config.name}": alone(config) for config in others},
         **planning(mixed),
+        **{f"remote {name}": one for name, one in remote.items()},
+        **{f"remote {name}, tensor link cut": replace(one, cut=True) for name, one in remote.items()},
+        **lanes,
         SELF: RunConditions(pool(own)),
         "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": RunConditions(cut(truncate_by_content)),
