@@ -147,6 +147,6 @@ def test_an_example_that_needs_one_gpu_more_is_refused(
     more = {"replicas": config.target.replicas + 1} if config.target.device == "cuda" else {"device": "cuda"}
     asking = config.model_copy(update={"target": config.target.model_copy(update=more)})
     with connect(asking, tmp_path) as deployed:
-        with pytest.raises(PlacementError, match=rf"cannot be placed: .* {config.target.tensor_parallel} GPUs are missing"):
+        with pytest.raises(PlacementError, match=r"cannot be placed: .* [1-9] GPUs are missing"):
             deployed.reserve(tiny_model_folder)
         assert all(group["state"] == "REMOVED" for group in placement_group_table().values())
