@@ -14,6 +14,7 @@ from cluster.sampling_params import SCALARS, SamplingParams
 # Calls beyond those running or queued: bodies being received, answers being sent.
 SPARE_CALLS = 64
 MAX_CHOICES = 16  # n of one call
+_NO_DEFAULTS = ("min_tokens", "ignore_eos")  # of a model's file: they contradict the max_tokens of calls, or never end
 _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
 _UNOBSERVED = ObservabilityConfig()
@@ -93,7 +94,7 @@ def sampling_defaults(model: ModelConfig, folder: Path) -> Mapping[str, float | 
         raw = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
-    names = {name: name for name in SCALARS} | {"max_new_tokens": "max_tokens"}
+    names = {name: name for name in SCALARS if name not in _NO_DEFAULTS} | {"max_new_tokens": "max_tokens"}
     found = {field: raw[name] for name, field in names.items() if raw.get(name) is not None}
     found = {name: value for name, value in found.items() if name not in SCALARS or value not in SCALARS[name][1].off}
     try:

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-import xgrammar
-
 from cluster.errors import InvalidField
 from engine.grammar.json_pattern import counted, json_spelling
 
@@ -29,6 +27,8 @@ def rules_of(schema: Any) -> tuple[str, bool]:
 
     Raises InvalidField: it cannot be enforced; says why.
     """
+    import xgrammar  # and with it torch, which the API's processes do without
+
     try:
         text = json.dumps(with_placeholders(schema), ensure_ascii=False)
         grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=False, separators=_SEPARATORS)

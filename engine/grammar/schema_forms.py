@@ -246,7 +246,7 @@ def merged(a: Any, b: Any) -> Any:
     """
     if isinstance(a, bool) or isinstance(b, bool):
         return b if a is True else a if b is True else False
-    if not a or not b or a == b:
+    if not a or not b or spelled(a) == spelled(b):  # == takes true for 1
         return a or b
     for one, other in ((a, b), (b, a)):
         for kind in ("anyOf", "oneOf"):
@@ -288,7 +288,7 @@ def _of_keywords(a: dict[str, Any], b: dict[str, Any]) -> Any:
     for key in (*a, *(key for key in b if key not in a)):
         if key in ("properties", "additionalProperties"):
             continue
-        if key not in a or key not in b or a[key] == b[key]:
+        if key not in a or key not in b or spelled(a[key]) == spelled(b[key]):
             found[key] = a.get(key, b.get(key))
         elif key == "type":
             found[key] = _common_types(a, b)

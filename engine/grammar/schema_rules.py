@@ -182,6 +182,8 @@ def _finish(path: str, schema: dict[str, Any]) -> None:
         for key in ("const", "enum", "type"):
             schema.pop(key, None)
         schema["anyOf"] = [_constant(value) for value in values]
+    if schema.get("additionalProperties") is False:
+        schema.pop("propertyNames", None)  # there is no name that it could describe
     names, others = schema.get("properties", {}), schema.get("additionalProperties", False)
     if "propertyNames" in schema:
         if names:
@@ -193,12 +195,13 @@ def _finish(path: str, schema: dict[str, Any]) -> None:
         schema["propertyNames"] = {"const": placeholder(names)}
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise refused(f"{path}/minProperties", "is not supported beyond 1 and the number of required properties")
-    for key, whole in (("minimum", math.ceil), ("maximum", math.floor)) if schema.get("type") == "integer" else ():
+    for key, whole, tighter in (("minimum", math.ceil, max), ("maximum", math.floor, min)):
         exclusive = "exclusive" + key.capitalize()
-        for bound in (key, exclusive):
+        for bound in (key, exclusive) if schema.get("type") == "integer" else ():
             if isinstance(schema.get(bound), float) and math.isfinite(schema[bound]):
-                is_whole = schema[bound].is_integer()
-                schema[bound if is_whole else key] = whole(schema.pop(bound))
+                is_whole, value = schema[bound].is_integer(), whole(schema.pop(bound))
+                own = bound if is_whole else key
+                schema[own] = tighter(schema.get(own, value), value)
 
 
 def _resolved(schema: Any, root: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from cluster.types import DraftTerms
+from router.assignment import drafter_of
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.ranking import throughputs
 from router.drafting.value import DraftingValue, QuotedPrice, drafting_s
@@ -72,7 +73,8 @@ class AdaSpec(DraftLengths):
             verify_s = value.cost.step_s(num * (1 + length), context)
             if drafting_s(drafter, view, num_own, length, value.cost) + verify_s <= tpot_s:
                 return length
-        return 0
+        # One whose times are not profiled is tried on: else a slow first draft would stand for all.
+        return 0 if value.cost.draft_s(drafter_of(drafter), num_own, 1) is not None else 1
 
     def learn(self, feedback: PassFeedback) -> None:
         for judgement in feedback.judgements.values():

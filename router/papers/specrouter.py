@@ -1,9 +1,9 @@
 """`chain`: SpecRouter's scheduling of model chains (section 4.2, algorithm 1), per request, with predicted times.
 
     Algorithm 1                                                      here
-    1-4   generate candidate chains that end with the target         `router.chains.candidates`
+    1-4   generate candidate chains that end with the target         `router.drafter.chains.candidates`
     9-10  estimate acceptance between neighbours from similarity     `router.papers.specrouter_estimates.Similarities`
-    11-13 predict the effective time per target token                `router.chains.predict`
+    11-13 predict the effective time per target token                `router.drafter.chains.predict`
     14-18 take the chain of the least                                `ModelChains`
 
 The models below the last drafter of a chain change the cost of its drafts, never their tokens. So each last drafter has one

@@ -216,7 +216,7 @@ def test_what_differs_from_the_default_makes_the_same_configuration(tmp_path: Pa
         "-tp",
         "2",
         "--set",
-        "router.policy={kind: hedge, hysteresis: 0.2}",
+        "router.policy={kind: lbss, chunk_slots: 4}",
         "--set",
         "cluster.state={kind: file, folder: /x}",
     ]

@@ -379,6 +379,7 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
             pass
 
     own: list[Stream] = []
+    default = Stream(torch.device("cpu"))
 
     @contextmanager
     def stream(used: Stream) -> Iterator[None]:
@@ -388,12 +389,14 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
     @contextmanager
     def graph(_: object, *, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert graphs._CAPTURING.locked(), "a capture begins with a wait for the device"
-        assert stream is own[0], "torch's default is one stream for all threads"
+        assert stream is own[0]
+        assert stream is not default, "torch's default is one stream for all threads"
         did.append(capture_error_mode)
         yield
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)

@@ -310,22 +310,6 @@ def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(m
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
-def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(
-    make: Callable[[], AssignmentPolicy],
-) -> None:
-    older = kept(learned(make))
-    del older["in_time"]
-    policy = learned(make)
-    policy.restore(older)
-    assert kept(policy) == {**older, "in_time": {}}
-    assert chosen(policy) == "late"  # nobody has seen it be late
-    for number in range(60):
-        policy.observe([Observation(f"c{number}", "late", 20, 0, 0, 20, 1.0, num_missed=20)])
-        last = chosen(policy)
-    assert last == "punctual"
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=["hedge", "chain"])
 @pytest.mark.parametrize("damage", [None, [], {"late": 1}, {"late": [1]}, {"late": [-1, -1]}, {"late": [1, 2]}])
 def test_what_cannot_be_is_refused_and_changes_nothing(make: Callable[[], AssignmentPolicy], damage: Any) -> None:
     policy = learned(make)

@@ -34,7 +34,8 @@ for module, names in brought:
         sys.modules[module] = None
 runpy.run_module("tests.gpu", run_name="__main__", alter_sys=True)
 """
-CANNOT_RUN = ("packed passes", "kernels launch", "bfloat16", "ranks over nccl")  # of the first, some families do
+# Of the first, some families do.
+CANNOT_RUN = ("packed passes", "kernels launch", "bfloat16", "ranks over nccl", "parts of a device")
 
 
 @pytest.mark.timeout(600)

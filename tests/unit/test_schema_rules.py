@@ -15,6 +15,8 @@ from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.schema_spellings import KEYWORDS
 
 REFUSED: list[tuple[Any, str]] = [
+    ({"allOf": [{"enum": [True]}, {"enum": [1]}]}, "allows nothing"),
+    ({"allOf": [{"const": 1}, {"const": True}]}, "allows nothing"),
     (False, "allows nothing"),
     ([1], "must be an object"),
     ({"items": [None]}, "#/prefixItems/0: must be an object"),
@@ -90,6 +92,12 @@ def test_deep_schemas_are_refused() -> None:
         ({"minItems": 1}, {"minItems": 1, "type": "array", "items": True}),
         ({"type": "string", "format": "uri"}, {"type": "string"}),
         ({"oneOf": [{"type": "null"}, {"const": "a"}]}, {"anyOf": [{"type": "null"}, {"const": "a"}]}),
+        ({"type": "integer", "minimum": 18, "exclusiveMinimum": 0.5}, {"type": "integer", "minimum": 18}),
+        ({"type": "integer", "maximum": 2.5, "exclusiveMaximum": 7.5}, {"type": "integer", "maximum": 2}),
+        (
+            {"additionalProperties": False, "propertyNames": {"pattern": "a"}},
+            {"type": "object", "additionalProperties": False},
+        ),
     ],
 )
 def test_a_schema_is_completed(schema: Any, compiled: Any) -> None:

@@ -11,7 +11,7 @@ from cluster.config import DraftLengthConfig
 from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES, build_draft_lengths
 from router.drafting.value import DraftingValue
-from router.plan import SequenceView
+from router.plan import DrafterView, SequenceView
 from router.planning.slo import RoundLimits
 from tests.support.verification import DRAFTERS, Drawn, a_pass, decide, decoding, passes
 
@@ -78,6 +78,14 @@ def test_adaspec_drafts_no_further_than_a_round_within_the_slo(tpot_s: float | N
     lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
     batch = DraftingValue(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
     assert lengths.budgets([decoding("x", ())], batch)["x"].num_tokens == longest
+
+
+def test_adaspec_tries_on_a_drafter_whose_times_are_not_profiled() -> None:
+    """A first draft that catches up takes long, and nothing but a next one tells that it is not usual."""
+    lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
+    slow = {"d": DrafterView(reply_s=0.5, accepted_per_round=1.0, acceptance=0.6, draft_len=8.0)}
+    value = DraftingValue(SMOOTH, slow, limits=RoundLimits(tpot_s=0.05))
+    assert lengths.budgets([decoding("x", ())], value)["x"].num_tokens == 1
 
 
 def test_dspark_admits_until_the_throughput_falls() -> None:

@@ -69,7 +69,9 @@ SAMPLING = SamplingParams(
 )
 LOGPROBS = (TokenLogprobs(-0.5, ((1, -0.5), (2, -1.0)), 1), TokenLogprobs(-2.0, ((3, -0.25),), 4))
 SEEDS: tuple[Frame, ...] = (
-    Greeting(Hello(Role.DRAFTER, "ngram", VOCAB_SIZE, "f" * 64, instance="i" * 16), b"n" * 32, b"p" * 32),
+    Greeting(
+        Hello(Role.DRAFTER, "ngram", VOCAB_SIZE, "f" * 64, instance="i" * 16, tensors="memory://t"), b"n" * 32, b"p" * 32
+    ),
     Welcome(b"p" * 32),
     Refusal("another tokenizer", tokenizer=True),
     Ping(),
