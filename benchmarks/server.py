@@ -156,11 +156,14 @@ class ServerProcess(ChildServer):
     ) -> None:
         self.config = config
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-bench-")
-        file = Path(self._folder.name) / "outrider.yaml"
-        file.write_text(show(config), encoding="utf-8")
-        command = [str(python), "-m", "deploy.cli", "serve", *(words or [str(file)])]
+        self._file = Path(self._folder.name) / "outrider.yaml"
+        command = [str(python), "-m", "deploy.cli", "serve", *(words or [str(self._file)])]
         url = f"http://{config.api.host}:{config.api.port}"
         super().__init__(command, os.environ if environment is None else environment, url)
+
+    def start(self) -> None:
+        self._file.write_text(show(self.config), encoding="utf-8")
+        super().start()
 
     def target(self) -> HttpTarget:
         with self.client() as client:
