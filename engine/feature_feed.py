@@ -37,7 +37,6 @@ class FeatureFeed:
         self._told: dict[str, int] = {}  # rows that exist
         self._idle: set[str] = set()  # those that it does not draft for
         self._dropped: set[str] = set()
-        self.num_bytes = 0
 
     def connect(self, link: TensorLink) -> None:
         """From any thread. What is fed before goes with the next message."""
@@ -66,7 +65,6 @@ class FeatureFeed:
             found.clear()
             link.send(Frame(tuple(self._part(key, self._sent[key]) for key in due), message.releases))
         self._sent |= {key: self._told[key] for key in found}
-        self.num_bytes += frame.num_bytes if found else 0
 
     def _part(self, key: str, stop: int) -> Part:
         return Part(key, self._sent[key], stop, self._told[key])

@@ -5,12 +5,14 @@ A policy is pure: pool and requests in, a chain per request out, once per slot.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
 from cluster.messages import LevelReport
-from router.cost_model import TableCost
+
+if TYPE_CHECKING:  # it needs numpy, which processes of lookups do without
+    from router.cost_model import TableCost
 
 Chain = tuple[str, ...]
 TARGET_ONLY: Chain = ()
@@ -173,7 +175,7 @@ class FullInformation(Protocol):
 class LevelObserver(Protocol):
     """A policy that learns from the models within chains."""
 
-    def observe_levels(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
+    def observe_levels(self, levels: Sequence[LevelReport], target: "TableCost | None" = None) -> None:
         """Before ``observe``: reports of the last slot, and the target's pass times, if known."""
 
 

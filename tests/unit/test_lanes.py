@@ -194,10 +194,11 @@ def test_lanes_read_hidden_states_in_order(tmp_path: Path, monkeypatch: pytest.M
 
     partition = Partition(recorder, [Split("a", recorder, recorder), Split("b", recorder, recorder)])
     served(tmp_path, partition, Alternating("a", WHOLE, "b"), record)
-    assert recorder.num_foreign > 100
+    assert recorder.num_foreign > 10
     assert bool(recorder.unordered) == (broken is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_costs")
 def test_core_sets_change_no_token(tmp_path: Path) -> None:
     partition = core_sets()
