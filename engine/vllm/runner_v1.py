@@ -1,5 +1,6 @@
 """vLLM's model runner V1 with our sampling. It asks a proposer for drafts, and gives it those of the scheduler to verify."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from engine.device import to_device
 from engine.sampling import SamplingState
 from engine.vllm.sampling import ExactSampling
+
+logger = logging.getLogger(__name__)
 
 
 class NoProposer:
@@ -29,13 +32,14 @@ class ExactRunner(ExactSampling, GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._proposes = not isinstance(self.drafter, NoProposer)
         self._to_propose: tuple[Any, tuple[Any, ...]] | None = None  # arguments of vLLM's proposer after the last pass
 
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
         """Not yet: the base sets the layers up."""
 
     def _proposer_layers(self) -> Sequence[int]:
-        if isinstance(self.drafter, NoProposer) or not self.use_aux_hidden_state_outputs:
+        if not self._proposes or not self.use_aux_hidden_state_outputs:
             return ()
         asked = self._get_eagle3_aux_layers_from_config()
         return tuple(asked or self.model.get_eagle3_default_aux_hidden_state_layers())
@@ -49,30 +53,45 @@ class ExactRunner(ExactSampling, GPUModelRunner):
         """Nothing yet: drafts are asked for after the pass, if at all (`draft`)."""
         self._draft_probs = None
         self._draft_prob_req_ids = None
-        self._to_propose = None if isinstance(self.drafter, NoProposer) else (scheduler_output, args)
+        self._to_propose = (scheduler_output, args) if self._proposes else None
         return [[] for _ in self.input_batch.req_ids]
 
     def draft(self, num_tokens: int) -> dict[str, list[int]]:
         """Greedy drafts of vLLM's own proposer after the last pass, by request; none when it was asked before. With
-        ``num_tokens`` 0 it computes its keys and values alone."""
+        ``num_tokens`` 0 it computes its keys and values alone. After an error it is asked no more."""
         asked, self._to_propose = self._to_propose, None
         if asked is None:
             return {}
-        scheduled, (token_ids, metadata, states, sampled_states, layers, *more) = asked
+        reads_layers = self.use_aux_hidden_state_outputs
+        try:
+            self.use_aux_hidden_state_outputs = bool(self._own_layers)
+            chosen = self._propose(num_tokens, *asked)
+        except Exception:
+            self._proposes = False
+            raise
+        finally:
+            self.use_aux_hidden_state_outputs = reads_layers
+        return dict(zip(self.input_batch.req_ids, chosen, strict=True)) if num_tokens else {}
+
+    def _propose(self, num_tokens: int, scheduled: Any, args: Sequence[Any]) -> list[list[int]]:
+        token_ids, metadata, states, sampled_states, layers, *more = args
         if layers is not None:
-            own = set(self._proposer_layers())
-            layers = [one for layer, one in zip(self._read_layers, layers, strict=True) if layer in own]
+            pairs = zip(self._read_layers, layers, strict=True)
+            layers = [one for layer, one in pairs if layer in self._own_layers] or None
         scheduled.num_spec_tokens_to_schedule = num_tokens
         with torch.inference_mode():
             drafts = super().propose_draft_token_ids(scheduled, token_ids, metadata, states, sampled_states, layers, *more)
         self._draft_probs = None
         self._draft_prob_req_ids = None
-        chosen = drafts.tolist() if torch.is_tensor(drafts) else drafts
-        return dict(zip(self.input_batch.req_ids, chosen, strict=True)) if num_tokens else {}
+        chosen: list[list[int]] = drafts.tolist() if torch.is_tensor(drafts) else drafts
+        return chosen
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._to_propose is not None and _has_prompts(self._to_propose[0]):
-            self.draft(0)  # else the proposer would never know these prompts
+            try:
+                self.draft(0)  # else the proposer would never know these prompts
+            except Exception:  # a drafter's fault costs speed alone
+                logger.exception("vLLM's own proposer failed, and is asked no more")
         self._to_propose = None
         return super().execute_model(scheduler_output, *args, **kwargs)
 

@@ -74,7 +74,8 @@ class ExactSampling:
         num_layers = self.model_config.get_total_num_hidden_layers()
         # vLLM's i means before layer i. The last layer's states are taken after the final norm, as vLLM returns them anyway.
         self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < num_layers)
-        self._read_layers = self._aux_layers  # and those that vLLM's proposer reads
+        self._own_layers: tuple[int, ...] = ()  # that vLLM's own proposer reads
+        self._read_layers = self._aux_layers  # and those
         self._states: dict[str, SamplingState] = {}
         self._drafts: dict[str, list[int]] = {}  # that the pass verifies, by request
         self._outcomes: dict[str, Span] = {}
@@ -91,7 +92,8 @@ class ExactSampling:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self._read_layers = tuple(sorted({*self._aux_layers, *self._proposer_layers()}))
+        self._own_layers = tuple(self._proposer_layers())
+        self._read_layers = tuple(sorted({*self._aux_layers, *self._own_layers}))
         if self._read_layers:
             if not supports_eagle3(self.model) or self.model_config.using_transformers_backend():
                 reason = f"must be none: vLLM's {type(self.model).__name__} gives no hidden states of its layers"

@@ -1,11 +1,11 @@
 """vLLM's own proposers as drafters of the pool: their drafts change no token, and are right where they must be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -46,18 +46,24 @@ def asked(temperature: float, num: int = 4) -> Mapping[str, Request]:
 
 
 def played(
-    target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request]
+    target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request], **more: Any
 ) -> tuple[list[Any], list[Sequence[int]]]:
     """([outputs, accepted, drafted tokens], all proposals)"""
-    counts, proposals = played_proposals(target, proposer, requests)
+    counts, proposals = played_proposals(target, proposer, requests, **more)
     return counts, list(proposals.values())
 
 
 def played_proposals(
-    target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request]
+    target: Path,
+    proposer: Mapping[str, Any],
+    requests: Mapping[str, Request],
+    feature_layers: Sequence[int] = (),
+    prepare: Callable[[Any], None] = lambda runner: None,
 ) -> tuple[list[Any], dict[tuple[str, int], tuple[int, ...]]]:
-    with closing(make_vllm(target, proposer=proposer, **SIZE)) as engine:
+    """``prepare``: gets vLLM's model runner."""
+    with closing(make_vllm(target, proposer=proposer, feature_layers=feature_layers, **SIZE)) as engine:
         assert isinstance(engine, Proposing)
+        prepare(cast(Any, engine)._core.model_executor.driver_worker.worker.model_runner)
         drafter = EngineProposals(engine)
         counts, proposals = play_with_drafter(engine, drafter, requests, DRAFT_LEN)
         drafter.check_integrity()
@@ -115,3 +121,27 @@ def test_a_head_in_the_format_that_training_writes_drafts_as_in_the_pool(tmp_pat
     assert len(common) > 4 * 10
     same = [of_pool[key][: i + 1] == of_vllm[key][: i + 1] for key in common for i in range(len(of_vllm[key]))]
     assert sum(same) / len(same) > 0.9
+
+
+def test_a_draft_model_reads_no_layers_that_other_drafters_read(target: Path) -> None:
+    proposer = {"method": "draft_model", "model": str(target)}
+    (_, num_accepted, num_drafted), _ = played(target, proposer, asked(temperature=0.0), feature_layers=(2,))
+    assert num_accepted == num_drafted > 4 * 10
+
+
+def test_a_proposer_that_fails_costs_its_drafts_alone(target: Path) -> None:
+    """Of one request, after whose first chunks nothing is drafted: the next pass would ask it for their keys and values."""
+    (plain, *_), _ = played(target, {}, asked(temperature=0.0, num=1))
+    num_asked = 0
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("out of order")
+
+    def break_it(runner: Any) -> None:
+        runner.drafter.propose = fail
+
+    proposer = {"method": "draft_model", "model": str(target)}
+    (outputs, _, num_drafted), _ = played(target, proposer, asked(temperature=0.0, num=1), prepare=break_it)
+    assert (outputs, num_drafted, num_asked) == (plain, 0, 1)
