@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, DraftTerms, Proposal, Request
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Role(StrEnum):

@@ -62,8 +62,8 @@ def _chosen(config: Config, name: str | None) -> DrafterConfig:
         return next(iter(drafters.values()))
     if name not in drafters:
         raise InvalidField("--name", name, f"must be one of the drafters {', '.join(drafters)}")
-    if drafters[name].is_colocated:
-        raise InvalidField("--name", name, "reads hidden states, so that it runs in its target's process")
+    if drafters[name].options.traits.reads_hidden_states:
+        raise InvalidField("--name", name, "reads hidden states, which vLLM's own server does not send")
     return drafters[name]
 
 

@@ -79,12 +79,12 @@ class InlineDrafters:
         drafter whose thread does not end in time is left out."""
         for name, (_, stop) in self._threads.items():
             stop.set()
-            if name in self._loops:
-                self._loops[name][0].wake()
+            if (known := self._loops.get(name)) is not None:  # its thread leaves it out where it fails
+                known[0].wake()
         for name, (thread, _) in self._threads.items():
             thread.join(END_DEADLINE_S)
-            if thread.is_alive() and name in self._loops:
-                self._leave_out(name, self._loops[name][1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
+            if thread.is_alive() and (known := self._loops.get(name)) is not None:
+                self._leave_out(name, known[1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
         self._threads.clear()
         self._lane = lane
         for name in self._loops if lane is not None else ():

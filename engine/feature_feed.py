@@ -33,18 +33,27 @@ class FeatureFeed:
     def __init__(self, engine: FeatureSource, columns: "Tensor | None") -> None:
         self._engine, self._columns = engine, columns
         self._link: TensorLink | None = None
+        self._is_closed = False
+        self._connecting = threading.Lock()
         self._sent: dict[str, int] = {}  # rows of each followed request
         self._told: dict[str, int] = {}  # rows that exist
         self._idle: set[str] = set()  # those that it does not draft for
         self._dropped: set[str] = set()
 
     def connect(self, link: TensorLink) -> None:
-        """From any thread. What is fed before goes with the next message."""
-        self._link = link
+        """From any thread. What is fed before goes with the next message. After ``close`` it closes the link."""
+        with self._connecting:
+            self._link = link
+            is_closed = self._is_closed
+        if is_closed:
+            link.close()
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        with self._connecting:
+            self._is_closed = True
+            link = self._link
+        if link is not None:
+            link.close()
 
     def feed(self, message: DraftRound) -> None:
         """Before ``message`` is sent."""
@@ -95,7 +104,6 @@ class FeatureFeeds:
 
         self._engine, self._layers = engine, dict(layers)
         self._meeting = Meeting(host)
-        self._numbers: dict[str, int] = {}  # of the last call of each drafter
         self._links: dict[str, TensorLink] = {}  # by drafter
         self.address = self._meeting.address
 
@@ -119,12 +127,11 @@ class FeatureFeeds:
             link.close()
 
         try:
-            tensors, number = self._meeting.answer(name, self._numbers.get(name, 0), self._engine.embedding.device)
+            tensors = self._meeting.answer(name, self._engine.embedding.device, TensorEnd(_ignore, down))
         except LinkClosed as error:
             down(str(error))
             return
-        self._numbers[name], self._links[name] = number, tensors
-        tensors.end = TensorEnd(_ignore, down)
+        self._links[name] = tensors
         feed.connect(tensors)
 
     def _columns(self, layers: Sequence[int]) -> "Tensor | None":

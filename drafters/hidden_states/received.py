@@ -133,6 +133,8 @@ class ReceivedStates:
         for request_id, rows in self._rows.items():
             if total <= self._max_bytes:
                 return
+            if not rows.num_bytes:
+                continue
             logger.warning("the hidden states of %s are dropped, as all exceed %d bytes", request_id, self._max_bytes)
             total -= rows.num_bytes
             rows.lose()
@@ -176,6 +178,9 @@ class StateCalls:
 
         try:
             end = TensorEnd(self._states.receive, down)
+            former = self._ends.get(link.peer.name)
             self._ends[link.peer.name] = call(link.peer.tensors, self._name, self._states.embedding.device, end)
+            if former is not None:
+                former.close()
         except LinkClosed as error:
             down(str(error))

@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.executor import Executor
 
-from cluster.errors import InvalidField, Overloaded
+from cluster.errors import InvalidField, ModelUnavailable, Overloaded
 from cluster.types import Adapter
 from engine.adapter_files import RETRY_AFTER_S, adapter_folder
 
@@ -31,8 +31,11 @@ class AdapterSlots:
         known = self._loaded.pop(adapter, None)
         if known is None:
             idle = self._to_evict(adapter, in_use)
+            try:
+                folder = str(adapter_folder(adapter.path))
+            except ModelUnavailable as error:  # the hub's cache has lost it since it was read
+                raise InvalidField("lora_path", adapter.path, f"cannot be read: {error}") from error
             # vLLM keys its prefix cache by name and path.
-            folder = str(adapter_folder(adapter.path))
             known = LoRARequest(f"{adapter.name} {adapter.key}", next(self._ids), folder)
             self._call("check_adapter", adapter, known)
             if idle is not None:

@@ -40,14 +40,13 @@ class End:
 Pair = tuple[Any, End]
 
 
-def gloo(
-    end: End, name: str = "drafter", last: int = 0, meeting: Meeting | None = None
-) -> tuple[TensorSender, TensorReceiver]:
+def gloo(end: End, meeting: Meeting | None = None, own: End | None = None) -> tuple[TensorSender, TensorReceiver]:
+    """``own``: of the sender."""
     meeting = meeting or Meeting("127.0.0.1")
     with ThreadPoolExecutor(1) as executor:
-        answered = executor.submit(meeting.answer, name, last, CPU)
-        receiver = call(meeting.address, name, CPU, end.end)
-        return answered.result()[0], receiver
+        answered = executor.submit(meeting.answer, "drafter", CPU, None if own is None else own.end)
+        receiver = call(meeting.address, "drafter", CPU, end.end)
+        return answered.result(), receiver
 
 
 @pytest.fixture(params=["memory", "gloo"])
@@ -113,8 +112,7 @@ def test_a_sender_gives_up_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) ->
     """Without waiting for it: only its thread does."""
     monkeypatch.setattr(groups, "SILENCE_S", 0.5)
     end, own = End(), End()
-    link, _ = gloo(end)
-    link.end = own.end
+    link, _ = gloo(end, own=own)
     end.holds.clear()
     for _ in range(3):
         link.send(frame(1, 500_000))  # more than sockets hold
@@ -143,7 +141,7 @@ def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(monkeypatch: py
 def test_an_end_that_comes_back_meets_its_new_peer() -> None:
     meeting, ends = Meeting("127.0.0.1"), [End(), End()]
     first, _ = gloo(ends[0], meeting=meeting)
-    second, _ = gloo(ends[1], last=1, meeting=meeting)
+    second, _ = gloo(ends[1], meeting=meeting)
     for number, link in enumerate((first, second)):
         link.send(frame(number))
         assert ends[number].frames.get(timeout=DEADLINE_S).parts == frame(number).parts
@@ -155,6 +153,22 @@ def test_nobody_who_calls_or_answers_is_waited_for_without_end(monkeypatch: pyte
     monkeypatch.setattr(groups, "_MEET", groups.timedelta(seconds=0.3))
     meeting = Meeting("127.0.0.1")
     with pytest.raises(LinkClosed, match="did not call"):
-        meeting.answer("drafter", 0, CPU)
-    with pytest.raises(LinkClosed, match="no hidden states from"):
+        meeting.answer("drafter", CPU)
+    for address in (meeting.address, "", "elsewhere"):
+        with pytest.raises(LinkClosed, match="no hidden states from"):
+            call(address, "drafter", CPU, End().end)
+
+
+def test_a_caller_that_was_not_met_is_not_met_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting("127.0.0.1")
+    monkeypatch.setattr(groups, "_MEET", groups.timedelta(seconds=0.3))
+    with pytest.raises(LinkClosed):
         call(meeting.address, "drafter", CPU, End().end)
+    with pytest.raises(LinkClosed):
+        meeting.answer("drafter", CPU)
+    monkeypatch.undo()
+    end = End()
+    link, _ = gloo(end, meeting=meeting)
+    link.send(frame(1))
+    assert end.frames.get(timeout=DEADLINE_S).parts == frame(1).parts
+    link.close()

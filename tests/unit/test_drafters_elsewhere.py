@@ -270,11 +270,13 @@ def test_one_rank_of_a_server_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "unix:///tmp/a", "one of the drafters"),
         ("c", "unix:///tmp/a", "one of the drafters"),
         ("reader", "unix:///tmp/a", "hidden states"),
+        ("remote", "unix:///tmp/a", "hidden states"),
         ("a", "grpc://0.0.0.0:1", "token_file"),
     ],
 )
 def test_what_cannot_draft_elsewhere_is_refused(name: str | None, address: str, reason: str) -> None:
     pool = [DrafterConfig(name=one, options=SuffixOptions()) for one in "ab"]
     pool.append(DrafterConfig(name="reader", options=HiddenStateOptions(path="dspark")))
+    pool.append(DrafterConfig(name="remote", options=HiddenStateOptions(path="dspark"), remote=True))
     with pytest.raises(InvalidField, match=reason):
         serve_drafter(Config(drafters=tuple(pool)), name, address)

@@ -197,6 +197,23 @@ def test_a_drafter_waits_for_rows_that_are_late_once(target: Path) -> None:
     eventually(lambda: states.read_hidden_states([FeatureSpan("b", 0, 3)])[0] == [True])
 
 
+def test_a_link_that_comes_too_late_is_closed(target: Path) -> None:
+    engine, _ = engine_of(target, (0,))
+    feed, reasons = FeatureFeed(engine, None), list[str]()
+    feed.close()
+    feed.connect(MemoryTensors(TensorEnd(lambda _: None, reasons.append)))
+    eventually(lambda: len(reasons) == 1)
+
+
+def test_what_is_lost_is_dropped_and_told_once(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = engine_of(target, (0,))
+    states, size = ReceivedStates((0,), engine.embedding, max_bytes=0), engine.embedding.shape[1]
+    for name in ("a", "b"):
+        states.receive(Frame((Part(name, 0, 2, 2),), (), torch.ones(2, size)))
+    states.receive(Frame((), ()))
+    assert ["the hidden states of a" in caplog.messages[0], len(caplog.messages)] == [True, 2]
+
+
 def feed_to(engine: NativeTarget, states: ReceivedStates) -> FeatureFeed:
     kept, read, size = engine.feature_layers, states.feature_layers, engine.embedding.shape[1]
     columns = torch.cat([torch.arange(size) + size * kept.index(layer) for layer in read])

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from cluster.config import Config, ModelConfig, TargetConfig
+from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
 from drafters.footprint import adapter_bytes
@@ -177,6 +178,15 @@ def test_places_of_adapters_are_counted_before_the_start(tmp_path: Path) -> None
         )
     counted = adapter_bytes(Config(model=ModelConfig(name=str(folder)), target=target), folder, 4) // 2  # those in use, too
     assert num_bytes <= counted < 1.1 * num_bytes
+
+
+def test_an_adapter_that_the_hubs_cache_has_lost_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other error: it would end the target."""
+    from engine.vllm.adapters import AdapterSlots
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InvalidField, match="lora_path"):
+        AdapterSlots(cast(Any, None), 1).load(Adapter("sql", "org/none", "key"), ())
 
 
 def check(folder: Path, adapters: Sequence[Path | None] = (None,)) -> None:

@@ -37,17 +37,18 @@ class Meeting:
         listening = socket.create_server((host, 0))
         port = listening.getsockname()[1]
         self.host, self.address = host, f"{host}:{port}"
+        self._answered: dict[str, int] = {}  # the last call of each drafter: one that was not met is not met later
         self._store = TCPStore(
             host, port, is_master=True, timeout=_MEET, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
-    def answer(self, name: str, last: int, device: torch.device) -> tuple["TensorSender", int]:
-        """The link to the newest caller ``name`` after the ``last``, and its number. Waits MEET_S. Raises LinkClosed."""
+    def answer(self, name: str, device: torch.device, end: TensorEnd | None = None) -> "TensorSender":
+        """The link to the newest caller ``name`` that was not answered. Waits MEET_S. Raises LinkClosed."""
         try:
             store = _client(self.address)
-            store.wait([f"{name}/{last + 1}"], _MEET)
-            number = store.add(f"{name}/calls", 0)
-            return TensorSender(PrefixStore(f"{name}/{number}", store), self.host, device), number
+            store.wait([f"{name}/{self._answered.get(name, 0) + 1}"], _MEET)
+            number = self._answered[name] = store.add(f"{name}/calls", 0)
+            return TensorSender(PrefixStore(f"{name}/{number}", store), self.host, device, end)
         except RuntimeError as error:
             raise LinkClosed(f"{name} did not call for hidden states: {error}") from error
 
@@ -65,7 +66,7 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
         number = store.add(f"{name}/calls", 1)
         store.set(f"{name}/{number}", "")
         return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:  # the last: the target has no address
         raise LinkClosed(f"no hidden states from {address}: {error}") from error
 
 
@@ -100,13 +101,20 @@ class _End:
 
 
 class TensorSender(_End):
-    """``TensorLink``. ``down`` is to be set before the first frame."""
+    """``TensorLink``. ``end``: is told when the link breaks."""
 
-    def __init__(self, store: Store, host: str, device: torch.device, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self,
+        store: Store,
+        host: str,
+        device: torch.device,
+        end: TensorEnd | None = None,
+        max_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
         super().__init__(store, _SENDER, host, device)
         self._queue = FrameQueue(max_bytes)
         self._ready: Any = None  # of the newest rows, on a GPU
-        self.end: TensorEnd | None = None
+        self._end = end
         threading.Thread(target=self._run, name="tensors out", daemon=True).start()
 
     def send(self, frame: Frame) -> bool:
@@ -126,8 +134,8 @@ class TensorSender(_End):
             reason = str(error)
         self._queue.close()
         self._leave()
-        if self.end is not None:
-            self.end.down(reason)
+        if self._end is not None:
+            self._end.down(reason)
 
     def _send(self, frame: Frame) -> None:
         rows = None if frame.rows is None else frame.rows.contiguous()
