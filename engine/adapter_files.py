@@ -15,7 +15,8 @@ from engine.models import hub
 logger = logging.getLogger(__name__)
 
 READ_S = 60.0  # that a request waits; the read goes on for later ones
-MAX_READS = 4  # at once; nothing can end one that hangs
+MAX_READS = 4  # at once; others wait for their turn
+MAX_HUNG = 16  # reads that took longer than READ_S; nothing can end them, and they count no more among those at once
 _BLOCK_BYTES = 2**22
 RETRY_AFTER_S = 1.0
 
@@ -45,10 +46,15 @@ def read_adapter(adapter: Adapter) -> None:
 
 @dataclass(slots=True)
 class _Read:
-    """``done``: holds why the files cannot be used; None: they are read. ``waiting``: until when, by request."""
+    """``done``: holds why the files cannot be used; None: they are read. ``waiting``: until when, by request.
+    ``began_s``: None until its turn."""
 
     done: Future[InvalidField | None] = field(default_factory=Future)
     waiting: dict[str, float] = field(default_factory=dict)
+    began_s: float | None = None
+
+    def is_hung(self, now_s: float) -> bool:
+        return self.began_s is not None and now_s - self.began_s >= READ_S
 
 
 @dataclass(slots=True)
@@ -58,22 +64,21 @@ class PendingAdapters:
     wake: Callable[[], None]
     _reads: dict[Adapter, _Read] = field(default_factory=dict)
 
-    def is_full(self, adapter: Adapter) -> bool:
+    def is_full(self, adapter: Adapter, now_s: float) -> bool:
         """Whether a request for this adapter cannot wait now."""
-        return adapter not in self._reads and len(self._reads) >= MAX_READS
+        return adapter not in self._reads and sum(read.is_hung(now_s) for read in self._reads.values()) >= MAX_HUNG
 
     def start(self, request_id: str, adapter: Adapter, now_s: float) -> None:
         """``take_finished`` has the request later."""
-        read = self._reads.get(adapter)
-        if read is None:
-            read = self._reads[adapter] = _Read()
-            threading.Thread(target=self._run, args=(adapter, read.done), name="adapter", daemon=True).start()
-        read.waiting[request_id] = now_s + READ_S
+        self._reads.setdefault(adapter, _Read()).waiting[request_id] = now_s + READ_S
+        self._begin_reads(now_s)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        for read in self._reads.values():
+        for adapter, read in tuple(self._reads.items()):
             read.waiting.pop(request_id, None)
+            if not read.waiting and read.began_s is None:
+                del self._reads[adapter]
 
     def take_finished(self, now_s: float) -> list[tuple[str, InvalidField | Overloaded | None]]:
         """The requests whose wait is over, and why the files cannot be used; None: they are read."""
@@ -85,9 +90,20 @@ class PendingAdapters:
             finished += [(request_id, fault) for request_id in over]
             for request_id in over:
                 del read.waiting[request_id]
-            if is_done:
+            if is_done or (not read.waiting and read.began_s is None):
                 del self._reads[adapter]
+        self._begin_reads(now_s)
         return finished
+
+    def _begin_reads(self, now_s: float) -> None:
+        hung = sum(read.is_hung(now_s) for read in self._reads.values())
+        free = MAX_READS + hung - sum(read.began_s is not None for read in self._reads.values())
+        if hung >= MAX_HUNG or free <= 0:
+            return
+        waiting = [item for item in self._reads.items() if item[1].began_s is None]
+        for adapter, read in waiting[:free]:
+            read.began_s = now_s
+            threading.Thread(target=self._run, args=(adapter, read.done), name="adapter", daemon=True).start()
 
     def _run(self, adapter: Adapter, done: "Future[InvalidField | None]") -> None:
         fault = None

@@ -56,7 +56,7 @@ class Admission:
         capacity = self._engine.capacity()
         finish, error = self._fault(request, capacity)
         is_read = self._has_adapter(request)
-        if error is None and not is_read and request.adapter is not None and self._adapters.is_full(request.adapter):
+        if error is None and not is_read and request.adapter is not None and self._adapters.is_full(request.adapter, now_s):
             finish, error = FinishReason.OVERLOADED, "the files of other adapters are being read"
         if error is None and is_read and request.adapter is not None:
             finish, error = load_adapter(request, self._sequences, self._engine)

@@ -13,7 +13,7 @@ from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import Adapter, FinishReason, Request
 from engine import adapter_files
-from engine.adapter_files import MAX_READS, READ_S, read_adapter
+from engine.adapter_files import MAX_HUNG, MAX_READS, READ_S, read_adapter
 from engine.round import TargetLoop
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget
@@ -64,7 +64,7 @@ class Served:
         return name in self.finishes
 
     def _read(self, adapter: Adapter) -> None:
-        self.ends.wait()
+        (threading.Event() if adapter.path.startswith("/hung") else self.ends).wait()
         if self.fault is not None:
             raise self.fault
 
@@ -123,12 +123,34 @@ def test_a_request_that_ends_meanwhile_is_not_taken_up(served: Served, end: Call
     assert not served.loop.telemetry.num_committed
 
 
-def test_reads_are_bounded(served: Served) -> None:
-    for i in range(MAX_READS + 1):
-        served.submit(str(i), Adapter("a", f"/{i}", "k"))
-    for _ in range(2):
+def test_hung_reads_give_their_turn_to_others(served: Served) -> None:
+    for i in range(MAX_READS):
+        served.submit(f"hung{i}", Adapter("a", f"/hung{i}", "k"))
+    served.submit("next", SQL)
+    served.ends.set()
+    for _ in range(8):
         served.step()
-    assert {name: finish for name, (finish, _) in served.finishes.items()} == {str(MAX_READS): FinishReason.OVERLOADED}
+    assert not served.finishes, "the next one waits for its turn"
+    served.now_s += READ_S - 1e-3
+    served.submit("later", SQL)
+    served.step()
+    served.now_s += 1e-3
+    eventually(lambda: served.ended("later"))
+    assert served.finishes.pop("later") == (FinishReason.LENGTH, None)
+    assert {finish for finish, _ in served.finishes.values()} == {FinishReason.OVERLOADED}
+
+
+def test_reads_that_hang_are_bounded(served: Served) -> None:
+    for i in range(MAX_HUNG):
+        served.submit(str(i), Adapter("a", f"/{i}", "k"))
+        served.step()
+        if i % MAX_READS == MAX_READS - 1:
+            served.now_s += READ_S
+            served.step()
+    assert len(served.finishes) == MAX_HUNG
+    served.submit("more", SQL)
+    served.step()
+    assert served.finishes["more"] == (FinishReason.OVERLOADED, "the files of other adapters are being read")
     served.ends.set()
 
 
