@@ -1,5 +1,6 @@
 """The class that vLLM 0.32 and 0.33 make for ``method: custom_class``: `vllm/v1/spec_decode/custom_class_proposer.py`."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from drafters.vllm_plugin.elsewhere import URL_SETTING, DraftersElsewhere, diall
 from drafters.vllm_plugin.lengths import MeasuredLengths
 from drafters.vllm_plugin.rows import Row, RowSessions
 
+logger = logging.getLogger(__name__)
+
 SETTING = "OUTRIDER_DRAFTER"  # a drafter's ``options`` as JSON; without it the default pool's cascade of lookups
 
 
@@ -25,6 +28,7 @@ class PoolProposer:
     """Drafts for the rows of vLLM's batch, on its engine's thread.
 
     Drafts are a guess that vLLM verifies: greedy outputs are those without it, and sampled ones have vLLM's distribution.
+    A drafter that fails is logged and asked no more; the lookups take over from one elsewhere.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -36,18 +40,18 @@ class PoolProposer:
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self._model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._draft_len = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._max_model_len = int(model.max_model_len)
+        self._max_model_len = int(self._model.max_model_len)
         self._is_read = int(parallel.rank) % int(parallel.tensor_parallel_size) == 0  # of the ranks vLLM reads one
         max_pass_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._lengths = MeasuredLengths(str(vllm_config.device_config.device_type), max_pass_tokens, clock)
-        self._drafter = _lookups(os.environ.get(SETTING), model)
+        drafter = _lookups(os.environ.get(SETTING), self._model)
         if self._is_read and (url := os.environ.get(URL_SETTING)):
-            target = _target(model, with_tokenizer=True)
-            mailbox = dialled(url, target)
-            self._drafter = DraftersElsewhere(self._drafter, mailbox, target, self._lengths, self._draft_len, clock)
-        self._sessions = RowSessions(self._drafter)
+            target = _target(self._model, with_tokenizer=True)
+            drafter = DraftersElsewhere(drafter, dialled(url, target), target, self._lengths, self._draft_len, clock)
+        self._drafter: Drafter | None = drafter
+        self._sessions = RowSessions(drafter)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Called by vLLM; lookups have no weights."""
@@ -66,13 +70,26 @@ class PoolProposer:
             num_tokens_no_spec: tokens of each row, the sampled ones included.
             token_ids_cpu: (rows, longest); both arrays have more rows than the batch.
         """
-        if not self._is_read:
-            return [[] for _ in sampled_token_ids]
+        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._drafter is None or not self._is_read:
+            return nothing
         lens = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
         rows = [
             Row(index, token_ids_cpu[index, :length], len(new))
             for index, (new, length) in enumerate(zip(sampled_token_ids, lens, strict=True))
         ]
+        try:
+            return self._drafts(rows, self._drafter)
+        except Exception:  # of any drafter: the server is not to end by it
+            logger.exception("the drafter failed, and is asked no more")
+            self._replace(self._drafter)
+            return nothing
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        self._sessions.check_integrity()
+
+    def _drafts(self, rows: Sequence[Row], drafter: Drafter) -> list[list[int]]:
         self._lengths.note_pass(self._sessions.follow(rows))
         drafted = [row for row in rows if row.num_new]
         committed = [len(row.token_ids) for row in drafted]
@@ -80,15 +97,21 @@ class PoolProposer:
             Demand(self._sessions.request_id(row), max(0, min(self._draft_len, self._max_model_len - 1 - length)))
             for row, length in zip(drafted, committed, strict=True)
         ]
-        drafts = self._drafter.propose(demands) if demands else []
+        drafts = drafter.propose(demands) if demands else []
         found: list[list[int]] = [[] for _ in rows]
         for row, draft, length in zip(drafted, drafts, self._lengths.choose(drafts, committed), strict=True):
             found[row.index] = list(draft.token_ids[:length])
         return found
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError."""
-        self._sessions.check_integrity()
+    def _replace(self, failed: Drafter) -> None:
+        self._drafter = None
+        if isinstance(failed, DraftersElsewhere):
+            self._drafter = _lookups(os.environ.get(SETTING), self._model)
+            self._sessions = RowSessions(self._drafter)
+            try:
+                failed.close()
+            except Exception:
+                logger.exception("its link could not be closed")
 
 
 def _lookups(setting: str | None, model: Any) -> Drafter:

@@ -191,6 +191,21 @@ def test_one_that_fails_costs_its_drafts_alone(fails: Callable[[Elsewhere], None
     assert server.run(100) > 1000, "it is used again"
 
 
+def test_an_error_beside_its_link_leaves_the_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.vllm_batch.next_token", lambda token_ids: token_ids[-7])
+    server = Server(monkeypatch, Elsewhere(0.2 * PASS_S), '{"kind": "ngram"}')
+    server.run(20)
+    link = server.drafts._drafters
+    monkeypatch.setattr(link, "flush", lambda: 1 / 0)
+    server.run(1)
+    assert server.run(100) > 100
+    assert not link.num_followed(), "its link is closed"
+    assert server.proposer._drafter is not None
+    monkeypatch.setattr(server.proposer._drafter, "propose", lambda demands: 1 / 0)
+    server.run(1)
+    assert not server.run(20), "nothing is left that drafts, and vLLM serves on"
+
+
 def test_the_better_of_two_drafts_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lookups draft as well, nobody waits."""
     elsewhere = Elsewhere(0.2 * PASS_S)
