@@ -195,9 +195,12 @@ def _finish(path: str, schema: dict[str, Any]) -> None:
         schema["propertyNames"] = {"const": placeholder(names)}
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise refused(f"{path}/minProperties", "is not supported beyond 1 and the number of required properties")
+    types = types_of(schema)
+    if "number" in types and "integer" in types:
+        schema["type"] = types = [one for one in types if one != "integer"]
     for key, whole, tighter in (("minimum", math.ceil, max), ("maximum", math.floor, min)):
         exclusive = "exclusive" + key.capitalize()
-        for bound in (key, exclusive) if schema.get("type") == "integer" else ():
+        for bound in (key, exclusive) if "integer" in types else ():
             if isinstance(schema.get(bound), float) and math.isfinite(schema[bound]):
                 is_whole, value = schema[bound].is_integer(), whole(schema.pop(bound))
                 own = bound if is_whole else key

@@ -94,6 +94,8 @@ def test_deep_schemas_are_refused() -> None:
         ({"oneOf": [{"type": "null"}, {"const": "a"}]}, {"anyOf": [{"type": "null"}, {"const": "a"}]}),
         ({"type": "integer", "minimum": 18, "exclusiveMinimum": 0.5}, {"type": "integer", "minimum": 18}),
         ({"type": "integer", "maximum": 2.5, "exclusiveMaximum": 7.5}, {"type": "integer", "maximum": 2}),
+        ({"type": ["integer", "null"], "minimum": 0.5}, {"type": ["integer", "null"], "minimum": 1}),
+        ({"type": ["integer", "number"], "minimum": 0.5}, {"type": ["number"], "minimum": 0.5}),
         (
             {"additionalProperties": False, "propertyNames": {"pattern": "a"}},
             {"type": "object", "additionalProperties": False},
