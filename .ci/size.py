@@ -34,7 +34,7 @@ LIMITS = {
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(120, 110),
-    "lines of benchmarks and simulator": Limit(12_700, 12_500),
+    "lines of benchmarks and simulator": Limit(13_260, 12_500),
     "lines of tests": Limit(63_900, 46_000),
     "modules of product that tests import": Limit(2_090, 900),
     "monkeypatch.setattr in tests": Limit(290, 100),
