@@ -1,4 +1,4 @@
-# make setup | setup-vllm | serve | test | test-fast | test-vllm | test-vllm-newest | test-browser | test-gpu | test-nightly | test-clients | test-drafters | check | proto | sbom | audit | lock
+# make setup | setup-vllm | serve | test | test-fast | test-hosts | test-vllm | test-vllm-newest | test-browser | test-gpu | test-nightly | test-clients | test-drafters | check | proto | sbom | audit | lock
 # README.md and CONTRIBUTING.md say what each is for.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
@@ -17,7 +17,7 @@ CLIENTS := .clients
 SPECULATORS := .speculators
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients test-drafters check size proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-hosts test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients test-drafters check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -94,6 +94,10 @@ test-fast: $(VENV)/.dev
 
 test-ray: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS) tests/cluster
+
+# Over hosts made of network namespaces. Skipped without root.
+test-hosts: setup $(VENV)/.dev
+	$(BIN)/pytest -m '$(EXCLUDED)' --durations 10 $(ARGS) tests/hosts
 
 # The contract of targets, with vLLM's engine, and the server on it; then the engine's other model runner, whose kernels are
 # interpreted. vLLM's own warnings are not ours to mend.

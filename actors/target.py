@@ -67,7 +67,7 @@ class TargetActor(LoopActor):
     loads the model.
 
     Args:
-        node_host: returns the host at which other nodes reach this one, for an ``address`` of all interfaces.
+        node_host: returns the host at which other nodes reach this one, for an ``address`` at ``node`` or of all interfaces.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TargetActor(LoopActor):
         configure_cpu()
         from actors.colocated_drafters import divide, link_colocated, load_with_colocated
         from cluster.spans import open_spans
-        from cluster.transport.factory import listen
+        from cluster.transport.factory import at_node, listen
         from drafters.draft_spans import DraftSpans
         from engine.admission import AdmissionRules
         from engine.loading import stored_profile
@@ -146,7 +146,7 @@ class TargetActor(LoopActor):
         )
         link_colocated(colocated, self._loop, hello)
         divide(config, self._loop, self._engine, profile)
-        self._listener = listen(self._address, self._mailbox, hello, tls=config.cluster.tls)
+        self._listener = listen(at_node(self._address, self._node_host()), self._mailbox, hello, tls=config.cluster.tls)
 
         def on_end() -> None:
             self._listener.close()  # links end with the loop, so that no peer waits for this target

@@ -43,6 +43,9 @@ def bench(
     engine: Annotated[
         Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="faults, burst: over four hosts, made of network namespaces (needs root)")
+    ] = False,
     url: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +80,7 @@ def bench(
     expectations = [Expectation.parse(text) for text in expect or ()]
     of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot)
     paths = (*(prompts or ()), *(more_prompts or ()))
-    result = run(BenchOptions(quick, paths, model, recording, data, engine, of_trace))
+    result = run(BenchOptions(quick, paths, model, recording, data, engine, hosts, of_trace))
     console = table_console()
     print_result(result, console)
     write_json(result, json)

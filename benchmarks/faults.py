@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer
+from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer, FaultBenchFailed
 from benchmarks.fault_rows import SHOWN, Measured, RowResult, measure
+from benchmarks.host_rows import start_host_rows
+from benchmarks.hosts import why_not
 from benchmarks.injections import (
     is_refused,
     locked_state,
@@ -43,7 +45,7 @@ SLOW_PASS_S = 120.0  # duration of the pass without slowing
 SLOWED_S = 36.0  # time observed of it; a target silent for 30 s counts as hung
 OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
-NUM_TIMES = 20  # each row of the fault table
+NUM_TIMES, NUM_TIMES_OVER_HOSTS = 20, 5  # each row of the fault table
 NUM_ROW_STREAMS, NUM_ROW_TOKENS = 4, 48
 
 
@@ -66,6 +68,8 @@ def run(options: BenchOptions) -> BenchResult:
     SIGINT ends the repetitions when the row under way has ended, and what was measured is reported. The rows of a server are
     repeated in turn, so that a shorter run has each as often, give or take one.
 
+    Over hosts: only the rows of `benchmarks.host_rows`, each five times (once if quick).
+
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
     num_tokens = 96 if options.quick else 192
@@ -77,6 +81,8 @@ def run(options: BenchOptions) -> BenchResult:
     ]
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as temporary:
         config = with_files(pinned(local_config(options.model)), Path(temporary))
+        if options.hosts:
+            return _over_hosts(config, asks[:NUM_ROW_STREAMS], 1 if options.quick else NUM_TIMES_OVER_HOSTS)
         with ServerProcess(config) as server:
             outcome = _FaultBench(server, folder).all_faults(asks)
         asks = [replace(ask, max_tokens=NUM_ROW_TOKENS) for ask in asks[:NUM_ROW_STREAMS]]
@@ -219,6 +225,7 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
     ended = [answer.error for _, answer in pairs if answer.error is not None]
     num_wrong_tokens = sum(one.num_tokens for one, answer in pairs if answer.error is None and answer.text != one.text)
     undisturbed_gap_s = Disturbed(0.0, list(plain)).max_gap_s
+    of_rows = row_figures(rows, rows_lost)
     whats = {
         "drafter": "a drafter is killed",
         "unsound": "two peers send unsound messages",
@@ -228,12 +235,9 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         bench="faults",
         figures={
             "identical_fraction": min(same.values()),
-            "num_lost": len(outcome.lost) + len(rows_lost) + len(ended) + sum(row.num_lost for row in rows),
-            "num_wrong_tokens": num_wrong_tokens + sum(row.num_wrong_tokens for row in rows),
-            "num_rows": len(rows),
-            "least_times": min((len(row.runs) for row in rows), default=0),
-            "num_leaked": sum(row.num_leaked for row in rows),
-            "num_resumed": sum(row.num_resumed for row in rows),
+            **of_rows,
+            "num_lost": len(outcome.lost) + len(ended) + of_rows["num_lost"],
+            "num_wrong_tokens": num_wrong_tokens + of_rows["num_wrong_tokens"],
             "max_gap_s": outcome.drafter.max_gap_s,
             "recovery_s": outcome.drafter.recovery_s,
             "router.identical_fraction": same["router"],
@@ -251,7 +255,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
             "handshake.stranger_refused": float(outcome.is_stranger_refused),
             "undisturbed.max_gap_s": undisturbed_gap_s,
             "undisturbed.num_proposed": sum(answer.num_proposed for answer in plain),
-            **recoveries(rows),
         },
         tables=(
             Table(
@@ -263,11 +266,7 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
                     ("the target is killed", target.identical_fraction(plain), "-", target.recovery_s),
                 ),
             ),
-            Table(
-                "with two targets",
-                ("fault", "times", "wrong tokens", "lost", "leaked", "resumed", "longest gap s", "recovery p50 s", "p99 s"),
-                tuple(row.cells() for row in rows),
-            ),
+            _table("with two targets", rows),
         ),
         notes=(
             *(f"ended and was not killed: {name}" for name in (*outcome.lost, *rows_lost)),
@@ -282,6 +281,38 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
             *(f"a stream whose target was killed ends with: {text}" for text in _errors(target)[:1]),
         ),
     )
+
+
+def _over_hosts(config: Config, asks: Sequence[LoadRequest], num_times: int) -> BenchResult:
+    if reason := why_not():
+        raise FaultBenchFailed(reason)
+    found = measure(lambda stack, _: start_host_rows(stack, config), num_times, asks)
+    return BenchResult(
+        bench="faults",
+        figures=row_figures(found.rows, found.lost),
+        tables=(_table("over hosts", found.rows),),
+        notes=(
+            *(f"ended and was not killed: {name}" for name in found.lost),
+            *(f"{row.name}: {text}" for row in found.rows for text in row.complaints),
+        ),
+    )
+
+
+def row_figures(rows: Sequence[RowResult], lost: Sequence[str]) -> dict[str, float]:
+    return {
+        "num_lost": len(lost) + sum(row.num_lost for row in rows),
+        "num_wrong_tokens": sum(row.num_wrong_tokens for row in rows),
+        "num_rows": len(rows),
+        "least_times": min((len(row.runs) for row in rows), default=0),
+        "num_leaked": sum(row.num_leaked for row in rows),
+        "num_resumed": sum(row.num_resumed for row in rows),
+        **recoveries(rows),
+    }
+
+
+def _table(title: str, rows: Sequence[RowResult]) -> Table:
+    columns = ("fault", "times", "wrong tokens", "lost", "leaked", "resumed", "longest gap s", "recovery p50 s", "p99 s")
+    return Table(title, columns, tuple(row.cells() for row in rows))
 
 
 def _errors(run: Disturbed) -> list[str]:

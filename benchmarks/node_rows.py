@@ -64,7 +64,7 @@ def _ray_cluster(redis: RedisServer) -> Iterator[Any]:
     with run_folder() as folder:
         head = {"num_cpus": 1, "temp_dir": str(folder / "ray"), "include_dashboard": False, **MEMORY}
         of_head = {
-            "RAY_REDIS_ADDRESS": redis.url.removeprefix("redis://").removesuffix("/0"),
+            "RAY_REDIS_ADDRESS": redis.address,
             "RAY_TMPDIR": str(folder),  # where the cluster's address is noted; /tmp/ray need not exist
         }
         with patch.dict(os.environ, of_head):

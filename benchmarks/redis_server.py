@@ -13,8 +13,9 @@ from deploy.local_ray import free_port
 class RedisServer:
     """A redis-server of one's own, on a port that was free. What it keeps outlasts it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self._folder = folder
+        self._host = host
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -24,7 +25,14 @@ class RedisServer:
         return StateConfig(kind="redis", url=self.url)
 
     def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "yes"}
+        options = {
+            "port": self.port,
+            "bind": self._host,
+            "protected-mode": "no",
+            "dir": self._folder,
+            "save": "",
+            "appendonly": "yes",
+        }
         command = ["redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         store = open_store(self.config, "outrider", deadline_s=20.0)
@@ -32,12 +40,16 @@ class RedisServer:
         store.close()
 
     def require_password(self, password: str) -> None:
-        with redis.Redis(port=self.port) as client:
+        with redis.Redis(self._host, self.port) as client:
             client.config_set("requirepass", password)
 
     @property
+    def address(self) -> str:
+        return f"{self._host}:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.address}/0"
 
     def signal(self, number: int) -> None:
         assert self._process is not None

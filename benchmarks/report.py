@@ -55,6 +55,7 @@ class BenchOptions:
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
     - ``recording``: agreement, read by ``policies``, which writes it where it is missing.
     - ``data``: a folder whose prompts/ provides prompts.
+    - ``hosts``: ``faults`` and ``burst`` run over hosts made of network namespaces.
     - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.
     """
@@ -65,6 +66,7 @@ class BenchOptions:
     recording: Path | None = None
     data: Path | None = None
     engine: str = "native"
+    hosts: bool = False
     trace: TraceOptions = TraceOptions()
 
     @property

@@ -168,7 +168,8 @@ class ServerProcess(ChildServer):
     def target(self) -> HttpTarget:
         with self.client() as client:
             model = client.get("/v1/models").json()["data"][0]["id"]
-        return HttpTarget(self.config.api.host, self.config.api.port, model)
+        url = httpx.URL(self.url)
+        return HttpTarget(url.host, url.port or 80, model)
 
     def signal(self, number: signal.Signals = signal.SIGINT) -> None:
         self.process.send_signal(number)

@@ -12,7 +12,7 @@ from cluster.config import (
     Resources,
     TargetConfig,
 )
-from cluster.config.file import UNIX
+from cluster.config.file import NODE, UNIX
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory
 
@@ -50,7 +50,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     one_node = len(inventory.nodes) == 1
     host = config.transport.host
     if host == "auto":
-        host = UNIX if one_node else "0.0.0.0"
+        host = UNIX if one_node else NODE
     elif host == UNIX and not one_node:
         raise InvalidField(
             "transport.host", host, f"must be auto or an address: the cluster has {len(inventory.nodes)} machines"

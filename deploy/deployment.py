@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from engine.vllm.version import torch_has_cuda
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of the hosts that are all interfaces
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call of Ray that changes nothing
 SPAWN_S = 60.0  # beyond a call's own deadline during the start, while Ray starts workers and models load
 
@@ -112,6 +114,12 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
         return directory
 
+    def api_host(self) -> str:
+        """At which the API answers this process."""
+        addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+        here = ray.get_runtime_context().get_node_id()
+        return answering_host(self._config.api.host, here, set(serve.status().proxies), addresses)
+
     def dead_process(self) -> str | None:
         """A process of this machine's Ray that has ended and cannot be replaced."""
         dead = (p for p in self._ray_processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE)
@@ -148,6 +156,21 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def answering_host(host: str, here: str, proxies: Collection[str], addresses: Mapping[str, str]) -> str:
+    """Where a process on the node ``here`` reaches an API that listens at ``host``. Serve has a proxy on the head and on
+    each node with a replica of the API, which need not be this one.
+
+    Args:
+        proxies: nodes that have one.
+        addresses: of all nodes.
+    """
+    if host not in LOOPBACK_OF:
+        return host
+    if here in proxies or not proxies:
+        return LOOPBACK_OF[host]
+    return addresses[min(proxies)]
 
 
 def connect(config: Config, folder: Path) -> DeployedCluster:

@@ -7,6 +7,7 @@ import httpx
 
 from cluster.config import Config
 from cluster.logs import log_json, log_text
+from cluster.transport.factory import bracketed
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.dashboard.pages import PAGE
@@ -73,7 +74,7 @@ def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None
         model = cluster.deploy(model_folder)
         stop.check()
         say_step("a first answer is awaited")
-        url = f"http://{'127.0.0.1' if config.api.host == '0.0.0.0' else config.api.host}:{config.api.port}"
+        url = f"http://{bracketed(cluster.api_host())}:{config.api.port}"
         _await_answer(config, model, url, stop)
         say_step("ready")
         print(f"Outrider serves {model.name} at {url}/v1, with a dashboard at {url}{PAGE}", flush=True)

@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.processes import Directory, ProcessEnded
 from actors.ray_pool import SUPERVISOR, Deployment
 from cluster.config import Config, load, show
+from cluster.config.file import NODE
 from cluster.logs import log_as_configured
 from cluster.placement import PlacementError, drafter_name, target_name
 from cluster.resolve import API_CPUS
@@ -172,7 +173,7 @@ class JoinedApiReplica(ApiReplica):
 def app(arguments: Arguments) -> Any:
     """Builds the application. Raises ConfigError or InvalidField: the file cannot be used."""
     config = with_shipped(load(arguments.config_file))
-    config = config.model_copy(update={"transport": config.transport.model_copy(update={"host": "0.0.0.0"})})
+    config = config.model_copy(update={"transport": config.transport.model_copy(update={"host": NODE})})
     cluster: Any = serve.deployment(
         ClusterReplica,
         name="cluster",

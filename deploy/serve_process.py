@@ -6,6 +6,7 @@ import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
 
+from cluster.transport.factory import bracketed
 from deploy.api.middleware import drop_trailers
 
 
@@ -22,6 +23,4 @@ def prepare() -> list[Any]:
 
 
 def _add_port_at_node(server: Any, address: str) -> int:
-    host = ray.util.get_node_ip_address()
-    host = f"[{host}]" if ":" in host else host
-    return int(add_port_to_grpc_server(server, address.replace("[::]", host)))
+    return int(add_port_to_grpc_server(server, address.replace("[::]", bracketed(ray.util.get_node_ip_address()))))

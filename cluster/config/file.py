@@ -51,12 +51,15 @@ class MemoryConfig(Section):
 
 
 UNIX = "unix"  # as the host of links: unix sockets
+NODE = "node"  # the address by which Ray knows the machine
 
 
 class TransportConfig(Section):
     """Links between drafters, gateways and targets: unix sockets on one machine, gRPC between machines."""
 
-    host: str = "auto"  # gRPC's listening address; auto: unix sockets on one machine, else all interfaces
+    host: str = (
+        "auto"  # gRPC's listening address; node: the machine's own in Ray; auto: unix sockets on one machine, else node
+    )
     removed = frozenset({"kind"})
 
     @property

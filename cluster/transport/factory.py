@@ -8,6 +8,7 @@ grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener
 from typing import Any
 
 from cluster.config import TlsConfig
+from cluster.config.file import NODE
 from cluster.errors import InvalidField
 from cluster.messages import Hello
 from cluster.transport.base import Limits, Link, Listener, Mailbox
@@ -50,13 +51,26 @@ def connect(
     return link
 
 
+def at_node(address: str, host: str) -> str:
+    """The address to listen at on the node of a ``host``: the host ``node`` is replaced by it."""
+    return _with_host(address, (f"grpc://{NODE}:",), host)
+
+
 def as_seen_from_elsewhere(address: str, host: str) -> str:
     """The address for other nodes: a wildcard host is replaced by ``host``, the name of the listener's node."""
-    for everywhere in ("grpc://0.0.0.0:", "grpc://[::]:"):
-        if address.startswith(everywhere):
-            name = f"[{host}]" if ":" in host else host
-            return f"grpc://{name}:{address.removeprefix(everywhere)}"
+    return _with_host(address, ("grpc://0.0.0.0:", "grpc://[::]:"), host)
+
+
+def _with_host(address: str, replaced: tuple[str, ...], host: str) -> str:
+    for start in replaced:
+        if address.startswith(start):
+            return f"grpc://{bracketed(host)}:{address.removeprefix(start)}"
     return address
+
+
+def bracketed(host: str) -> str:
+    """A host as part of an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _transport(address: str, tls: TlsConfig | None) -> Any:

@@ -154,7 +154,7 @@ class Rendezvous:
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        listening = socket.create_server((host, 0))
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.address = f"{host}:{port}"
         self.store: Store = TCPStore(

@@ -314,7 +314,7 @@ def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
     with pytest.raises(InvalidField, match=r"transport\.host: must be auto or an address: the cluster has 2 machines"):
         resolve(parsed("transport: {host: unix}"), machines)
     config = resolve(Config(), machines)
-    assert (config.transport.kind, config.transport.host) == ("grpc", "0.0.0.0")
+    assert (config.transport.kind, config.transport.host) == ("grpc", "node")
     assert config.router.policy.kind == "hedge"
 
 

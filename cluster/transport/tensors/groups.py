@@ -34,7 +34,7 @@ class Meeting:
     """Where drafters meet a target. ``host``: that it listens at; only 127.0.0.1 is closed to other machines."""
 
     def __init__(self, host: str) -> None:
-        listening = socket.create_server((host, 0))
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.host, self.address = host, f"{host}:{port}"
         self._answered: dict[str, int] = {}  # the last call of each drafter: one that was not met is not met later

@@ -1,0 +1,85 @@
+"""A server over four hosts: a head where only Ray runs, and three for the rest."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from benchmarks.hosts import HEAD_PORT, Host, HostedServer, Hosts
+from benchmarks.redis_server import RedisServer
+from cluster.config import Config, Resources, TransportConfig
+
+POOL = "outrider/pool"
+TARGET = Resources(cpus=1.85, gpus=0, threads=1, node_labels={POOL: "target"})
+DRAFTER_CPUS = (
+    0.75  # of all drafters: a replica of the API (0.2) fits beside them, and beside the first target, not the second
+)
+TARGETS = f"--labels={POOL}=target"
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """``front``: the host of drafters, supervisor and a replica of the API, where the server was started and clients enter.
+    ``first``: of a target and the other replica; ``second``: of a target alone. ``redis``: keeps the head's state."""
+
+    hosts: Hosts
+    head: Host
+    front: Host
+    first: Host
+    second: Host
+    redis: RedisServer | None
+
+    def config(self, config: Config) -> Config:
+        """For this fleet: two targets, two replicas of the API."""
+        cpus = round(DRAFTER_CPUS / max(1, len(config.drafters)), 2)
+        drafter = Resources(cpus=cpus, gpus=0, threads=1, node_labels={POOL: "front"})
+        state = config.cluster.state if self.redis is None else self.redis.config
+        joined = {"ray_address": f"{self.head.address}:{HEAD_PORT}", "state": state}
+        return config.model_copy(
+            update={
+                "target": config.target.model_copy(update={"replicas": 2, "resources": TARGET}),
+                "drafters": tuple(one.model_copy(update={"resources": drafter}) for one in config.drafters),
+                "api": config.api.model_copy(update={"host": "0.0.0.0", "replicas": 2}),
+                "cluster": config.cluster.model_copy(update=joined),
+                "transport": TransportConfig(),
+            }
+        )
+
+    def server(self, config: Config) -> HostedServer:
+        return HostedServer(self.config(config), self.front, self.front)
+
+    def start_head(self) -> None:
+        environment = {} if self.redis is None else {"RAY_REDIS_ADDRESS": self.redis.address}
+        self.head.start_head("--num-cpus=0", environment=environment)
+
+    def join(self, host: Host) -> None:
+        words = {self.front: ("--num-cpus=1", f"--labels={POOL}=front"), self.first: ("--num-cpus=3", TARGETS)}
+        host.join(self.head, *words.get(host, ("--num-cpus=2", TARGETS)))
+
+    def replace(self, host: Host) -> None:
+        """By a new machine at its address."""
+        host.remove()
+        host.add()
+        if host is self.head:
+            self.start_head()
+        else:
+            self.join(host)
+
+
+@contextmanager
+def fleet() -> Iterator[Fleet]:
+    """With a redis-server, if there is one."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts())
+        redis = None
+        if shutil.which("redis-server"):
+            folder = hosts.folder / "redis"
+            folder.mkdir()
+            redis = RedisServer(folder, hosts.own_address)
+            stack.callback(redis.stop)
+        found = Fleet(hosts, hosts.add(), hosts.add(), hosts.add(), hosts.add(), redis)
+        found.start_head()
+        for host in (found.front, found.first, found.second):
+            found.join(host)
+        hosts.wait_joined(found.head, 4)
+        yield found

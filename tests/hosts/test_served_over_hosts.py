@@ -1,0 +1,78 @@
+"""A server over hosts with addresses of their own, each of which has a second interface that no other host reaches."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.host_fleet import Fleet
+from benchmarks.hosts import Host
+from tests.hosts.conftest import Served
+from tests.support.streaming import Streamed
+from tests.support.waiting import eventually, gauge
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+NUM_TOKENS = 40
+
+
+def entries(hosts: Fleet) -> tuple[Host, ...]:
+    """Serve has a proxy on the head and beside each replica of the API."""
+    return hosts.head, hosts.front, hosts.first
+
+
+def listening_at(process: psutil.Process) -> set[str]:
+    """The IPv4 addresses where a process listens, as its own host sees it."""
+    proc = Path(f"/proc/{process.pid}")
+    sockets = {os.readlink(link) for link in proc.glob("fd/*")}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]]
+    heard = [
+        local.partition(":")[0] for _, local, _, state, *rest in lines if state == "0A" and f"socket:[{rest[5]}]" in sockets
+    ]
+    return {".".join(str(part) for part in reversed(bytes.fromhex(address[-8:]))) for address in heard}
+
+
+def test_clients_enter_at_any_host_and_get_the_same_tokens(served_hosts: Served) -> None:
+    """Half of the streams are sampled."""
+    texts = []
+    for host in entries(served_hosts.hosts):
+        streamed = Streamed(f"http://{host.address}:{served_hosts.server.config.api.port}", NUM_TOKENS)
+        streamed.start(2)
+        streamed.wait_end()
+        assert not streamed.errors
+        texts.append(streamed.texts)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_status_and_dashboard_are_the_same_at_any_host(served_hosts: Served) -> None:
+    for host in entries(served_hosts.hosts):
+        served_hosts.server.enter_at(host)
+        with served_hosts.server.client() as http:
+            status = http.get("/v1/outrider/status").json()
+            assert [one["state"] for one in status["targets"] + status["drafters"]] == ["ready"] * 4
+            assert status["tls_not_after_s"]
+            assert http.get("/dashboard").status_code == 200
+            eventually(lambda http=http: gauge(http, "outrider_requests_total") > 0)  # type: ignore[misc]
+    served_hosts.server.enter_at(served_hosts.hosts.front)
+
+
+def test_drafts_travel_between_hosts(served_hosts: Served) -> None:
+    with served_hosts.server.client() as http:
+        before = gauge(http, "outrider_drafter_verified_total", "ngram")
+        streamed = Streamed(served_hosts.server.url, NUM_TOKENS, "ngram")
+        streamed.start(2)
+        streamed.wait_end()
+        eventually(lambda: gauge(http, "outrider_drafter_verified_total", "ngram") > before)
+
+
+def test_parts_are_on_their_hosts_and_targets_listen_at_the_address_that_ray_was_given(served_hosts: Served) -> None:
+    hosts, server = served_hosts.hosts, served_hosts.server
+    targets = server.workers("TargetActor")
+    for host in (hosts.first, hosts.second):
+        (target,) = [process for process in targets if process in host.processes()]
+        assert host.address in listening_at(target)  # beside it, Ray listens everywhere
+    drafters, replicas = server.workers("DrafterActor"), server.workers("ServeReplica")
+    assert len(drafters) == 2
+    assert set(drafters) <= set(hosts.front.processes())
+    assert [sum(one in host.processes() for one in replicas) for host in (hosts.front, hosts.first)] == [1, 1]
