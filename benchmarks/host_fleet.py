@@ -56,6 +56,10 @@ class Fleet:
         words = {self.front: ("--num-cpus=1", f"--labels={POOL}=front"), self.first: ("--num-cpus=3", TARGETS)}
         host.join(self.head, *words.get(host, ("--num-cpus=2", TARGETS)))
 
+    def wait_joined(self) -> None:
+        """Until Ray knows all hosts. Raises FaultBenchFailed."""
+        self.hosts.wait_joined(self.head, len(self.hosts.hosts))
+
     def replace(self, host: Host) -> None:
         """By a new machine at its address."""
         host.remove()
@@ -81,5 +85,5 @@ def fleet() -> Iterator[Fleet]:
         found.start_head()
         for host in (found.front, found.first, found.second):
             found.join(host)
-        hosts.wait_joined(found.head, 4)
+        found.wait_joined()
         yield found

@@ -61,9 +61,12 @@ class HostRows(FaultRows):
         self._suffer(host.cut_off, SPLIT_S)
         host.wait_ray_ended()
         self._hosts.replace(host)
+        self._hosts.wait_joined()
 
     def _lose(self, host: Host) -> None:
+        """Returns when another machine has joined, or, in place of the head, when all others have found it."""
         self.killed.update(host.processes())
         host.remove()
         time.sleep(REPLACED_S)
         self._hosts.replace(host)
+        self._hosts.wait_joined()

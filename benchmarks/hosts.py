@@ -288,6 +288,7 @@ def _remove_stale() -> None:
                     _end(_processes(namespace))
                     _ip("netns", "del", namespace)
             _ip("link", "del", link["ifname"])
+            shutil.rmtree(Path("/tmp", link["ifname"]), ignore_errors=True)
 
 
 def _namespaces() -> list[str]:
