@@ -20,6 +20,7 @@ from cluster.transport.base import Link, LinkDown, LinkUp, Received
 from cluster.transport.dialer import MAX_PAUSE_S
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.mailbox import DialingMailbox
+from router.target_choice import TargetChoice
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,12 @@ MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 class LinkClient:
     """Serves any number of asyncio tasks. A thread of its own drains the mailbox and keeps the links.
 
-    A request goes to the target with the fewest requests of this client. Addresses may change (``set_addresses``).
+    A request goes to a target that has much of its prompt cached and few requests of this client (`router.target_choice`).
+    Addresses may change (``set_addresses``).
 
     Args:
         resume_wait_s: how long a request whose target is lost waits for another, if none is linked.
+        by_prefix: False: targets are chosen by their requests alone.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class LinkClient:
         token: str = "",
         resume_wait_s: float = 0.0,
         tls: TlsConfig | None = None,
+        by_prefix: bool = True,
     ) -> None:
         self._model = model
         self._status = status
@@ -57,6 +61,7 @@ class LinkClient:
         self._mailbox = DialingMailbox(hello, addresses, tls)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
+        self._choice: TargetChoice[Link] = TargetChoice(by_prefix)
         self._streams: dict[str, RequestStream] = {}
         self._aborts: dict[Link, set[str]] = {}  # not sent yet
         self._leaving: frozenset[str] = frozenset()
@@ -189,12 +194,12 @@ class LinkClient:
 
     # ---- on the callers' event loops
 
-    def _candidates(self, refused_by: set[Link]) -> list[Link]:
-        """Targets that have not refused the request, the least loaded first, and those that leave last."""
+    def _candidates(self, refused_by: set[Link], blocks: Sequence[int] = ()) -> list[Link]:
+        """Targets that have not refused the request, the best for a prompt of these blocks first; those that leave last."""
         with self._lock:
-            return sorted(
-                self._links.keys() - refused_by, key=lambda link: (link.peer.name in self._leaving, self._links[link])
-            )
+            num_requests = {link: num for link, num in self._links.items() if link not in refused_by}
+            ranked = self._choice.ranked(num_requests, blocks)
+        return sorted(ranked, key=lambda link: link.peer.name in self._leaving)
 
     def _linked_again(self, lost: Collection[Link]) -> set[str]:
         """Instances of targets that are linked, by links that were not lost."""
@@ -224,10 +229,11 @@ class LinkClient:
         """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked
         ones read too slowly."""
         full: LinkFull | None = None
-        for link in self._candidates(avoided):
+        blocks = self._choice.blocks(request)
+        for link in self._candidates(avoided, blocks):
             base_len, end_len = request.committed_len, len(request.prompt_token_ids) + request.sampling.max_tokens
             with self._lock:
-                stream = RequestStream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless)
+                stream = RequestStream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless, blocks)
                 self._streams[request.id] = stream
                 if link in self._links:
                     self._links[link] += 1
@@ -254,6 +260,7 @@ class LinkClient:
                 return
             if stream.link in self._links:
                 self._links[stream.link] -= 1
+                self._choice.ended(stream.link, stream.num_computed)
                 if abort:
                     self._aborts.setdefault(stream.link, set()).add(request_id)
         if abort:
@@ -340,6 +347,8 @@ class LinkClient:
                     item = Loss(f"the target sent {fault}", {})
                 elif commit.finish is FinishReason.ABORT:
                     item = Loss(commit.error or "the target gave it up", suspects)
+                elif commit.prefill is not None and commit.token_ids:
+                    self._choice.computed(link, stream.blocks, commit.prefill.num_cached_tokens)
                 by_loop.setdefault(stream.loop, []).append((stream, item))
             if any(commit.finish is FinishReason.ABORT for commit in commits):
                 suspects |= self._suspects(link)  # none that has a token of this round
@@ -355,6 +364,7 @@ class LinkClient:
         self._inspection.forget(link)
         with self._lock:
             self._links.pop(link, None)
+            self._choice.forget(link)
             self._aborts.pop(link, None)
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
             loss = Loss(f"the target is gone: {reason}", self._suspects(link))

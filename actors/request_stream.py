@@ -1,7 +1,7 @@
 """A running request as the gateway follows it: the commits on their way from a link's thread to the caller's event loop."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded, Unattainable
@@ -36,6 +36,8 @@ class RequestStream:
     next_len: int | None  # committed length at which the next commit begins; None after the last
     end_len: int  # committed length at max_tokens
     num_fruitless: int  # of `Resumption`, until its first token here
+    blocks: Sequence[int]  # of its prompt, as of `router.target_choice`
+    num_computed: int = 0  # tokens of prompt and output, by this target
     commits: asyncio.Queue[Commit | Loss] = field(default_factory=asyncio.Queue)
 
     def advance(self, commit: Commit, vocab_size: int) -> str | None:
@@ -48,6 +50,9 @@ class RequestStream:
             fault = f"{end_len - self.end_len} tokens more than the request allows"
         if fault is None and commit.finish is not FinishReason.ABORT and commit.token_ids:
             self.num_fruitless = 0
+            self.num_computed += len(commit.token_ids)
+        if fault is None and commit.prefill is not None and commit.token_ids:
+            self.num_computed += commit.base_len - commit.prefill.num_cached_tokens
         self.next_len = None if fault is not None or commit.finish is not None else end_len
         return fault
 

@@ -216,6 +216,8 @@ class TargetActor(LoopActor):
                 tokens_per_s=telemetry.tokens_per_s,
                 step_ms=1e3 * telemetry.step_s.value,
                 num_preempted=telemetry.num_preempted,
+                num_prompt_tokens=telemetry.num_prompt_tokens,
+                num_cached_tokens=telemetry.num_cached_tokens,
                 num_failed_observations=telemetry.num_failed_observations,
                 slo=telemetry.attainment.counts(),
                 riders=followed,

@@ -65,6 +65,8 @@ class TargetStatus:
     tokens_per_s: float
     step_ms: float  # running mean of a pass
     num_preempted: int = 0  # preemptions since the start
+    num_prompt_tokens: int = 0  # since the start
+    num_cached_tokens: int = 0  # of them, found in the prefix cache
     slo: tuple[SloCounts, ...] = ()  # by class, since the start
     riders: Mapping[str, int] = field(default_factory=dict)  # for how many of its requests each linked drafter drafts
     drafting: DraftingEffect = DraftingEffect()

@@ -168,6 +168,8 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
         return f"a commit of tokens outside the vocabulary of {vocab_size}"
     if commit.prefill is not None and not all(isfinite(time) for time in (commit.prefill.queue_s, commit.prefill.prefill_s)):
         return f"a commit with {commit.prefill.queue_s} seconds in the queue and {commit.prefill.prefill_s} of prefill"
+    if commit.prefill is not None and not 0 <= commit.prefill.num_cached_tokens <= commit.base_len:
+        return f"a commit at {commit.base_len} with {commit.prefill.num_cached_tokens} cached tokens"
     if not commit.token_ids and commit.finish is None and not commit.prompt_logprobs:
         return "a commit of nothing"
     if commit.logprobs or commit.prompt_logprobs:

@@ -86,7 +86,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
     return Group(
         title,
         *([Text("planned by " + ", ".join(status.planned_by), style="dim")] if status.planned_by else ()),
-        Text(_acceptance(status.drafters)),
+        Text(_acceptance(status.drafters) + _prefix_hits(status.targets)),
         blank,
         _targets(status.targets),
         blank,
@@ -111,6 +111,11 @@ def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
     if not num_proposed:
         return "no draft tokens verified yet"
     return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified draft tokens accepted"
+
+
+def _prefix_hits(targets: tuple[TargetStatus, ...]) -> str:
+    num_cached, num_tokens = sum(t.num_cached_tokens for t in targets), sum(t.num_prompt_tokens for t in targets)
+    return f"\n{_share(num_cached, num_tokens)} of {num_tokens:,} prompt tokens found in prefix caches" if num_tokens else ""
 
 
 def _targets(targets: tuple[TargetStatus, ...]) -> Table:

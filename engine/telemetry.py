@@ -88,6 +88,8 @@ class Telemetry:
     num_rows: int = 0
     num_committed: int = 0
     num_preempted: int = 0
+    num_prompt_tokens: int = 0  # of requests with a first token
+    num_cached_tokens: int = 0  # of them, found in the prefix cache
     served: ServedCounts = NOTHING_SERVED  # replaced as a whole
     attainment: Attainment = field(default_factory=Attainment)
     step_s: DecayedMean = field(default_factory=lambda: DecayedMean(RECENT))
@@ -124,6 +126,9 @@ class Telemetry:
         self.num_committed += num_tokens
         self._window_tokens += num_tokens
         for commit in commits:
+            if commit.prefill is not None:
+                self.num_prompt_tokens += commit.base_len
+                self.num_cached_tokens += commit.prefill.num_cached_tokens
             if commit.drafter is not None:
                 stats = self.drafter(commit.drafter)
                 stats.num_proposed += commit.num_proposed

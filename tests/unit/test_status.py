@@ -68,6 +68,8 @@ def test_the_table_says_all_of_the_status() -> None:
     assert text.startswith(
         "smollm2-135m, routed by epsilon-greedy (table 12)\n40% of 1,000 verified draft tokens accepted\n"
     )
+    target = dataclasses.replace(STATUS.targets[0], num_prompt_tokens=5000, num_cached_tokens=3000)
+    assert "\n60% of 10,000 prompt tokens found" in shown(render(dataclasses.replace(STATUS, targets=(target, target))))
     assert rows(text, "KV cache")["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
     found = rows(text)
     assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6"]

@@ -17,7 +17,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.transport.dialer import Dialer
 from cluster.transport.factory import listen
-from cluster.types import Commit, FinishReason, Request
+from cluster.types import Commit, FinishReason, Prefill, Request
 from tests.support.toys import MODEL, VOCAB_SIZE
 
 _NUMBERS = count()
@@ -83,6 +83,7 @@ async def outcome(client: LinkClient, one: Request) -> list[int] | str:
         (Commit("a", 4, (1,)), "a commit at 4 after 3 committed tokens"),
         (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than the request allows"),
         (Commit("a", 3, ()), "a commit of nothing"),
+        (Commit("a", 3, (1,), prefill=Prefill(4, 0.0, 0.0)), "a commit at 3 with 4 cached tokens"),
         (Commit("a", 3, (1,), num_proposed=1, num_accepted=MAX_INT), "2147483647 accepted of 1"),
     ],
 )

@@ -128,7 +128,8 @@ function asTable(store) {
   });
   const columns = ["drafter", "kind", "state", "requests", "accepted", "draft length", "accepted length", "reply ms", "device", "restarts"];
   const targetRows = targets.map((one) => [one.name, one.state, one.num_running, one.num_waiting, store.numPlain(one),
-    number(one.tokens_per_s), number(one.step_ms, 1), share(one.num_blocks - one.num_free_blocks, one.num_blocks), one.num_preempted]);
-  const targetColumns = ["target", "state", "running", "waiting", "without drafts", "tokens/s", "pass ms", "KV cache", "preemptions"];
+    number(one.tokens_per_s), number(one.step_ms, 1), share(one.num_blocks - one.num_free_blocks, one.num_blocks),
+    share(one.num_cached_tokens, one.num_prompt_tokens), one.num_preempted]);
+  const targetColumns = ["target", "state", "running", "waiting", "without drafts", "tokens/s", "pass ms", "KV cache", "prefix hits", "preemptions"];
   return html("div", {}, table("Drafters", columns, rows), table("Targets", targetColumns, targetRows));
 }

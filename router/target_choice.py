@@ -1,0 +1,96 @@
+"""Which target serves a request: each gateway's view of what targets have cached, and of how much they have to do.
+
+A target is preferred for the prompt tokens that it need not compute, at the price of the work before it there. Where no
+target has a part of the prompt, the one with the fewest requests is chosen. Costs are in tokens that a target computes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cluster.types import Request
+from router.estimates.decayed import LASTING, DecayedMean
+
+Target = TypeVar("Target", bound=Hashable)
+
+BLOCK_LEN = 64  # tokens of a prompt that are compared at once
+MAX_BLOCKS = 2**15  # known of each target: 2 million tokens, in at most 4 MB
+MISSED_BLOCKS = 4  # fewer are no sign of an eviction: blocks of targets may be larger than these
+# Requests at a target, over the mean of all, above which it gets another only if it has the fewest.
+MAX_SHARE, SPARE = 1.2, 2
+KEPT = 1.0 - 1.0 / 128  # of the earlier work of a target, with each request that ends at any
+WORK_PRICE = 0.1  # of a token that a target computed lately: without it one would get all requests while all are idle
+
+
+@dataclass(slots=True)
+class _Known:
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # by chained hash, least recently used first
+    work: float = 0.0  # tokens computed for recent requests
+
+
+class TargetChoice(Generic[Target]):
+    """Not thread-safe. What it knows of targets comes from their answers, so that gateways need not agree.
+
+    Args:
+        by_prefix: False: always the target with the fewest requests.
+    """
+
+    def __init__(self, by_prefix: bool = True) -> None:
+        self._by_prefix = by_prefix
+        self._known: dict[Target, _Known] = {}
+        self._work = DecayedMean(LASTING)  # tokens computed for a request
+
+    def blocks(self, request: Request) -> Sequence[int]:
+        """Chained hashes of the full blocks of its prompt, its last token left out: targets always compute that."""
+        tokens, digest = request.prompt_token_ids, hash(request.salt)
+        if not self._by_prefix or request.sampling.prompt_logprobs is not None:  # such prompts are computed whole
+            return ()
+        hashes = []
+        for end in range(BLOCK_LEN, len(tokens), BLOCK_LEN):
+            digest = hash((digest, tokens[end - BLOCK_LEN : end]))
+            hashes.append(digest)
+        return hashes
+
+    def ranked(self, num_requests: Mapping[Target, int], blocks: Sequence[int]) -> list[Target]:
+        """Targets, the best first. ``num_requests``: under way at each."""
+        known = {target: self._known.setdefault(target, _Known()) for target in num_requests}
+        saved = {target: BLOCK_LEN * _num_cached(one.blocks, blocks) for target, one in known.items()}
+        if not any(saved.values()):
+            return sorted(num_requests, key=lambda target: (num_requests[target], known[target].work))
+        most = MAX_SHARE * sum(num_requests.values()) / len(num_requests) + SPARE
+
+        def price(target: Target) -> tuple[bool, float]:
+            num = num_requests[target]
+            return num >= most, num * self._work.value + WORK_PRICE * known[target].work - saved[target]
+
+        return sorted(num_requests, key=price)
+
+    def computed(self, target: Target, blocks: Sequence[int], num_cached: int) -> None:
+        """A target computed a prompt, ``num_cached`` tokens of which it had. If it lacks blocks that it once had, it has
+        evicted all that it used before these."""
+        known = self._known.setdefault(target, _Known()).blocks
+        num_found = num_cached // BLOCK_LEN
+        if num_found + MISSED_BLOCKS <= _num_cached(known, blocks):
+            while blocks[num_found] in known:
+                known.popitem(last=False)
+        for block in reversed(blocks):  # so that a prefix is forgotten after what follows it
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) > MAX_BLOCKS:
+            known.popitem(last=False)
+
+    def ended(self, target: Target, num_computed: int) -> None:
+        """A request ended, for which a target computed so many tokens of prompt and output."""
+        self._work.add(num_computed)
+        for one in self._known.values():
+            one.work *= KEPT
+        self._known.setdefault(target, _Known()).work += num_computed
+
+    def forget(self, target: Target) -> None:
+        """It has left."""
+        self._known.pop(target, None)
+
+
+def _num_cached(known: Mapping[int, None], blocks: Sequence[int]) -> int:
+    return next((number for number, block in enumerate(blocks) if block not in known), len(blocks))

@@ -1,0 +1,137 @@
+"""Which target serves a request, by what targets have cached and by their load."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from cluster.sampling_params import SamplingParams
+from cluster.types import Adapter, Request
+from router.target_choice import BLOCK_LEN, MAX_BLOCKS, TargetChoice
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def request(*parts: int, salt: str = "") -> Request:
+    """Its prompt has a block for each of ``parts``, and a further token."""
+    tokens = [token for part in parts for token in [part] * BLOCK_LEN]
+    return Request("r", (*tokens, 0), GREEDY, 0.0, cache_salt=salt)
+
+
+def served(choice: TargetChoice[str], target: str, *parts: int, num_cached: int = 0, salt: str = "") -> None:
+    choice.computed(target, choice.blocks(request(*parts, salt=salt)), BLOCK_LEN * num_cached)
+    choice.ended(target, BLOCK_LEN * (len(parts) - num_cached))
+
+
+def chosen(choice: TargetChoice[str], *parts: int, a: int = 0, b: int = 0, salt: str = "") -> str:
+    """With so many requests at targets "a" and "b"."""
+    return choice.ranked({"a": a, "b": b}, choice.blocks(request(*parts, salt=salt)))[0]
+
+
+def test_a_prompt_goes_where_its_prefix_is() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "a", 1, 2, 3, 4)
+    served(choice, "b", 5, 6, 7, 8)
+    assert chosen(choice, 1, 2, 3, 4, 9) == "a"
+    assert chosen(choice, 5, 6, 7, 8, 9) == "b"
+    assert chosen(choice, 5, 6, 9, 9, b=1) == "a"  # half of the prompt does not pay for another request
+    without: TargetChoice[str] = TargetChoice(by_prefix=False)
+    served(without, "a", 1, 2, 3, 4)
+    assert chosen(without, 1, 2, 3, 4, 9) == "b"
+
+
+def test_prefixes_of_other_salts_and_adapters_do_not_count() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "a", 1, 2, 3, 4, salt="one")
+    assert chosen(choice, 1, 2, 3, 4, salt="one") == "a"
+    assert chosen(choice, 1, 2, 3, 4, salt="two") == "b"
+    with_adapter = replace(request(1, 2, 3, 4, salt="one"), adapter=Adapter("x", "/x", "key"))
+    assert choice.ranked({"a": 0, "b": 0}, choice.blocks(with_adapter))[0] == "b"
+    scored = replace(request(1, 2, 3, 4, salt="one"), sampling=replace(GREEDY, prompt_logprobs=0))
+    assert not choice.blocks(scored)  # its prompt is computed whole
+
+
+def test_a_target_with_many_requests_gets_no_more() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "a", *range(400))
+    served(choice, "b", 1000)
+    for _ in range(2000):
+        choice.ended("a", 1)
+        choice.ended("b", 1)
+    assert chosen(choice, *range(400), a=2) == "a"
+    assert chosen(choice, *range(400), a=8) == "b"
+
+
+def test_an_eviction_is_learned_from_the_next_answer() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    for first in (10, 20, 30):
+        served(choice, "a", *range(first, first + 8))
+        served(choice, "b", first + 1000)
+    served(choice, "a", *range(20, 28), 29)  # none of its blocks was there, so those used before are not there either
+    served(choice, "b", 2000)
+    assert chosen(choice, *range(10, 18)) == "b"
+    assert chosen(choice, *range(20, 28)) == "a"
+    assert chosen(choice, *range(30, 38)) == "a"
+
+
+def test_a_target_that_restarts_has_nothing_cached() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "a", 1, 2, 3, 4)
+    served(choice, "b", 9)
+    assert chosen(choice, 1, 2, 3, 4, a=1) == "a"
+    choice.forget("a")
+    assert chosen(choice, 1, 2, 3, 4, a=1) == "b"
+
+
+def test_what_is_known_of_a_target_is_bounded() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    for first in range(0, MAX_BLOCKS + 4096, 1024):
+        choice.computed("a", choice.blocks(request(*range(first, first + 1024))), 0)
+    assert chosen(choice, *range(MAX_BLOCKS, MAX_BLOCKS + 1024), a=1) == "a"
+    assert chosen(choice, *range(4096, 4096 + 1024), a=1) == "a"
+    assert chosen(choice, *range(3072, 3072 + 1024), a=1) == "b"
+
+
+@pytest.mark.parametrize("num_shared", [0, 2])
+@pytest.mark.parametrize("by_prefix", [False, True])
+def test_load_is_balanced(num_shared: int, by_prefix: bool) -> None:
+    """Although targets are always idle, a prefix that all share must not draw all requests to one."""
+    choice: TargetChoice[str] = TargetChoice(by_prefix)
+    rng, counts, caches = random.Random(0), Counter[str](), {"a": set[int](), "b": set[int]()}
+    for number in range(400):
+        parts = (*range(num_shared), *(rng.randrange(10**9) for _ in range(rng.randrange(4, 12))))
+        target = chosen(choice, *parts)
+        num_cached = num_shared if number and 0 in caches[target] else 0
+        caches[target].add(0)
+        served(choice, target, *parts, num_cached=num_cached)
+        counts[target] += len(parts) - num_cached
+    assert max(counts.values()) <= 1.1 * counts.total() / 2
+
+
+def test_without_shared_prefixes_the_fewest_requests_decide() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "a", *range(50))
+    assert chosen(choice, 100, 101, a=0, b=1) == "a"
+    assert chosen(choice, 100, 101, a=1, b=1) == "b"
+
+
+def test_conversations_stay_at_their_targets_in_balance() -> None:
+    """40 conversations of eight turns, in any order, four under way at a time."""
+    choice: TargetChoice[str] = TargetChoice()
+    rng, work = random.Random(1), Counter[str]()
+    turns = [turn for _ in range(8) for turn in rng.sample(range(40), 40)]
+    num_before, cached, under_way = Counter[int](), Counter[tuple[str, int]](), ["a", "b", "a", "b"]
+    num_cached = 0
+    for one in turns:
+        num_before[one] += 1
+        parts = tuple(1000 * one + i for i in range(10 * num_before[one]))
+        open_at = Counter(under_way[-4:])
+        target = chosen(choice, *parts, a=open_at["a"], b=open_at["b"])
+        under_way.append(target)
+        served(choice, target, *parts, num_cached=cached[target, one])
+        work[target] += len(parts) - cached[target, one]
+        num_cached += cached[target, one]
+        cached[target, one] = len(parts)
+    assert num_cached >= 0.9 * 40 * sum(range(0, 80, 10))  # of all that earlier turns computed
+    assert max(work.values()) <= 1.2 * work.total() / 2
