@@ -57,7 +57,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
         )
     state = config.cluster.state
     state = state.model_copy(update={"folder": state.folder.expanduser()})
-    kept_cpus = CONTROL_CPUS + config.api.replicas * API_CPUS
+    kept_cpus = CONTROL_CPUS + config.api.most * API_CPUS
     resources = _target_resources(target, device, drafters, nodes, kept_cpus, max_threads)
     engine = "native" if target.engine == "auto" else target.engine
     target = target.model_copy(update={"engine": engine, "device": device, "resources": resources})

@@ -42,7 +42,7 @@ def serve(config: Config) -> None:
         check_port(config.api.host, config.api.port)
         for file in (config.api.api_keys_file, config.api.operator_keys_file):
             if file is not None:
-                ApiKeys.from_file(file, config.api.replicas)  # refused here rather than in the API's process
+                ApiKeys.from_file(file, config.api.most)  # refused here rather than in the API's process
         if config.observability.audit_log_file is not None:
             AuditLog(config.observability.audit_log_file).close()
         say_step(f"the model {config.model.name} is checked")

@@ -22,7 +22,7 @@ def check_memory(config: Config) -> None:
     if target.device == "cuda" or config.cluster.ray_address is not None:
         return
     num_ranks = target.most * target.tensor_parallel
-    base = BASE_BYTES + (config.api.replicas - 1) * API_BYTES
+    base = BASE_BYTES + (config.api.most - 1) * API_BYTES
     own = target_footprint(config)
     needed, free = base + num_ranks * own.total, available_memory_bytes()
     if needed <= free:

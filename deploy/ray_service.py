@@ -36,7 +36,7 @@ from deploy.deployment import DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
 from deploy.model_files import tokenizer_folder, with_files
-from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica
+from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica, replicas_of
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import resolve_model
@@ -184,13 +184,12 @@ def app(arguments: Arguments) -> Any:
     api: Any = serve.deployment(
         serve.ingress()(JoinedApiReplica),
         name="api",
-        num_replicas=config.api.replicas,
+        **replicas_of(config.api, config.api.drain_s),  # streams that are under way end, as those of a target do
         max_ongoing_requests=MAX_CLIENTS,
         max_queued_requests=MAX_SERVE_QUEUED,
         backpressure_config=BackpressureConfig(
             status_code=429, retry_after_s=ApiSettings.from_config(config.api).retry_after_s
         ),
-        graceful_shutdown_timeout_s=config.api.drain_s,  # streams that are under way end, as those of a target do
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )

@@ -12,7 +12,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError, RayError
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from actors import health
 from actors.gateway import LinkClient
@@ -20,7 +20,7 @@ from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
 from actors.supervisor import TARGET_TIMEOUT_FACTOR
 from cluster.client import ClusterStatus, ReplicaMetrics
-from cluster.config import Config, PolicyConfig, SupervisionConfig
+from cluster.config import ApiConfig, Config, PolicyConfig, SupervisionConfig
 from cluster.cpu_scheduling import run_in_foreground, switch_threads_quickly
 from cluster.errors import LinkClosed
 from cluster.logs import log_as_configured
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 APP = "outrider"
 # Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
+# Calls under way for which each replica is meant, as a share of what each of the most replicas may run.
+TARGET_SHARE = 0.5
+LOOK_BACK_S, UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 12.0, 3.0, 60.0
 FIRST_LINK_S = 5.0
 RETRY_S = 0.5
 
@@ -121,7 +124,7 @@ class ApiReplica:
             ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability),
             sampling_defaults=sampling_defaults(self._config.model, Path(self._model_folder)),
         )
-        peers = Peers(replica, exchange) if settings.num_replicas > 1 else None
+        peers = Peers(replica, exchange) if settings.most > 1 else None
         return create_app(client, tokenizer, settings, lifespan, try_policy, peers, swap_adapter)
 
     def check_health(self) -> None:
@@ -212,6 +215,22 @@ async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) 
         await asyncio.sleep(RETRY_S)
 
 
+def replicas_of(api: ApiConfig, shutdown_s: float) -> dict[str, Any]:
+    """Options of the deployment: the number of replicas, fixed or by calls under way, and how long one that ends waits
+    for its calls. ``shutdown_s``: where the number is fixed."""
+    if api.most == api.replicas:
+        return {"num_replicas": api.replicas, "graceful_shutdown_timeout_s": shutdown_s}
+    scaling = AutoscalingConfig(
+        min_replicas=api.replicas,
+        max_replicas=api.most,
+        target_ongoing_requests=TARGET_SHARE * api.max_concurrent_requests / api.most,
+        look_back_period_s=LOOK_BACK_S,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+    )
+    return {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": max(shutdown_s, api.request_deadline_s)}
+
+
 def run_application(config: Config, directory: Directory, model_folder: str, token: str) -> None:
     """Returns when the replicas are ready and the proxy listens. Raises Serve's errors."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -220,11 +239,10 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
     deployment: Any = serve.deployment(
         serve.ingress()(ApiReplica),
         name="api",
-        num_replicas=config.api.replicas,
+        **replicas_of(config.api, 2),
         max_ongoing_requests=MAX_CLIENTS,
         max_queued_requests=MAX_SERVE_QUEUED,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=retry_after_s),
-        graceful_shutdown_timeout_s=2,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )

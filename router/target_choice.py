@@ -5,14 +5,14 @@ target has a part of the prompt, the one with the fewest requests is chosen. Cos
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster.types import Request
 from router.estimates.decayed import LASTING, DecayedMean
 
-Target = TypeVar("Target", bound=Hashable)
+Target = TypeVar("Target")
 
 BLOCK_LEN = 64  # tokens of a prompt that are compared at once
 MAX_BLOCKS = 2**15  # known of each target: 2 million tokens, in at most 4 MB

@@ -95,6 +95,7 @@ class ApiConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     # Processes that answer clients. Each gets an equal part of the limits below and of the tenants'.
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    max_replicas: Annotated[int, Field(ge=1, le=64)] | None = None  # up to which their number follows the load; None: fixed
     api_keys_file: Path | None = None  # one key per line, or tenants with limits; None: no authentication
     operator_keys_file: Path | None = None  # further keys, which may also switch the policy and adapters; None: nobody may
     lora_folder: Path | None = None  # of adapters that may be loaded while it serves; None: none may
@@ -112,5 +113,18 @@ class ApiConfig(Section):
     tool_call_parser: ToolCallParser | None = None
     reasoning_parser: ReasoningParser | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
-    at_most = (("replicas", "max_concurrent_requests"), ("replicas", "max_queued_requests"))
     removed = frozenset({"max_choices"})
+
+    @property
+    def most(self) -> int:
+        """Replicas at any time."""
+        return self.max_replicas or self.replicas
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> Self:
+        name = "replicas" if self.max_replicas is None else "max_replicas"
+        bounds = ("max_concurrent_requests", "max_queued_requests")
+        for low, value, high in (("replicas", self.replicas, name), *((name, self.most, bound) for bound in bounds)):
+            if value > (getattr(self, high) or 0):
+                raise ValueError(f"{low} ({value}) must be at most {high} ({getattr(self, high)})")
+        return self

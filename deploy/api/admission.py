@@ -40,6 +40,14 @@ class Admission:
         self._counters = TokenCounters()
         self._num_running_of: Counter[str] = Counter()  # by tenant, none zero
         self.num_running = 0
+        self._max_concurrent, self._max_queued = settings.max_concurrent, settings.max_queued
+
+    def divide(self, num_replicas: int) -> None:
+        """Its limits become those of one of so many replicas. What runs already goes on."""
+        settings = self._settings
+        limits = settings.max_concurrent, settings.max_queued
+        self._max_concurrent, self._max_queued = (limit * settings.num_replicas // num_replicas for limit in limits)
+        self._admit()
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """By name; others have no limit of their own, and weight 1. Fails the calls that exceed a new limit: one that can
@@ -94,7 +102,7 @@ class Admission:
         if self._is_too_wide(tenant, call):  # a limit that changed since the call was checked
             raise self._too_wide(tenant, call)
         is_busy = self.is_busy(call.num_sequences, tenant)
-        if is_busy and self.num_queued >= self._settings.max_queued:
+        if is_busy and self.num_queued >= self._max_queued:
             self._displace(tenant)
         self._counters.arrive(tenant, self._candidates())
         if not is_busy:
@@ -167,4 +175,4 @@ class Admission:
             del self._waiting[tenant]
 
     def _fits(self, num_sequences: int) -> bool:
-        return self.num_running + num_sequences <= self._settings.max_concurrent
+        return self.num_running + num_sequences <= self._max_concurrent

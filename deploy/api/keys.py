@@ -125,6 +125,11 @@ class KeyFiles:
         logger.info("the API keys were read again")
         return True
 
+    def divide(self, num_replicas: int) -> None:
+        """Among another number of replicas, from the next ``refresh`` on."""
+        self._num_replicas = num_replicas
+        self._seen, self._looked_s = None, float("-inf")
+
     def _read(self) -> None:
         keys, operators = (None if file is None else ApiKeys.from_file(file, self._num_replicas) for file in self._files)
         self.operators = operators

@@ -284,10 +284,17 @@ class Peers:
 
 class MetricsPage:
     """A scrape hands this replica's metrics over before it is answered, so that a later scrape of another replica never
-    shows older ones: a counter that falls would count as begun anew."""
+    shows older ones: a counter that falls would count as begun anew. ``on_number`` is told how many replicas are known."""
 
-    def __init__(self, metrics: Metrics, status: Callable[[], Awaitable[ClusterStatus]], peers: Peers | None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        status: Callable[[], Awaitable[ClusterStatus]],
+        peers: Peers | None,
+        on_number: Callable[[int], None] = lambda num_replicas: None,
+    ) -> None:
         self._metrics = metrics
+        self._on_number = on_number
         self._status = status
         self._peers = peers
         self._turn = asyncio.Lock()  # an older page must not replace a newer one
@@ -322,7 +329,9 @@ class MetricsPage:
             own = self._metrics.own(status)
             try:
                 async with asyncio.timeout(EXCHANGE_S):
-                    return own, await peers.exchange(exposition(own.values()))
+                    others = await peers.exchange(exposition(own.values()))
+                self._on_number(1 + len(others))
+                return own, others
             except (LinkClosed, TimeoutError) as error:
                 logger.debug("the metrics of the other replicas are not known now: %s", error)
                 return own, ()

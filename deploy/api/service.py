@@ -84,11 +84,12 @@ class Service:
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.num_replicas)
+        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.most)
         self._budgets = Budgets(self.metrics.record_over_budget)
         self.calls = SharedLimit(settings.max_calls)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
+        self._num_replicas = settings.num_replicas
         self._threads = ThreadShares()
         self._grammars: GrammarChecker | None = None
         self._set_tenants()
@@ -101,10 +102,11 @@ class Service:
             self._bodies, lambda: self._keys.operators, client, self.status, swap_adapter, try_policy, settings
         )
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
-        self.metrics_page = MetricsPage(self.metrics, self.status, peers)
+        self.metrics_page = MetricsPage(self.metrics, self.status, peers, self.divide)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
+        self.divide(settings.most)  # until it is known how many there are
 
     async def check_key(self, request: Request) -> None:
         """Notes the tenant. Raises ApiError where keys are configured: 401 for an unknown one, 429 for too many calls."""
@@ -125,9 +127,18 @@ class Service:
             finally:
                 request.state.budget_headers = self._budgets.headers(tenant, request.state.arrival_s)
 
+    def divide(self, num_replicas: int) -> None:
+        """So many replicas of the API are known to run, each of which gives its part. A fixed number stays."""
+        num = min(max(num_replicas, self._settings.num_replicas), self._settings.most)
+        if num == self._num_replicas:
+            return
+        self._num_replicas = self.dashboard.num_replicas = num
+        self._admission.divide(num)
+        self._keys.divide(num)
+
     def _set_tenants(self) -> None:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants
-        self._budgets.set_tenants(tenants.values())
+        self._budgets.set_tenants(tenants.values(), time.monotonic())
         self._admission.set_tenants(tenants)
         if self._grammars is not None:
             self._grammars.set_tenants(tenants)

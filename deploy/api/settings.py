@@ -24,7 +24,8 @@ _UNOBSERVED = ObservabilityConfig()
 class ApiSettings:
     """Limits are those of one process. A *sequence* is one choice of one prompt: a call has ``prompts * n`` sequences."""
 
-    num_replicas: int = _DEFAULTS.replicas  # of the API; a tenant's limits are divided by it
+    num_replicas: int = _DEFAULTS.replicas  # of the API, at least; `Service.divide` is told how many there are
+    max_replicas: int | None = None  # None: their number is fixed
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
     operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: there are no operators
     lora_folder: Path | None = _DEFAULTS.lora_folder  # None: no adapters while it runs
@@ -49,6 +50,11 @@ class ApiSettings:
     observability: ObservabilityConfig = _UNOBSERVED
 
     @property
+    def most(self) -> int:
+        """Replicas of the API at any time."""
+        return self.max_replicas or self.num_replicas
+
+    @property
     def max_calls(self) -> int:
         """At once."""
         return self.max_concurrent + self.max_queued + SPARE_CALLS
@@ -65,7 +71,7 @@ class ApiSettings:
         max_concurrent, max_queued = (
             limit // config.replicas for limit in (config.max_concurrent_requests, config.max_queued_requests)
         )
-        max_sequences = min(max(cls().max_sequences, MAX_CHOICES), max_concurrent)
+        max_sequences = min(max(cls().max_sequences, MAX_CHOICES), config.max_concurrent_requests // config.most)
         same = {one.name: getattr(config, one.name) for one in fields(cls) if one.name in type(config).model_fields}
         return cls(
             **same,

@@ -65,8 +65,8 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
     values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config, weights_gb)}
     gateway: dict[str, Any] = {}
-    if config.api.replicas > 1:  # a pod for each
-        gateway |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.api.replicas)
+    if config.api.most > 1:  # a pod for each
+        gateway |= dict.fromkeys(("replicas", "minReplicas"), config.api.replicas) | {"maxReplicas": config.api.most}
     if (grace_s := _grace_s(config)) != _grace_s(Config()):  # else as in the chart
         gateway["terminationGracePeriodSeconds"] = grace_s
     if gateway:

@@ -4,7 +4,7 @@ Replicas of a server divide them: each has a bucket of 1 / ``num_replicas`` of t
 least one request, so that a burst may reach ``num_replicas`` requests where less is allowed; the rate is never exceeded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class TokenBucket:
         self._per_s = per_s
         self._level = size
         self._at_s = float("-inf")
+
+    def resize(self, size: float, per_s: float, now_s: float) -> None:
+        """Keeps what it holds, as far as there is room."""
+        self._level = min(size, self.level(now_s))
+        self.size, self._per_s = size, per_s
 
     def level(self, now_s: float) -> float:
         if now_s > self._at_s:
@@ -55,9 +60,19 @@ class Budget:
         self.requests = _bucket(limits.requests_per_minute, limits)
         self.tokens = _bucket(limits.tokens_per_minute, limits)
 
+    def divide(self, num_replicas: int, now_s: float) -> None:
+        """Among another number of replicas."""
+        self.limits = limits = replace(self.limits, num_replicas=num_replicas)
+        for bucket, per_minute in ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute)):
+            if bucket is not None and per_minute is not None:
+                bucket.resize(*_share(per_minute, limits), now_s)
+
 
 def _bucket(per_minute: int | None, limits: Limits) -> TokenBucket | None:
-    if per_minute is None:
-        return None
+    return None if per_minute is None else TokenBucket(*_share(per_minute, limits))
+
+
+def _share(per_minute: int, limits: Limits) -> tuple[float, float]:
+    """Size and flow per second."""
     share = per_minute / limits.num_replicas
-    return TokenBucket(max(1.0, share * limits.burst_minutes), share / 60.0)
+    return max(1.0, share * limits.burst_minutes), share / 60.0

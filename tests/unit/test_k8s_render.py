@@ -110,15 +110,16 @@ def test_groups_grow_and_shrink_as_the_file_lets_replicas(tmp_path: Path) -> Non
     assert [problem for manifest in render(values) for problem in problems(manifest)] == []
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_each_replica_of_the_api_has_a_gateway(replicas: int) -> None:
-    manifests = render(values_for(Config(api=ApiConfig(replicas=replicas))))
+@pytest.mark.parametrize(("replicas", "most"), [(1, None), (3, None), (2, 5)])
+def test_each_replica_of_the_api_has_a_gateway(replicas: int, most: int | None) -> None:
+    manifests = render(values_for(Config(api=ApiConfig(replicas=replicas, max_replicas=most))))
     assert [problem for manifest in manifests for problem in problems(manifest)] == []
     service = only(manifests, "RayService")["spec"]
     groups = {group["groupName"]: group for group in service["rayClusterConfig"]["workerGroupSpecs"]}
-    assert _bounds(groups["gateway"]) == (replicas, replicas, replicas)
+    assert _bounds(groups["gateway"]) == (replicas, replicas, most or replicas)
     (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
-    assert {one["name"]: one["num_replicas"] for one in application["deployments"]} == {"cluster": 1, "api": replicas}
+    given = {one["name"]: one.get("num_replicas") for one in application["deployments"]}
+    assert given == {"cluster": 1, "api": None if most else replicas}  # `deploy.serve_app.replicas_of` has the bounds
 
 
 @pytest.mark.parametrize(("drain_s", "grace_s"), [(10, 60), (200.5, 251)])

@@ -18,6 +18,7 @@ from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Peers
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
+from deploy.serve_app import replicas_of
 from router.planning.token_budgets import Budget, Limits
 from tests.support.api import chat_body, model_info, saying, tokenizer
 from tests.support.asgi import CHAT
@@ -65,6 +66,74 @@ def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path
     assert tokens.size == 450
     with pytest.raises(InvalidField, match=r"max_concurrent_requests of search must be at least api.replicas \(6\), got 5"):
         ApiKeys.from_file(path, 6)
+
+
+def test_a_budget_that_is_divided_anew_gives_no_more_than_before() -> None:
+    """One replica has used half of its budget when a second joins, and what the second was given is lost when it leaves."""
+    first, joining = Budget(Limits(600, None, 1.0, 1)), Budget(Limits(600, None, 1.0, 4))
+    assert first.requests is not None
+    assert joining.requests is not None
+    first.requests.take(300, 0.0)
+    first.divide(2, 6.0)  # 60 more flowed in
+    joining.divide(2, 6.0)
+    assert (first.requests.level(6.0), joining.requests.level(6.0)) == (300, 150)
+    assert first.requests.level(16.0) == 300
+    assert joining.requests.level(16.0) == 200
+    first.divide(1, 16.0)
+    assert first.requests.level(26.0) == 400
+
+
+async def test_limits_follow_the_number_of_replicas(tmp_path: Path) -> None:
+    """Of at least one and at most four: as many as the exchange knows of, after the first exchange."""
+    path = tmp_path / "keys"
+    path.write_text("tenants:\n- {name: search, keys: [sk-one], requests_per_minute: 400}\n")
+    path.chmod(0o600)
+    exchange = Exchange()
+    settings = ApiSettings(num_replicas=1, max_replicas=4, max_concurrent=100, max_queued=100, api_keys_file=path)
+    headers = {"authorization": "Bearer sk-one"}
+
+    async def remaining(http: httpx.AsyncClient) -> int:
+        """Of the budget, after a call."""
+        response = await http.post(CHAT, json=chat_body(), headers=headers)
+        return int(response.headers["x-ratelimit-remaining-requests"])
+
+    apps = [
+        create_app(ScriptedClient(model_info(), saying("a")), tokenizer(), settings, peers=exchange.peers(name))
+        for name in "ab"
+    ]
+    async with AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api"))
+            for app in apps
+        ]
+        assert await remaining(first) == 99  # it knows of no other yet, and there may be three
+        await first.get("/metrics", headers=headers)
+        await remaining(first)
+        await second.get("/metrics", headers=headers)
+        await first.get("/metrics", headers=headers)
+        assert (await first.get("/v1/outrider/dashboard", headers=headers)).json()["num_replicas"] == 2
+        assert await remaining(second) <= 100
+
+
+def test_the_number_of_replicas_follows_calls_within_its_bounds() -> None:
+    fixed = replicas_of(ApiConfig(replicas=3), 2.0)
+    assert fixed == {"num_replicas": 3, "graceful_shutdown_timeout_s": 2.0}
+    scaling = replicas_of(ApiConfig(replicas=2, max_replicas=4, max_concurrent_requests=256, request_deadline_s=300), 2.0)
+    bounds = scaling["autoscaling_config"]
+    assert (bounds.min_replicas, bounds.max_replicas, bounds.target_ongoing_requests) == (2, 4, 32)
+    assert scaling["graceful_shutdown_timeout_s"] == 300  # calls of one that leaves end
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"replicas": 3, "max_replicas": 2}, r"replicas \(3\) must be at most max_replicas \(2\)"),
+        ({"max_replicas": 9, "max_queued_requests": 8}, r"max_replicas \(9\) must be at most max_queued_requests \(8\)"),
+    ],
+)
+def test_bounds_that_leave_a_replica_nothing_are_refused(changes: dict[str, int], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        ApiConfig.model_validate(changes)
 
 
 class Exchange:

@@ -34,7 +34,7 @@ class DashboardData:
         self.answers = self._history.answers
         self._status = status
         self._num_queued = num_queued
-        self._num_replicas = num_replicas
+        self.num_replicas = num_replicas
         self._epoch = secrets.token_hex(8)  # versions count from the start of this process
 
     def recording(self) -> AbstractAsyncContextManager[None]:
@@ -56,7 +56,7 @@ class DashboardData:
         tenant = None if caller.sees_all else caller.name
         answer = {
             "epoch": self._epoch,
-            "num_replicas": self._num_replicas,
+            "num_replicas": self.num_replicas,
             "version": timelines.version,
             "now_s": time.monotonic(),
             "interval_s": INTERVAL_S,

@@ -45,7 +45,9 @@ applications:
           label_selector:
             outrider/pool: gateway
       - name: api
+        {{- if not (default dict .Values.modelSpec.config.api).max_replicas }}
         num_replicas: {{ (default dict .Values.modelSpec.config.api).replicas | default 1 }}
+        {{- end }}
         ray_actor_options:
           num_cpus: 0.2
           label_selector:
