@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -91,6 +91,20 @@ class LinkClient:
     def set_leaving(self, names: Iterable[str]) -> None:
         """Targets that get new requests only when there are no others."""
         self._leaving = frozenset(names)
+
+    def recent_prefixes(self) -> Mapping[str, Sequence[int]]:
+        """Of `TargetChoice`, by the instance of the target."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        with self._lock:
+            for link, block in self._choice.recent():
+                found[link.peer.instance].append(block)
+        return found
+
+    def learn_prefixes(self, prefixes: Mapping[str, Sequence[int]]) -> None:
+        """Those of another gateway."""
+        with self._lock:
+            for link in self._links:
+                self._choice.learn(link, prefixes.get(link.peer.instance, ()))
 
     def end_requests(self) -> None:
         """Every request under way, and each that comes, ends with LinkClosed: the server stops."""

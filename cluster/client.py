@@ -1,6 +1,6 @@
 """The cluster as the API sees it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,10 +120,11 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
-    """What one replica of the API has counted."""
+    """What one replica of the API has counted, and what it learned of caches lately."""
 
     replica: str
     page: bytes  # in Prometheus' text format
+    prefixes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # as of `LinkClient.recent_prefixes`
 
 
 class EngineClient(Protocol):

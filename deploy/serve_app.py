@@ -97,9 +97,11 @@ class ApiReplica:
 
         async def exchange(page: bytes) -> Sequence[bytes]:
             try:
-                others = await supervisor.exchange_metrics.remote(ReplicaMetrics(replica, page))
+                others = await supervisor.exchange_metrics.remote(ReplicaMetrics(replica, page, client.recent_prefixes()))
             except RayActorError as error:
                 raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            for one in others:
+                client.learn_prefixes(one.prefixes)
             return [one.page for one in others]
 
         wait_s, tls = self._config.api.resume_wait_s, self._config.cluster.tls

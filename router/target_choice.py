@@ -4,9 +4,10 @@ A target is preferred for the prompt tokens that it need not compute, at the pri
 target has a part of the prompt, the one with the fewest requests is chosen. Costs are in tokens that a target computes.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from cluster.types import Request
@@ -16,6 +17,7 @@ Target = TypeVar("Target")
 
 BLOCK_LEN = 64  # tokens of a prompt that are compared at once
 MAX_BLOCKS = 2**15  # known of each target: 2 million tokens, in at most 4 MB
+MAX_RECENT = 2**13  # blocks that gateways tell each other
 MISSED_BLOCKS = 4  # fewer are no sign of an eviction: blocks of targets may be larger than these
 # Requests at a target, over the mean of all, above which it gets another only if it has the fewest.
 MAX_SHARE, SPARE = 1.2, 2
@@ -30,7 +32,7 @@ class _Known:
 
 
 class TargetChoice(Generic[Target]):
-    """Not thread-safe. What it knows of targets comes from their answers, so that gateways need not agree.
+    """Not thread-safe. What it knows of targets comes from their answers; gateways that differ serve on.
 
     Args:
         by_prefix: False: always the target with the fewest requests.
@@ -40,10 +42,13 @@ class TargetChoice(Generic[Target]):
         self._by_prefix = by_prefix
         self._known: dict[Target, _Known] = {}
         self._work = DecayedMean(LASTING)  # tokens computed for a request
+        self._recent: deque[tuple[Target, int]] = deque(maxlen=MAX_RECENT)  # learned from its own answers
 
     def blocks(self, request: Request) -> Sequence[int]:
-        """Chained hashes of the full blocks of its prompt, its last token left out: targets always compute that."""
-        tokens, digest = request.prompt_token_ids, hash(request.salt)
+        """Chained hashes of the full blocks of its prompt, alike in all processes. Without its last token, which targets
+        always compute."""
+        salt = blake2b(request.salt.encode(errors="surrogatepass"), digest_size=7)
+        tokens, digest = request.prompt_token_ids, int.from_bytes(salt.digest())
         if not self._by_prefix or request.sampling.prompt_logprobs is not None:  # such prompts are computed whole
             return ()
         hashes = []
@@ -74,6 +79,19 @@ class TargetChoice(Generic[Target]):
         if num_found + MISSED_BLOCKS <= _num_cached(known, blocks):
             while blocks[num_found] in known:
                 known.popitem(last=False)
+        self._recent += [(target, block) for block in blocks if block not in known]
+        self._note(known, blocks)
+
+    def recent(self) -> Sequence[tuple[Target, int]]:
+        """Blocks that its own answers told it lately, each with the target that computed it."""
+        return tuple(self._recent)
+
+    def learn(self, target: Target, blocks: Sequence[int]) -> None:
+        """Blocks of whole prefixes that another gateway knows of a target, in order."""
+        self._note(self._known.setdefault(target, _Known()).blocks, blocks)
+
+    @staticmethod
+    def _note(known: OrderedDict[int, None], blocks: Sequence[int]) -> None:
         for block in reversed(blocks):  # so that a prefix is forgotten after what follows it
             known[block] = None
             known.move_to_end(block)

@@ -1,14 +1,19 @@
 """Which target serves a request, by what targets have cached and by their load."""
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from actors.gateway import LinkClient
+from benchmarks.embedded import EmbeddedCluster
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
+from router.cost_model import TableCost
 from router.target_choice import BLOCK_LEN, MAX_BLOCKS, TargetChoice
+from tests.support.toys import MODEL, ToyTarget
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
@@ -75,6 +80,18 @@ def test_an_eviction_is_learned_from_the_next_answer() -> None:
     assert chosen(choice, *range(30, 38)) == "a"
 
 
+def test_gateways_learn_from_each_other() -> None:
+    one: TargetChoice[str] = TargetChoice()
+    other: TargetChoice[str] = TargetChoice()
+    served(one, "a", 1, 2, 3, 4)
+    served(one, "b", 5, 6, 7, 8)
+    assert chosen(other, 5, 6, 7, 8) == "a"
+    for target in "ab":
+        other.learn(target, [block for where, block in one.recent() if where == target])
+    assert chosen(other, 5, 6, 7, 8) == "b"
+    assert chosen(other, 1, 2, 3, 4) == "a"
+
+
 def test_a_target_that_restarts_has_nothing_cached() -> None:
     choice: TargetChoice[str] = TargetChoice()
     served(choice, "a", 1, 2, 3, 4)
@@ -135,3 +152,27 @@ def test_conversations_stay_at_their_targets_in_balance() -> None:
         cached[target, one] = len(parts)
     assert num_cached >= 0.9 * 40 * sum(range(0, 80, 10))  # of all that earlier turns computed
     assert max(work.values()) <= 1.2 * work.total() / 2
+
+
+@pytest.mark.parametrize("by_prefix", [True, False])
+def test_a_gateway_continues_conversations_where_they_are_cached(by_prefix: bool) -> None:
+    """Three conversations of two turns, one call at a time: by load alone each second turn goes to the other target."""
+    rng = random.Random(0)
+    prompts = [tuple(rng.choices(range(1, MODEL.vocab_size), k=BLOCK_LEN + 4)) for _ in range(3)]
+
+    async def ask(client: LinkClient) -> None:
+        for number, prompt in enumerate([*prompts, *((*prompt, 1, 2) for prompt in prompts)]):
+            async for _ in client.generate(Request(f"r{number}", prompt, replace(GREEDY, max_tokens=1), 0.0)):
+                pass
+        await client.close()
+
+    targets = [EmbeddedCluster(ToyTarget(num_blocks=128), MODEL, TableCost((1, 32), (0.02, 0.03)), {}) for _ in range(2)]
+    with targets[0], targets[1]:
+        addresses = [target.address for target in targets]
+        client = LinkClient("both", MODEL, addresses, targets[0].client.status, by_prefix=by_prefix)
+        assert client.wait_linked(10.0, num_targets=2)
+        asyncio.run(ask(client))
+        cached = [target.loop.telemetry.num_cached_tokens for target in targets]
+        assert len(client.recent_prefixes()[""]) == (3 if by_prefix else 0)  # embedded targets have no instances
+    assert sum(cached) == (3 * (BLOCK_LEN + 4) if by_prefix else 0)
+    assert not by_prefix or all(cached)
