@@ -63,6 +63,9 @@ def bench(
     plot: Annotated[Path, typer.Option(rich_help_panel=TRACE, metavar="PNG", help="output file of the picture")] = Path(
         "outrider-trace.png"
     ),
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", rich_help_panel=TRACE, help="conversations of --trace (JSONL) at two targets")
+    ] = False,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it is met (>= or <=); may be repeated"),
@@ -78,7 +81,7 @@ def bench(
     switch_threads_quickly()  # as in processes that serve
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
-    of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot)
+    of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot, multi_turn)
     paths = (*(prompts or ()), *(more_prompts or ()))
     result = run(BenchOptions(quick, paths, model, recording, data, engine, hosts, of_trace))
     console = table_console()

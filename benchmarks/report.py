@@ -35,6 +35,7 @@ class TraceOptions:
     - ``max_tokens``: bounds each answer.
     - ``ttft_ms`` and ``tpot_ms``: objectives of each request.
     - ``plot``: PNG that is written.
+    - ``multi_turn``: recorded conversations at two targets of its own, as in `benchmarks.conversations`.
     """
 
     url: str | None = None
@@ -44,6 +45,7 @@ class TraceOptions:
     ttft_ms: float = 1000.0
     tpot_ms: float = 100.0
     plot: Path = Path("outrider-trace.png")
+    multi_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ def run(options: BenchOptions) -> BenchResult:
     - ``num_held``: arrived when MAX_UNDER_WAY were open; ``late_ms.p99``: from the arrival until it was sent.
     """
     of_trace = options.trace
+    if of_trace.multi_turn:
+        from benchmarks import conversations
+
+        return conversations.run(options)
     chats = chats_of(options, QUICK_S if options.quick else DURATION_S)
     with ExitStack() as stack:
         if of_trace.url is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trace
+from benchmarks import conversations, trace
 from benchmarks.load import TimedAnswer
 from benchmarks.replay import Chat, Endpoint, Outcome, replay
 from benchmarks.report import BenchOptions, TraceOptions
@@ -172,3 +172,37 @@ def test_panels_can_be_drawn(tmp_path: Path) -> None:
 
 def test_requests_of_one_rounded_moment_are_spread_until_the_next() -> None:
     assert trace.spread_ties([1.0, 1.0, 2.0, 9.0, 9.0, 9.0]) == [1.0, 1.5, 2.0, 9.0, 10.0, 11.0]
+
+
+def test_recorded_conversations_share_more_than_what_all_share() -> None:
+    turns = conversations.read_turns(conversations.RECORDED)
+    by_conversation: dict[int, list[conversations.Turn]] = {}
+    for turn in turns:
+        by_conversation.setdefault(turn.conversation, []).append(turn)
+    assert len(turns) == 256
+    for one in by_conversation.values():
+        assert len(one) > 1
+        shared = set.intersection(*(set(turn.blocks[conversations.SHARED_BY_ALL :]) for turn in one[:2]))
+        assert shared
+
+
+@pytest.mark.parametrize(
+    "text", ['{"hash_ids": [1]}', "arrival_s,prompt_tokens", '{"hash_ids": [1, 2], "output_length": 3}']
+)
+def test_a_trace_without_conversations_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(InvalidField, match="trace"):
+        conversations.read_turns(path)
+
+
+def test_hits_and_balance_are_those_of_both_arms() -> None:
+    by_prefix = conversations.Played(100, 60, (30, 50), (0.1, 0.2, 0.3)).plus(
+        conversations.Played(100, 60, (30, 10), (0.1,))
+    )
+    by_load = conversations.Played(200, 40, (100, 100), (0.4,) * 4)
+    figures = conversations.result_of({"prefix": by_prefix, "least_loaded": by_load}).figures
+    assert figures["prefix_hits_over_least_loaded"] == 3
+    assert figures["balance"] == 1
+    assert figures["ttft_over_least_loaded"] == pytest.approx(0.5)
+    assert figures["hit_rate.least_loaded"] == pytest.approx(0.2)
