@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from itertools import accumulate
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import httpx
 import numpy as np
 from rich.console import Console
 
+from benchmarks.disturbed import FaultBenchFailed
 from benchmarks.faults import pinned, with_files
+from benchmarks.host_fleet import TARGET, Fleet, fleet
+from benchmarks.hosts import HostedServer, why_not
 from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
@@ -39,6 +42,7 @@ NUM_SEQUENCES = 4  # that one target runs at once
 MAX_TARGETS, MAX_DRAFTERS = 2, 3
 DRAFTER_CAPACITY = 2  # requests, so that a full target needs more than one
 TARGET_CPUS, DRAFTER_CPUS = 0.5, 0.1  # so that all of them fit two cores
+DRAFTER_CPUS_OVER_HOSTS = 0.7
 TTFT_MS, TPOT_MS = 4000.0, 2000.0
 SEED = 1
 
@@ -88,6 +92,8 @@ def run(options: BenchOptions) -> BenchResult:
     - ``targets_grew_s``, ``drafters_grew_s``: from the burst's begin until more were ready than before it;
     - ``small_again_s``: from the burst's end until the smallest size.
 
+    Over hosts, one joins with the burst and leaves when the server is small again; then every stream is asked for once more.
+
     Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8). A burst lasts 60 s if quick,
     else 300 s.
     """
@@ -104,12 +110,32 @@ def run(options: BenchOptions) -> BenchResult:
         with ServerProcess(fixed_config(config)) as server:
             answers = asyncio.run(_plain(server, asks))
         plain = {ask.id: answer for ask, answer in zip(asks, answers, strict=True)}
-        with ServerProcess(config) as server:
+        with _scaling_server(config, options.hosts) as (server, hosts):
             burst_s = BURST_S if options.quick else LONG_BURST_S
             calm_rate = LOAD / TIMES * tokens_per_s(answers) / NUM_TOKENS
             console.print(f"burst: {calm_rate:.2f} requests/s, then ten times as many for {burst_s:g} s", highlight=False)
-            burst = _measure(server, asks, calm_rate, burst_s)
+            burst = _measure(server, asks, calm_rate, burst_s, hosts)
     return _result(burst, plain)
+
+
+@contextmanager
+def _scaling_server(config: Config, over_hosts: bool) -> Iterator[tuple[ServerProcess, Fleet | None]]:
+    """Over hosts: the second target has room on a host alone that has not joined, and so have all drafters but one."""
+    if not over_hosts:
+        with ServerProcess(config) as server:
+            yield server, None
+        return
+    if reason := why_not():
+        raise FaultBenchFailed(reason)
+    with fleet(without_second=True) as hosts:
+        spread = hosts.config(config)
+        drafter = Resources(cpus=DRAFTER_CPUS_OVER_HOSTS, gpus=0, threads=1, node_labels=TARGET.node_labels)
+        changes = {
+            "target": spread.target.model_copy(update={"replicas": 1}),
+            "drafters": tuple(one.model_copy(update={"resources": drafter}) for one in spread.drafters),
+        }
+        with HostedServer(spread.model_copy(update=changes), hosts.front, hosts.front) as server:
+            yield server, hosts
 
 
 def scaling_config(config: Config) -> Config:
@@ -156,17 +182,26 @@ async def _plain(server: ServerProcess, asks: Sequence[LoadRequest]) -> list[Tim
     return checked(await run_streams(target.ask, asks, NUM_SEQUENCES))
 
 
-def _measure(server: ServerProcess, asks: Sequence[LoadRequest], calm_rate: float, burst_s: float) -> Burst:
+def _measure(
+    server: ServerProcess, asks: Sequence[LoadRequest], calm_rate: float, burst_s: float, hosts: Fleet | None = None
+) -> Burst:
+    """``hosts``: the second host joins with the burst, and leaves when the server is small again; then all is asked once."""
     target, arrivals = server.target(), schedule(asks, calm_rate, burst_s)
     with _watched(server) as sizes:
         start_s = time.monotonic()
+        if hosts is not None:
+            Timer(BEGIN_S, hosts.join, (hosts.second,)).start()
         answers = asyncio.run(run_arrivals(target.ask, arrivals))
         end_s = time.monotonic()
         while not _is_small(sizes[-1]) and time.monotonic() < end_s + SMALL_S:
             time.sleep(POLL_S)
+        sent = [ask for _, ask in arrivals]
+        if hosts is not None:
+            hosts.second.remove()
+            sent += asks
+            answers += asyncio.run(run_streams(target.ask, asks, NUM_SEQUENCES))
         with server.client() as client:
             events = [_event(event) for event in client.get("/v1/outrider/status").json()["scale_events"]]
-    sent = [ask for _, ask in arrivals]
     return Burst(sent, answers, start_s + BEGIN_S, end_s, sizes, calm_rate, events)
 
 

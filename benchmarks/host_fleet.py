@@ -14,7 +14,6 @@ TARGET = Resources(cpus=1.85, gpus=0, threads=1, node_labels={POOL: "target"})
 DRAFTER_CPUS = (
     0.75  # of all drafters: a replica of the API (0.2) fits beside them, and beside the first target, not the second
 )
-TARGETS = f"--labels={POOL}=target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class Fleet:
     first: Host
     second: Host
     redis: RedisServer | None
+    cpus_of_second: int = 2
 
     def config(self, config: Config) -> Config:
         """For this fleet: two targets, two replicas of the API."""
@@ -53,12 +53,15 @@ class Fleet:
         self.head.start_head("--num-cpus=0", environment=environment)
 
     def join(self, host: Host) -> None:
-        words = {self.front: ("--num-cpus=1", f"--labels={POOL}=front"), self.first: ("--num-cpus=3", TARGETS)}
-        host.join(self.head, *words.get(host, ("--num-cpus=2", TARGETS)))
+        """With CPUs for its parts; ``second`` has some for drafters, too, where these may be beside targets."""
+        if host is self.front:
+            host.join(self.head, "--num-cpus=1", f"--labels={POOL}=front")
+        else:
+            host.join(self.head, f"--num-cpus={3 if host is self.first else self.cpus_of_second}", f"--labels={POOL}=target")
 
-    def wait_joined(self) -> None:
-        """Until Ray knows all hosts. Raises FaultBenchFailed."""
-        self.hosts.wait_joined(self.head, len(self.hosts.hosts))
+    def wait_joined(self, num_hosts: int = 4) -> None:
+        """Until Ray knows so many hosts. Raises FaultBenchFailed."""
+        self.hosts.wait_joined(self.head, num_hosts)
 
     def replace(self, host: Host) -> None:
         """By a new machine at its address."""
@@ -71,8 +74,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet() -> Iterator[Fleet]:
-    """With a redis-server, if there is one."""
+def fleet(without_second: bool = False) -> Iterator[Fleet]:
+    """With a redis-server, if there is one. ``without_second``: it has not joined yet."""
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts())
         redis = None
@@ -81,9 +84,10 @@ def fleet() -> Iterator[Fleet]:
             folder.mkdir()
             redis = RedisServer(folder, hosts.own_address)
             stack.callback(redis.stop)
-        found = Fleet(hosts, hosts.add(), hosts.add(), hosts.add(), hosts.add(), redis)
+        found = Fleet(hosts, hosts.add(), hosts.add(), hosts.add(), hosts.add(), redis, 4 if without_second else 2)
         found.start_head()
-        for host in (found.front, found.first, found.second):
+        joined = (found.front, found.first, found.second)[: 2 if without_second else 3]
+        for host in joined:
             found.join(host)
-        found.wait_joined()
+        found.wait_joined(1 + len(joined))
         yield found
