@@ -34,7 +34,7 @@ LIMITS = {
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(121, 110),
-    "lines of benchmarks and simulator": Limit(13_450, 12_500),
+    "lines of benchmarks and simulator": Limit(13_490, 12_500),
     "lines of tests": Limit(64_090, 46_000),
     "modules of product that tests import": Limit(2_095, 900),
     "monkeypatch.setattr in tests": Limit(290, 100),
