@@ -98,8 +98,8 @@ _FLAGS: dict[str, Any] = {
 
 _SERVE_HELP = f"""Start the OpenAI-compatible API server, with its targets and drafters.
 
-MODEL_OR_FILE is ORG/MODEL or ORG/MODEL@REVISION of the hub, a folder, a name of `outrider models`, or a configuration file
-(YAML). Default: SmolLM2-135M on this machine.
+MODEL_OR_FILE is ORG/MODEL[@REVISION] or ORG/MODEL:Q4_K_M of the hub, FILE.gguf, a folder, a name of `outrider models`, or
+a configuration file (YAML). Default: SmolLM2-135M on this machine.
 
 Flags are those of `vllm serve`. Most set a field of the file; those of vLLM's engine without a field are passed on to it.
 
@@ -346,13 +346,13 @@ def list_models() -> None:
 
     for model in CATALOGUE.values():
         print(f"{model.name}  {state_of(model.name)}\n    {model.summary}\n    {model_folder(model.name)}")
-    print("\nHugging Face folders of the Llama family, and ORG/MODEL of the hub, can be served, too.")
+    print("\nHugging Face folders and GGUF files of the Llama family, also of the hub, can be served, too.")
 
 
 @models.command()
 def prepare(
     name: Annotated[
-        str, typer.Argument(help="A name of `outrider models list`, ORG/MODEL of the hub, or a folder to check.")
+        str, typer.Argument(help="A name of `outrider models list`, ORG/MODEL of the hub, a GGUF file, or a folder.")
     ],
 ) -> None:
     """Convert or download a model into the cache, or verify one that is there. Prints the folder."""

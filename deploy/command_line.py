@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import InvalidField
-from cluster.model_name import HubName
+from cluster.model_name import GGUF, HubName
 from deploy.speculative_config import drafter_of
 from deploy.vllm_flags import FLAGS, NEEDLESS, REFUSED, SHORT, SPECIAL, SPECULATIVE, engine_argument, scalar
 
@@ -144,7 +144,7 @@ def _read_flag(word: str, queue: list[str]) -> tuple[str, str, list[str]]:
 
 
 def _take_positional(line: CommandLine, word: str) -> None:
-    if word.endswith((".yaml", ".yml")) or Path(word).is_file():
+    if word.endswith((".yaml", ".yml")) or (Path(word).is_file() and not word.endswith(GGUF)):
         _take_file(line, word)
     elif "name" in line.fields.get("model", {}):
         raise InvalidField("MODEL", word, "is a second model, or the value of a flag that takes none")

@@ -8,7 +8,7 @@ from actors.processes import ProcessEnded
 from actors.worker import set_threads
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.model_name import HubName, public_name
+from cluster.model_name import GGUF, HubName, public_name
 from cluster.resolve import resolve
 from cluster.transport.handshake import read_secret
 from cluster.types import ModelInfo
@@ -71,8 +71,11 @@ def _target(name: str) -> ModelInfo:
     """What a drafter asks of the model that it drafts for. Its weights are not read."""
     folder, on_hub = local_folder(name), HubName.parse(name)
     with shown_progress(name) as progress:
-        if folder is None:
-            folder = ensure_model(name, progress) if on_hub is None else fetch(on_hub, progress, with_weights=False)
+        if (folder or Path(name)).suffix == GGUF or (folder is None and (on_hub is None or on_hub.gguf is not None)):
+            folder = ensure_model(name, progress)
+        elif folder is None and on_hub is not None:
+            folder = fetch(on_hub, progress, with_weights=False)
+    assert folder is not None
     vocab_size = shape_of(folder).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ModelUnavailable(f"{Path(folder, 'config.json')} tells no vocab_size")

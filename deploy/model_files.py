@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import (
@@ -16,9 +17,9 @@ from cluster.config import (
     TableOptions,
     VllmOptions,
 )
-from cluster.model_name import HubName, public_name
+from cluster.model_name import GGUF, HubName, public_name
 from drafters.speculator_search import speculators_for
-from engine.models.hub import Progress, fetch, local_folder, no_progress
+from engine.models.hub import Progress, commit_of, fetch, local_folder, no_progress
 from engine.models.prepare import ensure_model
 from engine.vllm.version import chosen_engine
 
@@ -48,8 +49,10 @@ def tokenizer_folder(config: Config, folder: str) -> str:
     """``folder`` of another machine, or, where that is not shared, the files of the hub's model without its weights. Raises
     ModelUnavailable."""
     name = HubName.parse(config.model.name)
-    if name is None or Path(folder).exists():
+    if Path(folder).exists() or (name is None and not config.model.name.endswith(GGUF)):
         return folder
+    if name is None or name.gguf is not None:
+        return str(ensure_model(config.model.name))
     return str(fetch(name, no_progress, with_weights=False))
 
 
@@ -72,12 +75,12 @@ def drafter_files(options: DrafterOptions) -> DrafterOptions:
 
 def _pinned(name_or_path: str) -> str:
     name = HubName.parse(name_or_path)
-    if name is None or local_folder(name_or_path) is not None:
-        return name_or_path
+    if (found := local_folder(name_or_path)) is not None or name is None:
+        return str(found) if found is not None and found.suffix == GGUF else name_or_path
     with shown_progress(str(name)) as progress:
         snapshot = fetch(name, progress)
     logger.info("%s is in %s", name, snapshot)
-    return str(HubName(name.repo, snapshot.name))
+    return str(replace(name, revision=commit_of(snapshot)))
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from cluster.types import FREE_DRAFTERS
 class ModelConfig(Section):
     """The served model."""
 
-    # An embedded model (`outrider models`), a folder, or ORG/MODEL[@REVISION] of a Hugging Face hub.
+    # An embedded model (`outrider models`), a folder, a GGUF file, or of a Hugging Face hub ORG/MODEL[@REVISION],
+    # ORG/MODEL:Q4_K_M or ORG/MODEL/FILE.gguf.
     name: str = Field(default="smollm2-135m", min_length=1)
     served_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # of the API, the first in its answers; []: its own
     # Prompt and output together; at most the model's own. auto: as many as the model and the KV cache allow.

@@ -177,9 +177,12 @@ def _max_len(raw: Mapping[str, Any]) -> int:
 
 def inverse_frequencies(config: DecoderConfig) -> tuple[float, ...]:
     """Radians per position of each of the head_dim / 2 rotated pairs."""
-    half = config.head_dim // 2
-    frequencies = [config.rope.theta ** (-2.0 * i / config.head_dim) / config.rope.linear_factor for i in range(half)]
-    scaling = config.rope.llama3
+    return frequencies_of(config.head_dim, config.rope)
+
+
+def frequencies_of(head_dim: int, rope: RopeConfig) -> tuple[float, ...]:
+    frequencies = [rope.theta ** (-2.0 * i / head_dim) / rope.linear_factor for i in range(head_dim // 2)]
+    scaling = rope.llama3
     return tuple(frequencies if scaling is None else [_stretch(f, scaling) for f in frequencies])
 
 

