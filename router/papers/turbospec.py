@@ -14,16 +14,23 @@ from router.drafting.value import DraftingValue, drafting_s
 from router.drafting.verification import PassRows, VerifyContext, survivals
 from router.plan import UNKNOWN_DRAFTER, SequenceView
 
+PROBE_PERIOD = 64
+
 
 class TurboSpec(DraftLengths):
     """A length of 0 is among the candidates. A draft time that is not in the profile is taken from the drafter's replies, as
-    proportional to the length. Every second of drafting counts, as in the paper."""
+    proportional to the length. Every second of drafting counts, as in the paper. One token is drafted after
+    PROBE_PERIOD plain passes: at length 0 nothing is learned, so that it could never be left."""
 
     _best_len = 0
+    _num_plain = 0  # passes in a row with length 0
 
     def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
         self._best_len = self._argmax(decoding(sequences) or sequences, value)
+        self._num_plain = 0 if self._best_len else self._num_plain + 1
+        if self._num_plain > PROBE_PERIOD:
+            self._best_len, self._num_plain = 1, 0
         return super().budgets(sequences, value)
 
     def budget_of(self, drafter: str, value: DraftingValue) -> DraftTerms:

@@ -19,6 +19,7 @@ from router.drafting.value import DraftingValue, QuotedPrice, break_even_accepta
 from router.estimates.drafter_stats import Judgement
 from router.estimates.trial import Exploration
 from router.papers.faser import MAX_UPDATES
+from router.papers.turbospec import PROBE_PERIOD
 from router.plan import DrafterView, SequenceView
 
 FLAT = TableCost((1, 1024), (0.01, 0.01))
@@ -349,6 +350,17 @@ class TestTurboSpec:
     def test_the_time_of_drafts_counts(self) -> None:
         slow = {"d": DrafterView(0.16, 1.0, 0.5)}  # 20 ms for each of 8 tokens
         assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(FLAT, slow))) == {"a": 0}
+
+    def test_length_0_is_probed_by_a_token_so_that_it_is_left_when_acceptance_rises(self) -> None:
+        cost, lengths = TableCost((1, 100), (0.01, 0.01 + 99 * 0.006)), policy(DraftLengthConfig(kind="turbospec"))
+
+        def drafted(acceptance: float, num: int) -> list[int]:
+            value = DraftingValue(cost, {"d": DrafterView(0.0, 1.0, acceptance)})
+            return [lengths.budgets([view("a")], value)["a"].num_tokens for _ in range(num)]
+
+        assert drafted(0.5, 2 * PROBE_PERIOD + 2) == [*[0] * PROBE_PERIOD, 1] * 2
+        assert drafted(0.9, 2) == [2, 2]  # 1.9/16 = 0.119, 2.71/22 = 0.123, 3.44/28 = 0.123
+        assert drafted(0.5, PROBE_PERIOD) == [0] * PROBE_PERIOD  # counted from the last draft
 
 
 def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_mean_confidence() -> None:
