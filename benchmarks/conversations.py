@@ -25,10 +25,10 @@ from cluster.types import Request
 
 RECORDED = Path(__file__).with_name("mooncake_conversations.jsonl.gz")
 SHARED_BY_ALL = 1  # a prompt's first blocks that do not make two prompts one conversation: the service's own words
-MAX_BLOCKS, BLOCK_LEN = 40, 32  # longer prompts are left out; tokens here for one of the 512 of a recorded block
-NUM_QUICK, NUM_ROUNDS, NUM_UNDER_WAY = 32, 2, 4  # conversations, rounds of them, requests
+MAX_BLOCKS, BLOCK_LEN = 40, 16  # longer prompts are left out; tokens here for one of the 512 of a recorded block
+NUM_QUICK, NUM_ROUNDS, NUM_UNDER_WAY = 256, 4, 4  # turns, rounds of them, requests
 MAX_OUTPUT_LEN, OUTPUT_SHARE = 16, 1 / 32
-KV_GB = 0.5  # of each target
+KV_GB = 1.0  # of each target: enough for the turns of a quick run in both arms
 TURN_DEADLINE_S = 120.0
 ARMS = {"prefix": True, "least_loaded": False}
 
@@ -97,44 +97,44 @@ def run(options: BenchOptions) -> BenchResult:
     - ``hit_rate.ARM``: their share of all prompt tokens; ``ttft_ms.p50.ARM``; ``ttft_over_least_loaded`` of these medians;
     - ``balance.ARM``: largest over mean number of tokens that a target computed; ``balance``: by prefix.
     """
-    turns = read_turns(options.trace.file or RECORDED)
-    conversations = list(dict.fromkeys(turn.conversation for turn in turns))[: NUM_QUICK if options.quick else None]
-    rounds = [{*conversations[number::NUM_ROUNDS]} for number in range(NUM_ROUNDS)]
+    turns = read_turns(options.trace.file or RECORDED)[: NUM_QUICK if options.quick else None]
     console = Console(stderr=True)
     console.print("trace: starting two targets", highlight=False)
     config = local_config(options.model, TargetConfig(kv_cache_gb=KV_GB)).model_copy(update={"drafters": ()})
     set_threads(1)
     played: dict[str, Played] = {}
     with EmbeddedCluster.of(config) as one, EmbeddedCluster.of(config) as other:
-        targets = (one, other)
-        for number, wanted in enumerate(rounds):
-            part = [turn for turn in turns if turn.conversation in wanted]
-            for arm in (*ARMS,) if number % 2 == 0 else (*reversed(ARMS),):
+        addresses, status = [one.address, other.address], one.client.status
+        clients = {arm: LinkClient(arm, one.model, addresses, status, by_prefix=choice) for arm, choice in ARMS.items()}
+        size = -(-len(turns) // NUM_ROUNDS)
+        for number in range(NUM_ROUNDS):
+            part = dict(enumerate(turns[number * size : (number + 1) * size], number * size))
+            for arm in (*ARMS,) if number % 2 == 0 else (*reversed(ARMS),):  # ABBA
                 console.print(f"trace: round {number + 1} of {NUM_ROUNDS}, {arm}", highlight=False)
-                new = asyncio.run(_play(targets, part, arm, f"{arm}-{number}"))
+                new = asyncio.run(_play(clients[arm], (one, other), part, arm))
                 played[arm] = played[arm].plus(new) if arm in played else new
+        for client in clients.values():
+            asyncio.run(client.close())
     return result_of(played)
 
 
-async def _play(targets: Sequence[EmbeddedCluster], turns: Sequence[Turn], arm: str, salt: str) -> Played:
+async def _play(client: LinkClient, targets: Sequence[EmbeddedCluster], turns: Mapping[int, Turn], arm: str) -> Played:
     """In recorded order, NUM_UNDER_WAY at once, each after those of its conversation. Raises BenchFailed: one failed."""
-    first = targets[0]
-    addresses = [target.address for target in targets]
-    client = LinkClient(salt, first.model, addresses, first.client.status, by_prefix=ARMS[arm])
     if not await asyncio.to_thread(client.wait_linked, TURN_DEADLINE_S, len(targets)):
         raise BenchFailed("the targets are not linked")
+    vocab_size = targets[0].model.vocab_size
     before, slots = [_computed(target) for target in targets], asyncio.Semaphore(NUM_UNDER_WAY)
-    orders = {turn.conversation: asyncio.Lock() for turn in turns}  # fair: turns keep their order
+    orders = {turn.conversation: asyncio.Lock() for turn in turns.values()}  # fair: turns keep their order
     ttfts_s: list[float] = []
     num_prompt = num_cached = 0
 
     async def play(number: int, turn: Turn) -> None:
         nonlocal num_prompt, num_cached
-        prompt = tuple(token for block in turn.blocks for token in _tokens(block, first.model.vocab_size))
+        prompt = tuple(token for block in turn.blocks for token in _tokens(block, vocab_size))
         async with slots, orders[turn.conversation], asyncio.timeout(TURN_DEADLINE_S):
             sent_s = time.monotonic()
             sampling = SamplingParams(turn.output_len, temperature=0.0, ignore_eos=True)
-            request = Request(f"{salt}-{number}", prompt, sampling, sent_s, chain=(), cache_salt=salt)
+            request = Request(f"{arm}-{number}", prompt, sampling, sent_s, chain=(), cache_salt=arm)
             async for commit in client.generate(request):
                 if commit.prefill is not None:
                     ttfts_s.append(time.monotonic() - sent_s)
@@ -143,12 +143,9 @@ async def _play(targets: Sequence[EmbeddedCluster], turns: Sequence[Turn], arm: 
                 if commit.error is not None:
                     raise BenchFailed(f"a turn of conversation {turn.conversation} failed: {commit.error}")
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for number, turn in enumerate(turns):
-                group.create_task(play(number, turn))
-    finally:
-        await client.close()
+    async with asyncio.TaskGroup() as group:
+        for number, turn in turns.items():
+            group.create_task(play(number, turn))
     loads = tuple(_computed(target) - was for target, was in zip(targets, before, strict=True))
     return Played(num_prompt, num_cached, loads, tuple(ttfts_s))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,36 +69,24 @@ class ApiReplica:
         watch = SupervisorWatch(supervisor, self._config.supervision, is_first_replica)
 
         async def status() -> ClusterStatus:
-            try:
-                answer: ClusterStatus = await supervisor.status.remote()
-            except RayActorError as error:
-                raise LinkClosed(f"the supervisor does not answer: {error}") from error
-            status = watch.noted(answer)
+            status = watch.noted(await _answered(supervisor.status.remote()))
             if certificate is None:
                 return status
             return replace(status, tls_not_after_s=await asyncio.to_thread(certificate.not_after_s))
 
         async def try_policy(policy: PolicyConfig | None, for_s: float) -> bool:
-            try:
-                return bool(await supervisor.try_policy.remote(policy, for_s))
-            except RayActorError as error:
-                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            return bool(await _answered(supervisor.try_policy.remote(policy, for_s)))
 
         async def swap_adapter(old: Adapter | None, new: Adapter | None) -> bool:
-            try:
-                changed: Directory | None = await supervisor.swap_adapter.remote(old, new)
-            except RayActorError as error:
-                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            changed: Directory | None = await _answered(supervisor.swap_adapter.remote(old, new))
             if changed is None or changed.model is None:
                 return False
             client.set_model(changed.model)  # before `follow_targets`, so that the caller's next call finds it
             return True
 
         async def exchange(page: bytes) -> Sequence[bytes]:
-            try:
-                others = await supervisor.exchange_metrics.remote(ReplicaMetrics(replica, page, client.recent_prefixes()))
-            except RayActorError as error:
-                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            own = ReplicaMetrics(replica, page, client.recent_prefixes())
+            others: Sequence[ReplicaMetrics] = await _answered(supervisor.exchange_metrics.remote(own))
             for one in others:
                 client.learn_prefixes(one.prefixes)
             return [one.page for one in others]
@@ -132,6 +120,14 @@ class ApiReplica:
         """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""
         if self._client is not None:
             self._client.check_health()
+
+
+async def _answered(asked: Awaitable[Any]) -> Any:
+    """The supervisor's answer. Raises LinkClosed: there is none."""
+    try:
+        return await asked
+    except RayActorError as error:
+        raise LinkClosed(f"the supervisor does not answer: {error}") from error
 
 
 class SupervisorWatch:

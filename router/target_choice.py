@@ -17,7 +17,7 @@ Target = TypeVar("Target")
 
 BLOCK_LEN = 64  # tokens of a prompt that are compared at once
 MAX_BLOCKS = 2**15  # known of each target: 2 million tokens, in at most 4 MB
-MAX_RECENT = 2**13  # blocks that gateways tell each other
+MAX_RECENT = 2**13  # blocks that gateways tell each other at once
 MISSED_BLOCKS = 4  # fewer are no sign of an eviction: blocks of targets may be larger than these
 # Requests at a target, over the mean of all, above which it gets another only if it has the fewest.
 MAX_SHARE, SPARE = 1.2, 2
@@ -42,7 +42,8 @@ class TargetChoice(Generic[Target]):
         self._by_prefix = by_prefix
         self._known: dict[Target, _Known] = {}
         self._work = DecayedMean(LASTING)  # tokens computed for a request
-        self._recent: deque[tuple[Target, int]] = deque(maxlen=MAX_RECENT)  # learned from its own answers
+        self._recent: deque[tuple[Target, int]] = deque(maxlen=MAX_RECENT)  # learned from its own answers, not told yet
+        self._told: tuple[tuple[Target, int], ...] = ()  # once
 
     def blocks(self, request: Request) -> Sequence[int]:
         """Chained hashes of the full blocks of its prompt, alike in all processes. Without its last token, which targets
@@ -83,8 +84,11 @@ class TargetChoice(Generic[Target]):
         self._note(known, blocks)
 
     def recent(self) -> Sequence[tuple[Target, int]]:
-        """Blocks that its own answers told it lately, each with the target that computed it."""
-        return tuple(self._recent)
+        """What its own answers told it since the call before the last one: blocks, each with the target that computed it.
+        So a gateway that misses one exchange learns it with the next."""
+        before, self._told = self._told, tuple(self._recent)
+        self._recent.clear()
+        return before + self._told
 
     def learn(self, target: Target, blocks: Sequence[int]) -> None:
         """Blocks of whole prefixes that another gateway knows of a target, in order."""
