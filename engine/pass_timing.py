@@ -14,7 +14,7 @@ from math import inf
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.stopwatch import OwnTime, Stopwatch
-from router.cost_model import ROWS, TableCost
+from router.cost_model import ROWS, TableCost, bounded
 
 _CONTEXT_LEN = 512
 _FEW_CONTEXTS, _MOST_CONTEXTS = 2, 16
@@ -53,6 +53,8 @@ def measure_cost(
             if not is_enough and clock() - start_s < BUDGET_S + _REPEATS_S:
                 found.append(probe.step(rows, 0))
     cost = _least(times_s)
+    if not capacity.prepared_rows:  # behind the last prepared shape passes do take many times as long
+        cost = bounded(cost)
     most = min(
         _MOST_CONTEXTS, capacity.max_num_sequences, capacity.num_blocks * capacity.block_len // capacity.max_model_len
     )

@@ -86,6 +86,15 @@ def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) ->
     return TableCost(rows, tuple(accumulate(seconds, max)), per_context_s)
 
 
+def bounded(measured: TableCost) -> TableCost:
+    """A pass takes at most what passes of fewer rows, one after the other, take for as many; more was a disturbance."""
+    found: list[float] = []
+    for num, seconds in zip(measured.rows, measured.step_s_at, strict=True):
+        in_turn = [-(-num // rows) * one_s for rows, one_s in zip(measured.rows, found, strict=False)]
+        found.append(min(seconds, *in_turn) if in_turn else seconds)
+    return replace(measured, step_s_at=tuple(found))
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedCost:
     """``base`` of a target whose passes are padded to the next of the ``prepared`` numbers of rows, ascending and not empty:
