@@ -40,8 +40,8 @@ class TurboSpec(DraftLengths):
         num_of = Counter(sequence.drafter for sequence in ready)
         longest = max((self.max_len(drafter) for drafter in num_of if drafter is not None), default=0)
         context = sum(sequence.committed_len for sequence in ready)
-        best, best_goodput = 0, 0.0
-        for length in range(longest + 1):
+
+        def goodput(length: int) -> float:
             tokens, num_rows, draft_s = 0.0, 0, 0.0
             for drafter, num in num_of.items():
                 own_len = 0 if drafter is None else min(length, self.max_len(drafter))
@@ -51,10 +51,9 @@ class TurboSpec(DraftLengths):
                     view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
                     tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
                     draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, value.cost))
-            goodput = tokens / (draft_s + value.cost.step_s(num_rows, context))
-            if goodput > best_goodput:
-                best, best_goodput = length, goodput
-        return best
+            return tokens / (draft_s + value.cost.step_s(num_rows, context))
+
+        return max(range(longest + 1), key=goodput)
 
 
 class GoodputVerification:

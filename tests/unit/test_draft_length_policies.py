@@ -306,6 +306,12 @@ class TestTurboSpec:
             "a": expected
         }
 
+    def test_a_length_ends_at_the_row_behind_which_passes_take_long(self) -> None:
+        knee = TableCost((1, 3, 4, 100), (0.01, 0.01, 0.1, 1.0))
+        assert lens(policy(DraftLengthConfig(kind="turbospec")).budgets([view("a")], DraftingValue(knee, self.VIEW))) == {
+            "a": 2
+        }
+
     @given(
         drafters=st.lists(st.sampled_from(["d", "short", None]), min_size=1, max_size=5),
         acceptance=st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)),
