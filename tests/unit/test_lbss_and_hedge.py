@@ -79,14 +79,26 @@ def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
     policy = Lbss(exploration_slots=400, chunk_slots=1)
     requests, pool = views(30), pool_of(4, 30, 30)
     counts: Counter[Chain] = Counter()
+    num_dropped: Counter[str] = Counter()
     for _ in range(400):
         requests = step(policy, requests, pool)
         counts.update(request.chain for request in requests)
+        num_dropped.update(request.request_id for request in requests if request.chain == TARGET_ONLY)
     total = 400 * 30
     assert counts["d1",] / total == pytest.approx(1 / 3, abs=0.02)
     assert counts["d2",] / total == pytest.approx(1 / 3, abs=0.02)
     assert counts["d0",] / total == pytest.approx(4 / 30, abs=0.01)  # nearly always full
     assert counts[TARGET_ONLY] / total == pytest.approx(1 / 3 - 4 / 30, abs=0.02)
+    # Drawn from those that are too many (line 9): each as often, 80 times of 400, with a standard deviation of 8.
+    assert all(40 < num_dropped[request.request_id] < 120 for request in requests)
+
+
+def test_a_dropped_request_is_drawn_again_with_the_next_chunk_only() -> None:
+    policy, pool = Lbss(exploration_slots=4, chunk_slots=2), pool_of(1)
+    dropped = [request for request in step(policy, views(3), pool) if request.chain == TARGET_ONLY]
+    assert len(dropped) == 2
+    assert [request.chain for request in step(policy, dropped, pool)] == [TARGET_ONLY, TARGET_ONLY]  # a place is free
+    assert sorted(request.chain for request in step(policy, dropped, pool)) == [TARGET_ONLY, ("d0",)]
 
 
 def test_exploitation_is_the_best_matching_of_the_means() -> None:
