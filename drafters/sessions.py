@@ -49,7 +49,7 @@ class TargetSessions:
         self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
-        self.linked: Callable[[Link], None] | None = None  # told of each new link
+        self.linked: Callable[[Link, int], None] | None = None  # told of each new link, with its number
         self.drafts_ahead = False  # a target has asked for it, so far
         self.spans: DraftSpans | None = None  # of traced requests; None: nothing is traced
         self.outcomes: OutcomeDrafts | None = None  # of drafters that fork
@@ -96,9 +96,9 @@ class TargetSessions:
         if isinstance(event, LinkUp):
             resyncs = Resyncs(self._limits.resync_s, self._limits.max_resyncs, 4 * self._limits.capacity)
             self.peers[id(event.link)] = TargetPeer(event.link, self._num_links, resyncs)
-            self._num_links += 1
             if self.linked is not None:
-                self.linked(event.link)
+                self.linked(event.link, self._num_links)
+            self._num_links += 1
         elif isinstance(event, LinkDown):
             self.drop_link(event.link)
         elif (peer := self.peers.get(id(event.link))) is not None:  # else it was queued behind the end of its link

@@ -49,6 +49,7 @@ class InlineDrafters:
         self._loops: dict[str, tuple[InlineLoop, Callable[[], None]]] = {}
         self._lane: Lane | None = None
         self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
+        self._end_by_s: float | None = None  # the threads have been told to end
 
     def add(self, loop: InlineLoop, unlink: Callable[[], None]) -> None:
         """``unlink`` is called if the loop fails; it is left out from then on."""
@@ -74,19 +75,32 @@ class InlineDrafters:
                 self._leave_out(name, unlink, error)
         return seconds
 
+    @property
+    def is_ending(self) -> bool:
+        return self._end_by_s is not None
+
+    def end_threads(self, wait_s: float = 0.0) -> bool:
+        """Tells the threads to end. Whether they have, within ``wait_s``; a drafter whose thread does not end within
+        END_DEADLINE_S of the first call is left out."""
+        if self._end_by_s is None:
+            self._end_by_s = self._clock() + END_DEADLINE_S
+            for name, (_, stop) in self._threads.items():
+                stop.set()
+                if (known := self._loops.get(name)) is not None:  # its thread leaves it out where it fails
+                    known[0].wake()
+        for name, (thread, _) in list(self._threads.items()):
+            thread.join(wait_s)
+            if not thread.is_alive():
+                del self._threads[name]
+            elif self._clock() >= self._end_by_s:
+                del self._threads[name]
+                if (known := self._loops.get(name)) is not None:
+                    self._leave_out(name, known[1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
+        return not self._threads
+
     def draft_in(self, lane: Lane | None) -> None:
-        """From now on on threads in ``lane``; None: on the target's thread. Returns when the threads before have ended; a
-        drafter whose thread does not end in time is left out."""
-        for name, (_, stop) in self._threads.items():
-            stop.set()
-            if (known := self._loops.get(name)) is not None:  # its thread leaves it out where it fails
-                known[0].wake()
-        for name, (thread, _) in self._threads.items():
-            thread.join(END_DEADLINE_S)
-            if thread.is_alive() and (known := self._loops.get(name)) is not None:
-                self._leave_out(name, known[1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
-        self._threads.clear()
-        self._lane = lane
+        """From now on on threads in ``lane``; None: on the target's thread. The threads before have ended."""
+        self._lane, self._end_by_s = lane, None
         for name in self._loops if lane is not None else ():
             stop = threading.Event()
             thread = threading.Thread(target=self._run, args=(name, lane, stop), name=f"lane {name}", daemon=True)

@@ -1,6 +1,7 @@
 """The target's hidden states, kept for feature-conditioned drafters, in the slots of the KV cache: so the block ledger
 handles their rollback, prefix sharing, eviction and preemption."""
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,13 +37,14 @@ class HiddenStateCache:
         self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
 
         self._written: torch.cuda.Event | None = None  # by the last pass
-        self._read: torch.cuda.Event | None = None  # by the last reader
+        self._read: dict[int, torch.cuda.Event | None] = {}  # by the last reader of each thread, so of each stream
 
     def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
         """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass, on a GPU after what readers on other
         streams have begun to copy. ``slots`` [rows]: of the KV cache."""
         if self._rows is not None:
-            _wait_for(self._read)
+            for thread in list(self._read):
+                _wait_for(self._read[thread])
             self._rows.index_copy_(0, slots, features)
             self._written = _mark(self._rows)
 
@@ -57,7 +59,9 @@ class HiddenStateCache:
             slots.append(block_table[blocks].astype(np.int64) * self._block_len + offsets)
         _wait_for(self._written)
         rows = self._rows[to_device(np.concatenate(slots), self._rows.device)]
-        self._read = _mark(rows)
+        mark = _mark(rows)
+        if mark is not None:
+            self._read[threading.get_ident()] = mark
         return rows
 
 

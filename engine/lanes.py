@@ -1,6 +1,6 @@
 """The compute partition in use: which lane the target's thread is in, and where the drafters on its device draft."""
 
-from engine.colocated import ColocatedDrafters, InlineDrafters
+from engine.colocated import END_DEADLINE_S, ColocatedDrafters, InlineDrafters
 from engine.partition import Partition
 from engine.sequences import Sequences
 from profiler.online_cost import OnlineCost
@@ -12,9 +12,10 @@ class Lanes:
     """Owned by the target's thread, which enters lanes between rounds. In a split each drafter has a thread in the drafters'
     lane; on the whole device the target's thread steps them.
 
-    A change waits for what was launched before it, and ends the threads of drafters, so that the next ones find their caches
-    computed. Within a split the target's hidden states are all that one lane writes and another reads
-    (`engine.hidden_states` orders them by events), and no lane frees what another has allocated.
+    A change begins by ending the threads of drafters, so that the next ones find their caches computed. Rounds go on in the
+    partition before until they have ended: a drafter that hangs delays the change, and no stream. Within a split the
+    target's hidden states are all that one lane writes and another reads (`engine.hidden_states` orders them by events), and
+    no lane frees what another has allocated.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Lanes:
         self._current: str | None = None  # None: no thread runs the round
 
     def follow(self, sequences: Sequences) -> str:
-        """Enters the partition of the next round, over those that run. Returns its name."""
+        """Enters the partition of the next round, over those that run, once no thread drafts in the one before. Returns the
+        name of the one that it is in."""
         name = self._choice.choose(sequences.num_running, lambda: sum([len(s.token_ids) for s in sequences if s.running]))
-        if name == self._current:
+        if name == self._current and not self._inline.is_ending:
             return name
-        self._inline.draft_in(None)
+        if not self._inline.end_threads() and self._current is not None:
+            return self._current
         split = self._splits.get(name)
         (self._whole if split is None else split.target).enter()
         if isinstance(self._cost, OnlineCost) and name in self._choice.costs:
@@ -48,5 +51,6 @@ class Lanes:
 
     def leave(self) -> None:
         """Ends the threads of drafters; ``follow`` enters anew, on any thread."""
+        self._inline.end_threads(END_DEADLINE_S)
         self._inline.draft_in(None)
         self._current = None

@@ -1,6 +1,6 @@
 """The features of drafters that read hidden states: which of the target's layers, and where their rows come from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,14 +45,15 @@ class Features(Protocol):
 
 
 class HostFeatures:
-    """``Features`` of the target in this process. Raises InvalidField: it does not keep the states of the shape's layers."""
+    """``Features`` of ``engine``. ``name_of``: its name of a request, from the drafter's. Raises InvalidField: it does not
+    keep the states of the shape's layers."""
 
-    def __init__(self, engine: FeatureSource, shape: FeatureShape) -> None:
-        self._engine = engine
+    def __init__(self, engine: FeatureSource, shape: FeatureShape, name_of: Callable[[str], str] = request_id_of) -> None:
+        self._engine, self._name_of = engine, name_of
         columns = shape.columns_in(engine.feature_layers)
         self._columns = None if columns is None else columns.to(engine.embedding.device)
 
     def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
-        named = [FeatureSpan(request_id_of(span.request_id), span.start, span.stop) for span in spans]
+        named = [FeatureSpan(self._name_of(span.request_id), span.start, span.stop) for span in spans]
         held, rows = self._engine.read_hidden_states(named)
         return held, rows if self._columns is None else rows[:, self._columns]

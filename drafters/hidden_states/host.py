@@ -1,5 +1,6 @@
 """Colocated drafters: made in the target's process, reading its hidden states."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from drafters.hidden_states.config import NetworkConfig
 from drafters.hidden_states.drafter import HiddenStateDrafter, load_drafter
 from drafters.hidden_states.features import HostFeatures
 from drafters.hidden_states.formats import read_config
+from drafters.session import request_id_of
 from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
@@ -30,6 +32,7 @@ class Host:
 
     engine: FeatureSource
     folder: Path  # of the target's model
+    name_of: Callable[[str], str] = request_id_of  # the engine's name of a request, from the drafter's
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -63,7 +66,7 @@ def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, ho
         dtype,
         target,
         device,
-        HostFeatures(host.engine, config.features),
+        HostFeatures(host.engine, config.features, host.name_of),
         num_target_layers=host.config.num_layers,
         adapter=None if options.adapter is None else find_adapter(folder, options.adapter),
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),

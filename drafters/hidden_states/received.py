@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from cluster.transport.base import Link, LinkDown, Mailbox
 from cluster.transport.tensors.base import Frame, Part, TensorEnd
 from drafters.hidden_states.formats import read_config
 from drafters.hidden_states.host import Host
+from drafters.session import key_of
 from drafters.shipped import find_drafter
 from engine.device import require
 from engine.dtypes import choose_dtype
@@ -63,7 +65,8 @@ class _Rows:
 
 
 class ReceivedStates:
-    """``FeatureSource`` of the rows that ``receive`` is given, on any thread. ``layers``: whose states they are."""
+    """``FeatureSource`` of the rows that ``receive`` is given, on any thread. Requests are named by ``key_of``. ``layers``:
+    whose states they are."""
 
     def __init__(self, layers: Sequence[int], embedding: Tensor, max_bytes: int = MAX_BYTES, wait_s: float = WAIT_S) -> None:
         self._layers, self._embedding = tuple(layers), embedding
@@ -80,18 +83,24 @@ class ReceivedStates:
     def embedding(self) -> Tensor:
         return self._embedding
 
-    def receive(self, frame: Frame) -> None:
+    def receive(self, link_number: int, frame: Frame) -> None:
         with self._arrived:
             begin = 0
             for part in frame.parts:
                 end = begin + part.stop - part.start
-                self._add(part, None if frame.rows is None else frame.rows[begin:end])
+                self._add(key_of(link_number, part.request_id), part, None if frame.rows is None else frame.rows[begin:end])
                 begin = end
             for request_id in frame.ended:
-                self._rows.pop(request_id, None)
+                self._rows.pop(key_of(link_number, request_id), None)
             self._evict()
             self._is_late = False
             self._arrived.notify_all()
+
+    def forget(self, link_number: int) -> None:
+        """All requests of a link that has ended."""
+        with self._arrived:
+            for key in [key for key in self._rows if key.startswith(key_of(link_number, ""))]:
+                del self._rows[key]
 
     def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
         """As of ``FeatureSource``; waits WAIT_S at most for what is under way."""
@@ -115,11 +124,11 @@ class ReceivedStates:
         rows = self._rows.get(span.request_id)
         return rows is not None and 0 <= span.start <= span.stop <= rows.num
 
-    def _add(self, part: Part, given: Tensor | None) -> None:
+    def _add(self, key: str, part: Part, given: Tensor | None) -> None:
         width = len(self._layers) * self._embedding.shape[1]
-        rows = self._rows.get(part.request_id)
+        rows = self._rows.get(key)
         if rows is None or part.start == 0:  # opened, or opened anew
-            rows = self._rows[part.request_id] = _Rows(width, self._embedding)
+            rows = self._rows[key] = _Rows(width, self._embedding)
         rows.told_len = part.told_len
         if given is None or not len(given) or rows.is_lost:
             return
@@ -151,7 +160,7 @@ def remote_host(options: HiddenStateOptions, device: str) -> tuple[Host, Receive
     states = ReceivedStates(
         sorted(set(read_config(find_drafter(options.path), config.num_layers).target_layer_ids)), embedding
     )
-    return Host(states, folder), states
+    return Host(states, folder, name_of=str), states
 
 
 class StateCalls:
@@ -166,18 +175,20 @@ class StateCalls:
         for end in tuple(self._ends.values()):
             end.close()
 
-    def linked(self, link: Link) -> None:
-        threading.Thread(target=self._call, args=(link,), name=f"call {link.peer.name}", daemon=True).start()
+    def linked(self, link: Link, number: int) -> None:
+        """``number``: of the link, as in ``key_of``."""
+        threading.Thread(target=self._call, args=(link, number), name=f"call {link.peer.name}", daemon=True).start()
 
-    def _call(self, link: Link) -> None:
+    def _call(self, link: Link, number: int) -> None:
         from cluster.transport.tensors.groups import call
 
         def down(reason: str) -> None:
+            self._states.forget(number)
             link.close()
             self._mailbox.put(LinkDown(link, f"its hidden states: {reason}"))
 
         try:
-            end = TensorEnd(self._states.receive, down)
+            end = TensorEnd(partial(self._states.receive, number), down)
             former = self._ends.get(link.peer.name)
             self._ends[link.peer.name] = call(link.peer.tensors, self._name, self._states.embedding.device, end)
             if former is not None:

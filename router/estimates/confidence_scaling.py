@@ -71,4 +71,4 @@ def logit(confidences: Floats, margin: float) -> Floats:
 
 
 def sigmoid(logits: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-logits)), np.float64)
+    return np.asarray(0.5 + 0.5 * np.tanh(logits / 2), np.float64)  # does not overflow

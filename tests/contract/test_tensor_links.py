@@ -1,13 +1,16 @@
 """What every tensor link does: in memory, and over gloo between two ends of this process."""
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from cluster.errors import LinkClosed
 from cluster.transport.tensors import groups
@@ -172,3 +175,24 @@ def test_a_caller_that_was_not_met_is_not_met_later(monkeypatch: pytest.MonkeyPa
     link.send(frame(1))
     assert end.frames.get(timeout=DEADLINE_S).parts == frame(1).parts
     link.close()
+
+
+def test_a_communicator_that_fails_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads how errors of NCCL are handled when a group is made; others made here keep their own way."""
+    seen = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Group, raising=False)
+    for before in ("1", None):
+        if before is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        else:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        groups._nccl_pair(HashStore(), 0)
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+    assert seen == ["2", "2"]

@@ -1,6 +1,9 @@
 """The CUDA path against references, on the device. A check takes the place and an empty folder, and raises."""
 
+import queue
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +22,8 @@ import torch.distributed as dist
 
 from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
+from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from cluster.transport.tensors.groups import Meeting
 from cluster.types import Request
 from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
@@ -346,6 +351,32 @@ def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folde
         assert played(engine, 6, 24) == whole
 
 
+_DYING_RECEIVER = """
+import os, sys, threading, torch
+from cluster.transport.tensors.base import TensorEnd
+from cluster.transport.tensors.groups import call
+end = TensorEnd(lambda frame: os._exit(9), print)
+link = call(sys.argv[1], "drafter", torch.device(sys.argv[2]), end)
+threading.Event().wait(60.0)
+"""
+
+
+def a_sender_of_hidden_states_outlives_its_receiver(place: Place, folder: Path) -> None:
+    """Twice in one process: over NCCL between two GPUs, else over gloo."""
+    over_nccl = place.is_gpu and torch.cuda.device_count() > 1
+    own, other = ("cuda:0", "cuda:1") if over_nccl else ("cpu", "cpu")
+    rows, meeting = torch.ones(512, 1024, device=own), Meeting("127.0.0.1")
+    for _ in range(2):
+        reasons: queue.Queue[str] = queue.Queue()
+        receiver = subprocess.Popen([sys.executable, "-c", _DYING_RECEIVER, meeting.address, other])
+        sender = meeting.answer("drafter", torch.device(own), TensorEnd(lambda _: None, reasons.put))
+        while sender.send(Frame((Part("r", 0, 512, 512),), (), rows)) and reasons.empty():
+            rows.sum().item()
+        assert reasons.get(timeout=60.0) != "it was closed"
+        assert receiver.wait(60.0) == 9
+    assert float(rows.sum()) == rows.numel()
+
+
 def _named(check: Any, *case: Any) -> tuple[str, Check]:
     return " ".join([check.__name__.replace("_", " "), *map(str, case)]), partial(check, *case)
 
@@ -402,6 +433,7 @@ CHECKS = [
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"shares_embedding": False}),
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"anchor_input": True, "anchor_input_rank": 4}),
     _named(parts_of_a_device_compute_at_once),
+    _named(a_sender_of_hidden_states_outlives_its_receiver),
     *(_named(kind_drafts_what_it_drafts_on_a_cpu, kind) for kind in get_args(HiddenStateKind)),
     _named(ranks_over_nccl_say_what_one_target_says, 1),
     _named(ranks_over_nccl_say_what_one_target_says, 2),

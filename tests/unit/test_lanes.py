@@ -4,10 +4,13 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +18,10 @@ from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import HiddenStateOptions
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from engine import hidden_states
+from engine.colocated import END_DEADLINE_S, ColocatedDrafters, InlineDrafters
+from engine.lanes import Lanes
 from engine.partition import Partition, Split, core_sets
+from engine.sequences import Sequences
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
 from router.drafting.partition_choice import WHOLE, PartitionChoice
@@ -196,6 +202,60 @@ def test_lanes_read_hidden_states_in_order(tmp_path: Path, monkeypatch: pytest.M
     served(tmp_path, partition, Alternating("a", WHOLE, "b"), record)
     assert recorder.num_foreign > 10
     assert bool(recorder.unordered) == (broken is not None)
+
+
+def test_a_pass_waits_for_readers_on_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafters, each in a lane of its own: the one that read first is overtaken by no write either."""
+    recorder = Recorder()
+    monkeypatch.setattr(hidden_states, "_mark", recorder.mark)
+    monkeypatch.setattr(hidden_states, "_wait_for", recorder.wait)
+    cache = hidden_states.HiddenStateCache((2, 4), (0,), 1, 8, torch.float32, torch.device("cpu"))
+    cache._rows = RecordedRows(torch.zeros(8, 4), recorder)  # type: ignore[assignment]
+    slots = torch.arange(8)
+    cache.write(slots, torch.ones(8, 4))
+    with ThreadPoolExecutor(2) as lanes:
+        both = threading.Barrier(2)
+        reads = [lanes.submit(lambda: (both.wait(10.0), cache.read([(np.zeros(1, np.int32), 0, 8)]))) for _ in range(2)]
+        wait(reads)
+    cache.write(slots, torch.zeros(8, 4))
+    assert recorder.num_foreign == 16
+    assert recorder.unordered == []
+
+
+class Hanging:
+    """The loop of a drafter that ends when it is let go, not when it is told to."""
+
+    name = DSPARK
+
+    def __init__(self) -> None:
+        self.begun, self.goes = threading.Event(), threading.Event()
+
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        self.begun.set()
+        self.goes.wait(60.0)
+
+    def wake(self) -> None: ...
+
+
+def test_a_drafter_that_hangs_delays_a_change_and_no_round() -> None:
+    now_s = [0.0]
+    loop, unlinked = Hanging(), list[str]()
+    inline = InlineDrafters(lambda: now_s[0])
+    inline.add(loop, lambda: unlinked.append(DSPARK))  # type: ignore[arg-type]
+    lane = Recorder()
+    partition = Partition(lane, [Split("a", lane, lane)])
+    names = iter(["a", WHOLE, WHOLE, WHOLE, WHOLE])
+    choice = SimpleNamespace(choose=lambda *_: next(names), costs={})
+    lanes = Lanes(partition, choice, inline, ColocatedDrafters((), COST), COST)  # type: ignore[arg-type]
+    running = cast(Sequences, SimpleNamespace(num_running=1))
+    assert lanes.follow(running) == "a"
+    assert loop.begun.wait(10.0)
+    assert [lanes.follow(running), lanes.follow(running)] == ["a", "a"]
+    assert not unlinked
+    now_s[0] = END_DEADLINE_S
+    assert lanes.follow(running) == WHOLE
+    assert unlinked == [DSPARK]
+    loop.goes.set()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_requests_without_room_on_the_link_are_drafted_for_no_more(target: Path,
     """The others are; one that is opened anew is again. What the drafter holds is bounded, too."""
     engine, _ = engine_of(target, (0,))
     states = ReceivedStates((0,), engine.embedding, wait_s=5.0)
-    link = MemoryTensors(TensorEnd(states.receive, lambda _: None), max_bytes=30 * 64 * 4)
+    link = MemoryTensors(TensorEnd(partial(states.receive, 0), lambda _: None), max_bytes=30 * 64 * 4)
     feed = FeatureFeed(engine, None)
     feed.connect(link)
     link.allow.clear()
@@ -168,33 +169,47 @@ def test_requests_without_room_on_the_link_are_drafted_for_no_more(target: Path,
         feed.feed(DraftRound(1, (opened,)))
     link.allow.set()
     found = [FeatureSpan("r0", 0, 19), FeatureSpan("r1", 0, 28)]
-    assert states.read_hidden_states(found)[0] == [True, False]
+    named = [replace(span, request_id=key_of(0, span.request_id)) for span in found]
+    assert states.read_hidden_states(named)[0] == [True, False]
 
     def reopened() -> bool:
         feed.feed(DraftRound(1, (opened,)))
-        return states.read_hidden_states(found)[0] == [True, True]
+        return states.read_hidden_states(named)[0] == [True, True]
 
     eventually(reopened)
-    assert torch.equal(states.read_hidden_states(found)[1], engine.read_hidden_states(found)[1])
+    assert torch.equal(states.read_hidden_states(named)[1], engine.read_hidden_states(found)[1])
     small = ReceivedStates((0,), engine.embedding, max_bytes=40 * 64 * 4)
     for name, span in (("r0", found[0]), ("r1", found[1])):
         part = Part(name, 0, span.stop, span.stop)
-        small.receive(Frame((part,), (), engine.read_hidden_states([span])[1]))
-    assert small.read_hidden_states(found)[0] == [False, True]
+        small.receive(0, Frame((part,), (), engine.read_hidden_states([span])[1]))
+    assert small.read_hidden_states(named)[0] == [False, True]
+
+
+def test_targets_use_the_same_ids_and_a_lost_one_leaves_nothing(target: Path) -> None:
+    engine, _ = engine_of(target, (0,))
+    states, size = ReceivedStates((0,), engine.embedding), engine.embedding.shape[1]
+    for number in (1, 12):
+        states.receive(number, Frame((Part("r", 0, 2, 2),), (), torch.full((2, size), float(number))))
+    wanted = [FeatureSpan(key_of(number, "r"), 0, 2) for number in (1, 12)]
+    held, rows = states.read_hidden_states(wanted)
+    assert held == [True, True]
+    assert rows[:, 0].tolist() == [1.0, 1.0, 12.0, 12.0]
+    states.forget(1)
+    assert states.read_hidden_states(wanted)[0] == [False, True]
 
 
 def test_a_drafter_waits_for_rows_that_are_late_once(target: Path) -> None:
     engine, _ = engine_of(target, (0,))
     states = ReceivedStates((0,), engine.embedding, wait_s=0.05)
-    span = [FeatureSpan("a", 0, 3)]
+    span = [FeatureSpan(key_of(0, "a"), 0, 3)]
     assert states.read_hidden_states(span)[0] == [False]
     began_s = time.thread_time()
     for _ in range(100):
         assert states.read_hidden_states(span)[0] == [False]
     assert time.thread_time() - began_s < 1.0
     rows = torch.ones(3, engine.embedding.shape[1])
-    threading.Timer(0.01, states.receive, [Frame((Part("b", 0, 3, 3),), (), rows)]).start()
-    eventually(lambda: states.read_hidden_states([FeatureSpan("b", 0, 3)])[0] == [True])
+    threading.Timer(0.01, states.receive, [0, Frame((Part("b", 0, 3, 3),), (), rows)]).start()
+    eventually(lambda: states.read_hidden_states([FeatureSpan(key_of(0, "b"), 0, 3)])[0] == [True])
 
 
 def test_a_link_that_comes_too_late_is_closed(target: Path) -> None:
@@ -209,14 +224,14 @@ def test_what_is_lost_is_dropped_and_told_once(target: Path, caplog: pytest.LogC
     engine, _ = engine_of(target, (0,))
     states, size = ReceivedStates((0,), engine.embedding, max_bytes=0), engine.embedding.shape[1]
     for name in ("a", "b"):
-        states.receive(Frame((Part(name, 0, 2, 2),), (), torch.ones(2, size)))
-    states.receive(Frame((), ()))
-    assert ["the hidden states of a" in caplog.messages[0], len(caplog.messages)] == [True, 2]
+        states.receive(0, Frame((Part(name, 0, 2, 2),), (), torch.ones(2, size)))
+    states.receive(0, Frame((), ()))
+    assert ["the hidden states of 0/a" in caplog.messages[0], len(caplog.messages)] == [True, 2]
 
 
 def feed_to(engine: NativeTarget, states: ReceivedStates) -> FeatureFeed:
     kept, read, size = engine.feature_layers, states.feature_layers, engine.embedding.shape[1]
     columns = torch.cat([torch.arange(size) + size * kept.index(layer) for layer in read])
     feed = FeatureFeed(engine, columns)
-    feed.connect(MemoryTensors(TensorEnd(states.receive, lambda _: None)))
+    feed.connect(MemoryTensors(TensorEnd(partial(states.receive, 0), lambda _: None)))
     return feed

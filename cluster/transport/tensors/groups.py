@@ -8,6 +8,7 @@ between machines the network must be private.
 
 import json
 import logging
+import os
 import socket
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 MEET_S = 10.0
 HEARTBEAT_S, SILENCE_S = 1.0, 6.0  # as of control links
 _SENDER, _RECEIVER = 0, 1
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()
 
 
 class Meeting:
@@ -81,9 +84,8 @@ class _End:
         self._host_group: Any = gloo(PrefixStore("host", store), rank, 2, options)
         self._group, self._stream = self._host_group, cast(Any, None)
         if device.type == "cuda":
-            nccl: Any = dist.ProcessGroupNCCL
             torch.cuda.set_device(device)
-            self._group = nccl(PrefixStore("device", store), rank, 2, nccl.Options())
+            self._group = _nccl_pair(PrefixStore("device", store), rank)
             self._stream = torch.cuda.Stream(device)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -91,6 +93,8 @@ class _End:
 
     def _leave(self) -> None:
         """Ends the connection, so that the other end is told at once. On the thread that uses it."""
+        if self._stream is not None:
+            self._group.abort()  # what is under way with a peer that is lost never ends
         self._host_group = self._group = None
 
     def _wait(self, work: Any) -> None:
@@ -138,7 +142,7 @@ class TensorSender(_End):
             self._end.down(reason)
 
     def _send(self, frame: Frame) -> None:
-        rows = None if frame.rows is None else frame.rows.contiguous()
+        rows = frame.rows
         shape = [0, 0] if rows is None else list(rows.shape)
         dtype = "" if rows is None else str(rows.dtype).removeprefix("torch.")
         told = {"parts": [asdict(part) for part in frame.parts], "ended": frame.ended, "shape": shape, "dtype": dtype}
@@ -149,7 +153,7 @@ class TensorSender(_End):
             with self._on_stream():
                 if self._stream is not None:
                     self._stream.wait_event(self._ready)
-                self._wait(self._group.send([rows], self._other, 0))
+                self._wait(self._group.send([rows.contiguous()], self._other, 0))
 
 
 class TensorReceiver(_End):
@@ -187,7 +191,26 @@ class TensorReceiver(_End):
             with self._on_stream():
                 rows = torch.empty(*told["shape"], dtype=getattr(torch, told["dtype"]), device=self._device)
                 self._wait(self._group.recv([rows], self._other, 0))
+            if self._stream is not None:  # read from here on the stream of this thread, which may outlast the frame
+                rows.record_stream(torch.cuda.current_stream(self._device))
         return Frame(tuple(Part(**part) for part in told["parts"]), tuple(told["ended"]), rows)
+
+
+def _nccl_pair(store: Store, rank: int) -> Any:
+    """A group that only aborts its communicator at an error, which then is an exception of the transfer. By default torch's
+    watchdog ends the process: a lost drafter would end its target. No option of a group says so, only the environment,
+    which a group reads when it is made."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _MEET
+    with _environment:
+        before = os.environ.get(_ON_ERROR)
+        os.environ[_ON_ERROR] = "2"  # CleanUpOnly
+        try:
+            return nccl(store, rank, 2, options)
+        finally:
+            os.environ.pop(_ON_ERROR)
+            os.environ |= {} if before is None else {_ON_ERROR: before}
 
 
 def _client(address: str) -> Store:
