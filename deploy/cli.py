@@ -302,6 +302,9 @@ def train(
         float | None, typer.Option(min=0.1, help="Time limit for generating answers and training together.")
     ] = None,
     head: Annotated[str, typer.Option(help="Sequential head of dspark: markov, gated or rnn.")] = "markov",
+    speculators: Annotated[
+        bool, typer.Option("--speculators", help="Write dspark or dflash for vLLM, in the speculators format.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run every step on little data, in minutes on a CPU.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda. Use torchrun for several GPUs.")] = "auto",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from drafters.hidden_states.block_network import AnchorInput, BlockNetwork
-from drafters.hidden_states.checkpoint import load_network, save_network
+from drafters.hidden_states.checkpoint import load_network, save_network, save_speculators
 from drafters.hidden_states.config import BlockConfig
 from engine.models.int8 import quantise
 from training.batches import AnswerBatch
@@ -36,10 +36,14 @@ class BlockStudent(HiddenStateStudent):
 
     @torch.no_grad()
     def initialise(self, batches: Iterable[AnswerBatch]) -> None:
-        """Starts as the best linear predictor of the target's final hidden states, with layers that add nothing yet."""
+        """Starts as the best linear predictor of the target's final hidden states, with layers that add nothing yet. In the
+        speculators format features are read by its layers alone: they start as the target's last ones."""
         network = self.network
         num_target = self._target.model.config.num_layers
         self._target.copy_layers(network.layers, range(num_target - len(network.layers), num_target), network.norm)
+        if network.anchor_input is None:
+            self.regress_features(batches)
+            return
         for layer in network.layers:
             nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
             nn.init.zeros_(layer.get_submodule("mlp.down_proj").get_parameter("weight"))
@@ -61,8 +65,13 @@ class BlockStudent(HiddenStateStudent):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = self._folded(_merged(copy.deepcopy(self.network)))
+        network = _merged(copy.deepcopy(self.network))
         shape = json.loads((self._target.folder / "config.json").read_text())
+        if network.anchor_input is None:
+            network.fc.weight.div_(self.std)
+            save_speculators(network, folder, shape | {"attention_bias": False}, self._target.info.name)
+            return
+        self._folded(network)
         save_network(network, folder, shape, STORED)
 
     def _prediction_size(self, batch: AnswerBatch) -> float:
@@ -86,9 +95,9 @@ class BlockStudent(HiddenStateStudent):
         before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
         return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
-    def _folded(self, network: BlockNetwork) -> BlockNetwork:
-        """A network over raw features, in place. Weights are rounded as stored before the means are taken out, as some means
-        are large and would turn rounding into an error of the bias."""
+    def _folded(self, network: BlockNetwork) -> None:
+        """Makes it a network over raw features, in place. Weights are rounded as stored before the means are taken out, as
+        some means are large and would turn rounding into an error of the bias."""
         fc, anchor_input = network.fc, network.anchor_input
         fc.weight.copy_(quantise(fc.weight / self.std, uneven=True).dequantised())
         fc.bias.sub_(fc.weight @ self.mean)
@@ -97,7 +106,6 @@ class BlockStudent(HiddenStateStudent):
             first.weight[:, : len(self.std)] /= self.std
             first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
             anchor_input.maps.bias.sub_(self._mean_input(anchor_input))
-        return network
 
     def _unfold(self) -> None:
         """The inverse of ``_folded`` for a loaded, hence rounded, network, with this run's standardisation."""

@@ -14,8 +14,6 @@ from drafters.hidden_states.eagle_network import EagleNetwork
 from training.batches import AnswerBatch
 from training.hidden_state_student import HiddenStateStudent, Positions
 
-_RIDGE = 0.1  # relative to the Gram matrix's diagonal
-
 
 class EagleStudent(HiddenStateStudent):
     """The projection of the features has no bias: ``mean`` is 0, and ``std`` their root mean square."""
@@ -44,20 +42,7 @@ class EagleStudent(HiddenStateStudent):
         for layer in network.layers:
             nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
             nn.init.zeros_(layer.get_submodule("mlp.down_proj").get_parameter("weight"))
-        num_in = len(self.mean)
-        gram, cross = torch.zeros(num_in, num_in, dtype=torch.float64), torch.zeros(num_in, d, dtype=torch.float64)
-        for batch in batches:
-            starts = torch.tensor([0, *batch.lens], device=batch.anchors.device).cumsum(0)
-            rows = torch.arange(len(batch.token_ids) - 1, device=batch.anchors.device)
-            rows = rows[~torch.isin(rows + 1, starts)]
-            x = self.standardised(batch.features[rows])
-            wanted = batch.features[rows + 1, -d:].float() / network.norm.weight
-            gram += (x.T @ x).cpu()
-            cross += (x.T @ wanted).cpu()
-        gram += _RIDGE * gram.diagonal().diag()
-        network.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
-        predicted = network.fc(x)
-        network.norm.weight.mul_(float(predicted.square().mean(-1).sqrt().mean()))
+        network.norm.weight.mul_(self.regress_features(batches))
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:

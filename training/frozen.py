@@ -87,13 +87,15 @@ class FrozenTarget:
 
     @torch.no_grad()
     def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:
-        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names."""
+        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names, but for norms that
+        this model's queries and keys do not have."""
         with ExitStack() as stack:
             source = SafetensorsFolder(self.folder, stack)
             prefixes = [*(f"model.layers.{index}." for index in indices), "model.norm."]
             for module, prefix in zip((*layers, norm), prefixes, strict=True):
                 for name, parameter in module.named_parameters():
-                    parameter.copy_(source.read(prefix + name, tuple(parameter.shape)))
+                    if prefix + name in source or not name.endswith(("q_norm.weight", "k_norm.weight")):
+                        parameter.copy_(source.read(prefix + name, tuple(parameter.shape)))
 
     def new_engine(self) -> NativeTarget:
         """An engine to write with. Its KV cache holds at most ``max_in_flight`` sequences of full length."""

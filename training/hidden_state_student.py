@@ -1,6 +1,7 @@
 """Training of a drafter that reads hidden states: its losses."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from drafters.hidden_states.modules import output_rows
 from training.batches import AnswerBatch
 from training.frozen import FrozenTarget
 from training.losses import Losses, TargetDistribution, distillation, position_weights
+
+_RIDGE = 0.1  # relative to the Gram matrix's diagonal
 
 
 class Positions(NamedTuple):
@@ -52,6 +55,23 @@ class HiddenStateStudent(nn.Module):
 
     def standardised(self, features: Tensor) -> Tensor:
         return (features[:, : len(self.mean)].float() - self.mean) / self.std
+
+    def regress_features(self, batches: Iterable[AnswerBatch]) -> float:
+        """Sets the projection of the features, without a bias, to the best linear predictor of the target's next final
+        hidden state. Returns the mean size of its last predictions."""
+        network, d, num_in = self.network, self.config.shape.hidden_size, len(self.mean)
+        gram, cross = torch.zeros(num_in, num_in, dtype=torch.float64), torch.zeros(num_in, d, dtype=torch.float64)
+        for batch in batches:
+            starts = torch.tensor([0, *batch.lens], device=batch.anchors.device).cumsum(0)
+            rows = torch.arange(len(batch.token_ids) - 1, device=batch.anchors.device)
+            rows = rows[~torch.isin(rows + 1, starts)]
+            x = self.standardised(batch.features[rows])
+            wanted = batch.features[rows + 1, -d:].float() / network.norm.weight
+            gram += (x.T @ x).cpu()
+            cross += (x.T @ wanted).cpu()
+        gram += _RIDGE * gram.diagonal().diag()
+        network.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
+        return float(network.fc(x).square().mean(-1).sqrt().mean())
 
     def forward(self, batch: AnswerBatch, progress: float) -> Losses:
         """Losses of all drafts; ``acceptance`` is [A, batch.block_len], NaN behind the end of a sequence."""

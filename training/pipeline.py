@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.hidden_states.config import BlockConfig
+from drafters.hidden_states.config import BlockConfig, EagleConfig
 from drafters.hidden_states.formats import read_config
 from drafters.replay import Round
 from drafters.shipped import kind_of
@@ -250,11 +250,12 @@ class _Run:
         pairs = zip(self._reader.read(sample), sample, strict=True)
         mean, std = standardisation([states.features[answer.prompt_len - 1 :] for states, answer in pairs])
         described = options, config, vocabulary, self.target.info.tokenizer_fingerprint
-        if options.drafter == "eagle3":
-            eagle = eagle_config(*described)
-            size = (mean.square() + std.square()).sqrt()[: eagle.feature_size]
-            return EagleStudent(eagle, self.target, torch.zeros_like(size), size)
-        shape = self._initial or block_config(*described)
+        shape = self._initial or (eagle_config if options.drafter == "eagle3" else block_config)(*described)
+        if isinstance(shape, EagleConfig) or options.speculators:  # whose projection of the features has no bias
+            size = (mean.square() + std.square()).sqrt()[: shape.feature_size]
+            mean, std = torch.zeros_like(size), size
+        if isinstance(shape, EagleConfig):
+            return EagleStudent(shape, self.target, mean, std)
         assert isinstance(shape, BlockConfig)
         student = BlockStudent(shape, self.target, mean, std)
         if options.begin_with is not None:

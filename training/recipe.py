@@ -57,6 +57,7 @@ class TrainOptions:
     dtype: str = "bfloat16"
     begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one, whose shape is kept
     adapter_rank: int | None = None  # with begin_with: trains an adapter alone
+    speculators: bool = False  # without the parts of a block drafter that only we have, in the speculators format
     asked: frozenset[str] = frozenset()  # fields that were given explicitly, perhaps with their default
     data_folder: Path | None = None  # its ``prompts`` are the evaluation sets, never trained on
 
@@ -75,6 +76,8 @@ class TrainOptions:
             raise InvalidField("begin_with", self.begin_with.name, f"is for dspark drafters, not for {self.drafter}")
         if self.adapter_rank is not None and self.begin_with is None:
             raise InvalidField("adapter_rank", self.adapter_rank, "is for a drafter to begin with: give one")
+        if self.speculators and (self.drafter not in ("dspark", "dflash", "eagle3") or self.begin_with is not None):
+            raise InvalidField("speculators", True, "is for a new drafter of kind dspark, dflash or eagle3")
         if not self.prompts and not self.num_prompts:
             raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
 
@@ -128,11 +131,13 @@ def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
 
 def reader_layers(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
     """Those whose states training reads, ascending, with the last."""
-    return eagle_layers(num_layers) if options.drafter == "eagle3" else feature_layers(num_layers)
+    reads_inputs = options.speculators or options.drafter == "eagle3"
+    return eagle_layers(num_layers) if reads_inputs else feature_layers(num_layers)
 
 
 def eagle_layers(num_layers: int) -> tuple[int, ...]:
-    """The inputs of the target's layers that EAGLE-3 reads, as outputs, and the last, which is not a feature of it."""
+    """The inputs of the target's layers that EAGLE-3 reads, as outputs, and the last, which is no feature: the speculators
+    format knows it before the final norm alone."""
     inputs = {max(1, 2), max(1, num_layers // 2), max(1, num_layers - 3)}
     return tuple(sorted({min(layer, num_layers - 1) - 1 for layer in inputs} | {num_layers - 1}))
 
@@ -153,23 +158,26 @@ def eagle_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tenso
 def block_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> BlockConfig:
     layers = feature_layers(target.num_layers)
     num_in = (len(layers) + 1) * target.hidden_size
-    is_dspark = options.drafter == "dspark"
+    is_dspark, is_ours, shape = options.drafter == "dspark", not options.speculators, target.truncated(options.num_layers)
+    if not is_ours:  # whose layers are Qwen3's, whatever the target is
+        shape = replace(shape, architecture="qwen3", qk_norm=True, qkv_bias=False, out_bias=False, mlp_bias=False)
     return BlockConfig(
         kind="dflash" if options.drafter == "dflash" else "dspark",
         target_hidden_size=target.hidden_size,
-        shape=target.truncated(options.num_layers),
+        shape=shape,
         num_target_layers=target.num_layers,
         block_size=options.block_size,
         mask_token_id=0,
-        target_layer_ids=layers,
+        target_layer_ids=layers if is_ours else eagle_layers(target.num_layers)[:-1],
+        reads_whole_vocabulary=not is_ours,
         markov_rank=min(options.markov_rank, target.hidden_size) * is_dspark,
         markov_kind=HEADS[options.head],
         has_confidence=is_dspark,
         confidence_with_markov=is_dspark,
-        shares_embedding=True,
+        shares_embedding=is_ours,
         draft_token_ids=None if vocabulary is None else tuple(vocabulary.tolist()),
-        fc_bias=True,
-        anchor_input=True,
-        anchor_input_rank=options.anchor_rank if options.anchor_rank < num_in else None,
+        fc_bias=is_ours,
+        anchor_input=is_ours,
+        anchor_input_rank=options.anchor_rank if is_ours and options.anchor_rank < num_in else None,
         tokenizer_fingerprint=fingerprint,
     )

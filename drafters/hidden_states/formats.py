@@ -29,7 +29,7 @@ CONFIG = "config.json"
 _MAX_BLOCK_SIZE = 64
 _DEFAULT_DRAFT_LEN = 8
 _OURS = ("shares_embedding", "draft_token_ids", "fc_bias", "anchor_input", "anchor_input_rank", "tokenizer_fingerprint")
-_SLIDING = "sliding_attention"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 # Speculators write only what differs from these, the defaults of transformers.
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -148,7 +148,13 @@ def deepspec_json(config: BlockConfig, shape: Mapping[str, Any]) -> dict[str, An
 
 
 def speculators_json(config: NetworkConfig, shape: Mapping[str, Any], verifier: str) -> dict[str, Any]:
-    """The same in the speculators format. ``verifier``: name or folder of the target."""
+    """The same in the speculators format. ``verifier``: name or folder of the target. Raises ValueError: the format has no
+    place for what the drafter computes."""
+    lost = [name for name in ("fc_bias", "anchor_input") if getattr(config, name, False)]
+    windows = {window for window in config.windows if window is not None}
+    causal = {is_causal for window, is_causal in zip(config.windows, getattr(config, "causal", ()), strict=False) if window}
+    if lost or len(windows) > 1 or len(causal) > 1:
+        raise ValueError(f"the speculators format has no {lost[0] if lost else 'layers of different windows or causality'}")
     layer = {key: value for key, value in shape.items() if key not in ("architectures", "eos_token_id", "layer_types")}
     ids = [layer_id + 1 for layer_id in config.target_layer_ids]
     raw: dict[str, Any] = {
@@ -158,8 +164,12 @@ def speculators_json(config: NetworkConfig, shape: Mapping[str, Any], verifier: 
         "draft_vocab_size": config.num_outputs,
         "tokenizer_fingerprint": config.tokenizer_fingerprint,
         "num_target_layers": config.num_target_layers,
+        "target_hidden_size": config.target_hidden_size,
         "transformer_layer_config": {
             **layer,
+            "model_type": config.shape.architecture,
+            "layer_types": [_SLIDING if window else _FULL for window in config.windows] or None,
+            "sliding_window": min(windows, default=None),
             "num_hidden_layers": config.shape.num_layers,
             "head_dim": config.shape.head_dim,
             "tie_word_embeddings": False,
@@ -175,7 +185,8 @@ def speculators_json(config: NetworkConfig, shape: Mapping[str, Any], verifier: 
         raw |= {"aux_hidden_state_layer_ids": ids, "sample_from_anchor": config.anchor_predicts}
         raw |= {name: getattr(config, name) for name in ("block_size", "mask_token_id", "markov_rank")}
         raw |= {"enable_confidence_head": config.has_confidence, "markov_head_type": config.markov_kind}
-        raw |= {"confidence_head_with_markov": config.confidence_with_markov, "sliding_window_non_causal": False}
+        raw |= {"confidence_head_with_markov": config.confidence_with_markov}
+        raw["sliding_window_non_causal"] = causal != {True}  # vLLM takes False for all layers
     return raw | {
         "speculators_config": {
             "algorithm": config.kind,

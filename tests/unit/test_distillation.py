@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField
+from drafters.hidden_states.checkpoint import load_network
 from drafters.hidden_states.heads import GatedMarkovHead, RecurrentHead
 from training.batches import AnswerBatch, BatchPlan, assemble
 from training.block_student import BlockStudent
@@ -21,7 +22,7 @@ from training.frozen import FrozenTarget
 from training.hidden_state_student import HiddenStateStudent
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import HEADS, HeadKind, TrainOptions, block_config, eagle_config
+from training.recipe import HEADS, DrafterKind, HeadKind, TrainOptions, block_config, eagle_config
 from training.regression import Moments
 from training.warm_start import warm_start
 
@@ -169,6 +170,34 @@ def test_eagle_learns_beyond_its_regression(
     teach(student, learned, readings, tmp_path / "checkpoint.pt")
     assert begun > random
     assert expected_len(student, unseen) > begun + LEAST_GAIN / 2
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_block_drafters_for_vllm_learn(
+    target: FrozenTarget,
+    readings: HiddenStateReader,
+    learned: list[TargetAnswer],
+    unseen: AnswerBatch,
+    tmp_path: Path,
+    kind: DrafterKind,
+) -> None:
+    """Beyond what their layers, the target's own, know at first. A saved one is the same."""
+    options = TrainOptions(
+        "", kind, Path("out"), Path("work"), num_layers=1, block_size=BLOCK, markov_rank=MARKOV_RANK, speculators=True
+    )
+    config = block_config(options, target.model.config, None, "")
+    size = torch.cat([reading.features for reading in readings.read(learned)]).square().mean(0).sqrt()[: config.feature_size]
+    torch.manual_seed(0)
+    student = BlockStudent(config, target, torch.zeros_like(size), size)
+    student.initialise([assemble(learned, readings, WHOLE, 0, HERE.device)])
+    begun = expected_len(student, unseen)
+    teach(student, learned, readings, tmp_path / "checkpoint.pt")
+    taught = expected_len(student, unseen)
+    assert taught > begun + LEAST_GAIN
+    student.save(tmp_path / "saved")
+    again = BlockStudent(config, target, torch.zeros_like(size), torch.ones_like(size))
+    again.network.load_state_dict(load_network(tmp_path / "saved", target.rows).state_dict())
+    assert expected_len(again, unseen) == pytest.approx(taught, abs=0.01)
 
 
 def test_layers_learn_beyond_the_targets_own(

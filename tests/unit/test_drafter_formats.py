@@ -3,6 +3,7 @@ its network computes. What cannot be computed as it was trained is refused by na
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.checkpoint import Network, load_network, make_network
+from drafters.hidden_states.config import BlockConfig
 from drafters.hidden_states.formats import read_config
 from drafters.protocol import Demand
 from drafters.shipped import kind_of
@@ -94,6 +96,34 @@ def test_a_folder_in_the_speculators_format_drafts_as_its_network(
             token_ids += kept
             drafter.extend(name, kept)
         drafter.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *VARIANTS.values(),
+        ("eagle3", {"windows": (32,)}),
+        ("dflash", {"windows": (16, None), "causal": (True, False)}),
+        ("dflash", {"windows": (16, 16), "causal": (False, False)}),
+    ],
+)
+def test_the_speculators_format_keeps_every_field(
+    kind: HiddenStateKind, changes: dict[str, Any], tmp_path: Path, target: Path
+) -> None:
+    written_config = written(tmp_path, target, kind, **changes)[0].config
+    found = read_config(tmp_path)
+    kept: dict[str, Any] = {"shape": replace(written_config.shape, eos_token_ids=())}
+    if isinstance(written_config, BlockConfig):
+        assert isinstance(found, BlockConfig)
+        assert found.attention == written_config.attention
+        kept |= {"causal": found.causal, "reads_whole_vocabulary": True}
+    assert replace(written_config, **kept) == found
+
+
+@pytest.mark.parametrize("changes", [{"fc_bias": True}, {"anchor_input": True}, {"windows": (16, 32)}])
+def test_the_speculators_format_refuses_what_it_cannot_say(changes: dict[str, Any], tmp_path: Path, target: Path) -> None:
+    with pytest.raises(ValueError, match="the speculators format has no"):
+        written(tmp_path, target, "dspark", **changes)
 
 
 def test_eagle_3_as_its_authors_release_it_is_read(tmp_path: Path, target: Path) -> None:

@@ -157,6 +157,21 @@ def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict
     assert any(share > 0.0 for one in result.trained for share in one.by_position), "none of its drafts was right"
 
 
+@pytest.mark.parametrize("drafter", ["dspark", "dflash"])
+def test_block_drafters_are_trained_for_vllm_too(
+    wordy: Path, trained: tuple[Path, dict[str, Result]], drafter: DrafterKind
+) -> None:
+    """In the speculators format, whose layers are those of Qwen3; evaluated as loaded from there. Whether they learn is
+    checked in ``test_distillation``."""
+    folder, _ = trained
+    asked = options(wordy, folder, drafter, out=folder / f"{drafter}-plain", speculators=True, num_epochs=2)
+    result = train(asked, HERE, Silent())
+    assert result is not None
+    written = json.loads((result.folder / "config.json").read_text())
+    assert (written["speculators_model_type"], written["transformer_layer_config"]["model_type"]) == (drafter, "qwen3")
+    assert result.trained[0].num_rounds > 20
+
+
 def test_a_table_records_its_vocabulary(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
     table = FrequencyTable.load(trained[1]["table"].folder / TABLE_FILE)
     assert (table.vocab_size, table.tokenizer_fingerprint) == (load_config(wordy).vocab_size, fingerprint(wordy))
