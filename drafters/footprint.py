@@ -46,7 +46,7 @@ TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
 VLLM_LORA_RANK = 16  # unless max_lora_rank is set
 _EMBEDDING_PLACES = 3  # of tokens, which vLLM counts twice, and of logits
-DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"int8": 1, "as-shipped": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # as safetensors names them
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

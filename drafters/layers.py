@@ -22,7 +22,7 @@ from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, SafetensorsFolder, TensorWeights, write_atomically
+from engine.models.weights import SINGLE, DenseWeights, SafetensorsFolder, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -44,7 +44,7 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
         own, rows = SafetensorsFolder(folder, stack), SafetensorsFolder(target_folder, stack)
         token_ids = _token_ids(folder, config.vocab_size)
         kind = DTYPES[dtype]
-        weights = _SharedRows(TensorWeights(config, own, kind), TensorWeights(target, rows, kind), token_ids)
+        weights = _SharedRows(DenseWeights(config, own, kind), DenseWeights(target, rows, kind), token_ids)
         return build_model(config, weights, dtype, device), token_ids
 
 
@@ -78,7 +78,7 @@ def save_layers(
 class _SharedRows:
     """``engine.models.weights.Weights``: layers and norm of the drafter, rows of the target."""
 
-    def __init__(self, own: TensorWeights, target: TensorWeights, token_ids: Tensor | None) -> None:
+    def __init__(self, own: DenseWeights, target: DenseWeights, token_ids: Tensor | None) -> None:
         self._target, self._token_ids = target, token_ids
         self.layers, self.final_norm, self.embedding = own.layers, own.final_norm, target.embedding
 

@@ -14,7 +14,7 @@ from engine.cpu_level import cpu_level
 
 logger = logging.getLogger(__name__)
 
-AUTO, INT8, BFLOAT16, FLOAT32 = "auto", "int8", "bfloat16", "float32"
+AUTO, INT8, BFLOAT16, FLOAT32, AS_SHIPPED = "auto", "int8", "bfloat16", "float32", "as-shipped"
 
 
 def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: str = "native") -> str:

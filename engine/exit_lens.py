@@ -81,4 +81,4 @@ class ReducedScores:
 
 def lens_product(model: CausalModel, weight: LinearWeight) -> Linear:
     bias = None if weight.bias is None else weight.bias.to(model.dtype)
-    return model.ops.linear(LinearWeight(weight.weight.to(model.dtype), bias))
+    return model.ops.linear(LinearWeight(weight.dense.to(model.dtype), bias))

@@ -16,11 +16,12 @@ from engine.cpu.ops import CpuOps
 from engine.cpu.packed import product_dtype
 from engine.cpu_setup import configure_cpu
 from engine.device import require
-from engine.dtypes import choose_dtype
+from engine.dtypes import AS_SHIPPED, choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
-from engine.models.weights import Weights, open_weights
+from engine.models.prepare import shipped_file
+from engine.models.weights import Weights, open_weights, shipped_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import GumbelArgmax, Ops, TorchOps
 from engine.tensor_parallel.ranks import ModelRanks, RankGroup
@@ -28,18 +29,26 @@ from engine.tensor_parallel.sharding import shard_of
 
 logger = logging.getLogger(__name__)
 
-# dtype of activations and KV cache. int8 concerns weights; where no int8 products exist, they are bfloat16 too.
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
+# dtype of activations and, unless weights are as shipped, of the KV cache. int8 concerns weights; where no int8 products
+# exist, they are bfloat16 too.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, AS_SHIPPED: torch.float32}
 
 
 def make_ops(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    int8: bool = False,
+    block_len: int = BLOCK_LEN,
+    kv_dtype: torch.dtype | None = None,
 ) -> Ops:
     """The fastest operators available. On a CPU falls back to plain torch where kernels cannot be built, with a warning.
 
     Args:
         int8: quantise weights to int8, where such products exist (on a CPU).
         block_len: of the KV cache; on a GPU the kernels are compiled for it here.
+        kv_dtype: of the KV cache, by default ``dtype``.
 
     Raises InvalidField: the device is a GPU, for which Triton cannot compile the kernels.
     """
@@ -54,7 +63,7 @@ def make_ops(
     configure_cpu()  # entry points have done so; others that use this package may not have
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
-            return CpuOps(config, dtype, int8=int8)
+            return CpuOps(config, dtype, int8=int8, kv_dtype=kv_dtype)
         except NoCompiler as error:
             logger.warning(
                 "CPU kernels are not available, decoding will be several times slower: %s; weights are held in %s",
@@ -110,6 +119,10 @@ def load_model(
         config = config.truncated(num_layers)
     dtype = choose_dtype(dtype, device)
     of_rank = None if ranks is None else ModelRanks(ranks, shard_of(config, ranks.rank, ranks.num_ranks))
+    if dtype == AS_SHIPPED:
+        if ranks is not None or device != "cpu":
+            raise InvalidField("target.dtype", dtype, "needs the native engine on a CPU, without tensor parallelism")
+        return build_model(config, shipped_weights(shipped_file(folder), config), dtype, device, block_len)
     with open_weights(folder, config, DTYPES[dtype], None if of_rank is None else of_rank.shard) as weights:
         return build_model(config, weights, dtype, device, block_len, of_rank)
 
@@ -126,7 +139,8 @@ def build_model(
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
     own = config if ranks is None else ranks.shard.config_of(config)
-    ops = make_ops(own, kind, at, int8=dtype == "int8", block_len=block_len)
+    kv_dtype = torch.bfloat16 if dtype == AS_SHIPPED else None
+    ops = make_ops(own, kind, at, int8=dtype == "int8", block_len=block_len, kv_dtype=kv_dtype)
     if at.type != "cuda" or ranks is not None:  # graphs with collectives of several ranks are not tested
         return CausalModel(config, weights, ops, kind, at, ranks)
     from engine.cuda.graphs import GraphedModel
@@ -164,7 +178,7 @@ def load_target(
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
     largest = model.config if ranks is None else shard_of(model.config, 0, ranks.num_ranks).config_of(model.config)
     limits = NativeLimits(
-        num_blocks=num_blocks_for(largest, kv_cache_bytes, model.dtype, block_len),
+        num_blocks=num_blocks_for(largest, kv_cache_bytes, model.kv_dtype, block_len),
         block_len=block_len,
         max_num_sequences=max_num_sequences,
         max_pass_tokens=max_pass_tokens,

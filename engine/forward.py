@@ -2,6 +2,7 @@
 distinguished."""
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.liveness import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
+from engine.models.quantised import QuantisedMatrix
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, LayerParts, Linear, Ops
 from engine.tensor_parallel.ranks import ModelRanks
@@ -83,7 +85,7 @@ class CausalModel:
     Args:
         config: shape of the whole model.
         weights, ops: of the rank's shard, if the model is one rank of several.
-        dtype: of weights, products and KV cache.
+        dtype: of weights, products and KV cache; of quantised weights, whose KV cache is bfloat16, of products.
         ranks: computes sums over the ranks; they make the same passes in step.
     """
 
@@ -105,20 +107,26 @@ class CausalModel:
         self._ops = ops
         self._inverse_frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float32)
         table = weights.embedding()
-        self._embedding = table.to(self.device)
+        is_quantised = isinstance(table, QuantisedMatrix)
+        self.kv_dtype = torch.bfloat16 if is_quantised else dtype  # of KV cache and features
+        self._table = table if isinstance(table, QuantisedMatrix) else table.to(self.device)
         self._layers = [self._prepare(layer) for layer in weights.layers()]
         self._final_norm = weights.final_norm().to(self.device)
         head = weights.head()
-        self._head = ops.linear(LinearWeight(self._embedding if head is table else head.to(self.device)))
+        if head is table or isinstance(head, QuantisedMatrix):
+            self._head = ops.linear(LinearWeight(self._table if head is table else head))
+        else:
+            self._head = ops.linear(LinearWeight(head.to(self.device)))
 
     @property
     def ops(self) -> Ops:
         return self._ops
 
-    @property
+    @cached_property
     def embedding(self) -> torch.Tensor:
-        """[vocab, hidden], in the dtype or a narrower one; of one rank, its shard."""
-        return self._embedding
+        """[vocab, hidden], in the dtype or a narrower one; of one rank, its shard. Of a quantised table a copy."""
+        table = self._table
+        return table.dequantised().to(self.kv_dtype) if isinstance(table, QuantisedMatrix) else table
 
     @property
     def layer_products(self) -> list[tuple[Linear, Linear, Linear, Linear]]:
@@ -127,7 +135,7 @@ class CausalModel:
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         config = self.config if self.ranks is None else self.ranks.shard.config_of(self.config)
-        return KvCache.allocate(config, num_blocks, self.dtype, self.device, block_len)
+        return KvCache.allocate(config, num_blocks, self.kv_dtype, self.device, block_len)
 
     def warm_up(self, cache: KvCache) -> None:
         """Prepares small passes over ``cache``; does nothing on a CPU."""
@@ -163,7 +171,7 @@ class CausalModel:
         residual = self._embed(layout.token_ids).float()  # fp32; a layer's output is residual + delta
         delta: torch.Tensor | None = None
         num_rows, size = residual.shape
-        kept = residual.new_empty(num_rows, len(layers), size, dtype=self.dtype)
+        kept = residual.new_empty(num_rows, len(layers), size, dtype=self.kv_dtype)
         num_kept = 0
         if -1 in layers:
             kept[:, 0] = residual
@@ -202,16 +210,22 @@ class CausalModel:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
-            return F.embedding(token_ids, self._embedding)
+            return self._rows(token_ids)
         own = self.ranks.shard.token_ids
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
-        rows = F.embedding(torch.where(is_own, token_ids - own.start, 0), self._embedding)
+        rows = self._rows(torch.where(is_own, token_ids - own.start, 0))
         return self.ranks.group.all_reduce(rows * is_own[:, None])
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        table = self._table
+        return table.rows(token_ids) if isinstance(table, QuantisedMatrix) else F.embedding(token_ids, table)
 
     def _prepare(self, layer: LayerWeights) -> DecoderLayer:
         def linear(weight: LinearWeight) -> Linear:
             bias = None if weight.bias is None else weight.bias.to(self.device)
-            return self._ops.linear(LinearWeight(weight.weight.to(self.device), bias))
+            matrix = weight.weight
+            held = matrix if isinstance(matrix, QuantisedMatrix) else matrix.to(self.device)
+            return self._ops.linear(LinearWeight(held, bias))
 
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:

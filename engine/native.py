@@ -85,7 +85,7 @@ class NativeTarget:
         self._limits = limits
         self._cache = model.new_cache(num_blocks, block_len)
         shape = model.config.num_layers, model.config.hidden_size
-        self._features = HiddenStateCache(shape, feature_layers, num_blocks, block_len, model.dtype, model.device)
+        self._features = HiddenStateCache(shape, feature_layers, num_blocks, block_len, model.kv_dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
         self._ledger_lock = threading.Lock()
         self._sampler = sampler_of(model)

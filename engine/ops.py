@@ -176,9 +176,10 @@ class TorchOps:
         self._scale = 1.0 / math.sqrt(config.head_dim)
 
     def linear(self, weight: LinearWeight) -> Linear:
-        if weight.weight.device.type == "cpu":
-            return packed_linear(weight)
-        return lambda x: F.linear(x, weight.weight, weight.bias)
+        dense = weight.dense
+        if dense.device.type == "cpu":
+            return packed_linear(LinearWeight(dense, weight.bias))
+        return lambda x: F.linear(x, dense, weight.bias)
 
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))

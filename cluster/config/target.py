@@ -91,7 +91,7 @@ class TargetConfig(Replicated):
     """The verifying engine and its replicas."""
 
     engine: Engine = "auto"  # vllm: in an environment of its own (`make setup-vllm`); auto: there, on a GPU; else native
-    dtype: TargetDtype = "auto"  # float16: on the vllm engine
+    dtype: TargetDtype = "auto"  # as-shipped: of a GGUF file, on the native engine; float16: on vllm
     device: Device = "auto"
     replicas: Count = 1  # at start
     min_replicas: Count | None = None  # None: as replicas
@@ -175,7 +175,9 @@ class TargetConfig(Replicated):
     @classmethod
     def _dtype_fits_engine(cls, dtype: str, info: ValidationInfo) -> str:
         if dtype == "float16" and info.data.get("engine") != "vllm":
-            raise ValueError("must be auto, bfloat16 or float32 on the native engine, got 'float16'")
+            raise ValueError("must be auto, as-shipped, bfloat16 or float32 on the native engine, got 'float16'")
+        if dtype == "as-shipped" and info.data.get("engine") == "vllm":
+            raise ValueError("must be auto, bfloat16, float16 or float32 on vllm, got 'as-shipped'")
         return dtype
 
     @field_validator("early_exit")

@@ -19,16 +19,16 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
                                                         int64_t num_keys) {
     const int64_t D = at->shape->head_dim, B = at->shape->block_len;
     for (int64_t first = 0; first < num_keys; first += B) {
-        const elem *block = part(at, at->keys, start + first);
-        const elem *next = ahead(at, block, start, first, num_keys, 1);
+        const kv *block = part(at, at->keys, start + first);
+        const kv *next = ahead(at, block, start, first, num_keys, 1);
         const int64_t count = num_keys - first < B ? num_keys - first : B;
         for (int64_t t = 0; t < count; t += 2 * LANES) {
-            const elem *k = block + t;
+            const kv *k = block + t;
             float *to = tile->scores[0] + first + t;
             if (t + LANES < count) { /* two vectors at once */
                 vf a[TILE] = {{0}}, b[TILE] = {{0}};
                 for (int64_t i = 0; i < D; i += STEP) {
-                    const elem *ki = k + i * B, *kj = ki + B;
+                    const kv *ki = k + i * B, *kj = ki + B;
                     const Operands k0 = load_operands(ki, kj), k1 = load_operands(ki + LANES, kj + LANES);
                     for (int s = 0; s < STEP; s++) __builtin_prefetch(next + t + (i + s) * B, 0, 2);
                     for (int q = 0; q < num; q++) {
@@ -100,11 +100,11 @@ static inline __attribute__((always_inline)) void mix(Tile *tile, const int num,
     for (int q = 0; q < num; q++)
         for (int j = 0; j < width; j++) sum[q][j] = loadf(tile->out[q] + d + j * LANES);
     for (int64_t first = 0; first < num_keys; first += B) {
-        const elem *v = part(at, at->values, start + first) + d;
-        const elem *next = ahead(at, v - d, start, first, num_keys, 0) + d;
+        const kv *v = part(at, at->values, start + first) + d;
+        const kv *next = ahead(at, v - d, start, first, num_keys, 0) + d;
         const int64_t count = num_keys - first < B ? num_keys - first : B;
         for (int64_t t = 0; t < count; t += STEP, v += STEP * D, next += STEP * D) {
-            const elem *later = t + 1 < count ? v + D : NOTHING; /* of weight 0 where there is none */
+            const kv *later = t + 1 < count ? v + D : NOTHING; /* of weight 0 where there is none */
             Operands value[4];
             for (int j = 0; j < width; j++) value[j] = load_operands(v + j * LANES, later + j * LANES);
             for (int s = 0; s < STEP; s++)
@@ -134,7 +134,7 @@ static void put_query(Tile *tile, int q, const float *query, int64_t D, int by_t
     for (int64_t i = 0; i < D; i += LANES) {
         operand rounded[LANES];
         store_operands(rounded, loadf(query + i));
-        if (by_tiles) memcpy(tile->query.by_row[q] + i, rounded, LANES * sizeof(elem));
+        if (by_tiles) memcpy(tile->query.by_row[q] + i, rounded, LANES * sizeof(bf16));
         else
             for (int j = 0; j < LANES; j++) tile->query.by_step[(i + j) / STEP][q][j % STEP] = rounded[j];
     }
@@ -153,7 +153,7 @@ typedef struct {
 /* out [rows][heads D] for all rows; spans s have rows starts[s] .. starts[s + 1] at positions base_lens[s] + i and blocks
  * tables[s][]. With products_only the softmax is left out, for measuring what the two products alone take: out is then of no
  * use. Returns 0, or 1 when there is no memory. */
-int attention(const float *queries, const elem *keys, const elem *values, const int32_t *starts, const int32_t *base_lens,
+int attention(const float *queries, const kv *keys, const kv *values, const int32_t *starts, const int32_t *base_lens,
               const int32_t *tables, int64_t table_width, int64_t num_spans, elem *out, const Shape *shape,
               int products_only, int num_threads) {
     const int64_t D = shape->head_dim, heads = shape->heads, kv_heads = shape->kv_heads, group = heads / kv_heads;

@@ -6,10 +6,10 @@
  */
 #include "attention.h"
 #include "bf16.h"
-#if ELEM_BF16 && __AMX_BF16__ && __AVX512BF16__ && __linux__
+#if KV_BF16 && __AMX_BF16__ && __AVX512BF16__ && __linux__
 
 enum { PAIRS = AMX_DEPTH / PAIR, PAIRED = LANES * PAIR };
-typedef elem Factor[PAIRS][PAIRED]; /* a tile: 16 pairs of 16 columns */
+typedef bf16 Factor[PAIRS][PAIRED]; /* a tile: 16 pairs of 16 columns */
 
 int attends_by_tiles(const Shape *shape) {
     return shape->head_dim % AMX_DEPTH == 0 && shape->block_len % AMX_DEPTH == 0 && has_tiles();
@@ -18,7 +18,7 @@ int attends_by_tiles(const Shape *shape) {
 /* Between writing what tiles are loaded from and loading it, either way: the intrinsic does not say that it reads memory. */
 static inline void keep_order(void) { __asm__ volatile("" ::: "memory"); }
 
-static inline void put_pair(elem to[PAIRED], const elem *a, const elem *b) {
+static inline void put_pair(bf16 to[PAIRED], const bf16 *a, const bf16 *b) {
     const Operands pair = load_operands(a, b);
     memcpy(to, &pair, sizeof pair);
 }
@@ -28,12 +28,12 @@ void score_by_tiles(Tile *tile, const Context *at, int64_t start, int64_t num_ke
     const int64_t D = at->shape->head_dim, B = at->shape->block_len;
     Factor keys[MAX_D / AMX_DEPTH][2] __attribute__((aligned(LINE)));
     for (int64_t first = 0; first < num_keys; first += B) {
-        const elem *block = part(at, at->keys, start + first);
-        const elem *next = ahead(at, block, start, first, num_keys, 1);
+        const bf16 *block = part(at, at->keys, start + first);
+        const bf16 *next = ahead(at, block, start, first, num_keys, 1);
         for (int64_t t = 0; t < B && first + t < num_keys; t += AMX_DEPTH) {
             for (int64_t i = 0; i < D; i += PAIR) {
-                const elem *a = block + t + i * B, *b = a + B;
-                elem (*to)[PAIRS][PAIRED] = keys[i / AMX_DEPTH];
+                const bf16 *a = block + t + i * B, *b = a + B;
+                bf16 (*to)[PAIRS][PAIRED] = keys[i / AMX_DEPTH];
                 put_pair(to[0][i % AMX_DEPTH / PAIR], a, b);
                 put_pair(to[1][i % AMX_DEPTH / PAIR], a + LANES, b + LANES);
                 __builtin_prefetch(next + t + i * B, 0, 2);
@@ -69,13 +69,13 @@ static inline __attribute__((always_inline)) void mix_width(Tile *tile, const in
         _tile_loadd(3, out + 3 * LANES, sizeof tile->out[0]);
     }
     for (int64_t first = 0; first < num_keys; first += B) {
-        const elem *block = part(at, at->values, start + first) + d;
-        const elem *next = ahead(at, block - d, start, first, num_keys, 0) + d;
+        const bf16 *block = part(at, at->values, start + first) + d;
+        const bf16 *next = ahead(at, block - d, start, first, num_keys, 0) + d;
         const int64_t count = num_keys - first < B ? num_keys - first : B;
         for (int64_t t = 0; t < count; t += AMX_DEPTH) {
             for (int pair = 0; pair < PAIRS; pair++) { /* what an earlier owner of the block left may be no number */
                 const int64_t at_t = t + pair * PAIR;
-                const elem *a = at_t < count ? block + at_t * D : NOTHING, *b = at_t + 1 < count ? block + (at_t + 1) * D : NOTHING;
+                const bf16 *a = at_t < count ? block + at_t * D : NOTHING, *b = at_t + 1 < count ? block + (at_t + 1) * D : NOTHING;
                 for (int j = 0; j < width; j++) put_pair(values[j][pair], a + j * LANES, b + j * LANES);
                 for (int s = 0; s < PAIR; s++)
                     for (int j = 0; j < width; j += 2) __builtin_prefetch(next + (at_t + s) * D + j * LANES, 0, 2);

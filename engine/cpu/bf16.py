@@ -28,8 +28,9 @@ class Bf16Linear:
         self._function = library.bf16_product
         self._function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_int64, ctypes.c_int)
         self._function.restype = ctypes.c_int
-        self._num_out, self._num_in = weight.weight.shape
-        filled = torch.nn.functional.pad(weight.weight, (0, 0, 0, -self._num_out % _PANEL))
+        dense = weight.dense
+        self._num_out, self._num_in = dense.shape
+        filled = torch.nn.functional.pad(dense, (0, 0, 0, -self._num_out % _PANEL))
         self._weights = filled.view(-1, _PANEL, self._num_in // _PAIR, _PAIR).transpose(1, 2).contiguous()
         padding = (0, -self._num_out % _PANEL)
         self._bias = None if weight.bias is None else torch.nn.functional.pad(weight.bias.float(), padding)
@@ -40,7 +41,7 @@ class Bf16Linear:
 
     @staticmethod
     def supports(weight: LinearWeight) -> bool:
-        return weight.weight.dtype == torch.bfloat16 and weight.weight.shape[1] % _PAIR == 0
+        return weight.dense.dtype == torch.bfloat16 and weight.dense.shape[1] % _PAIR == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """bf16 [rows, in] -> bf16 [rows, out]"""

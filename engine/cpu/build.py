@@ -11,18 +11,28 @@ from engine.compiling import compiler_version, find_compiler, load_compiled
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "layer.c", "gumbel_argmax.c")
+_SOURCES = (
+    "kernels.c",
+    "attention.c",
+    "attention_tiles.c",
+    "bf16.c",
+    "tiles.c",
+    "products.c",
+    "quantised.c",
+    "layer.c",
+    "gumbel_argmax.c",
+)
 _HEADERS = ("vectors.h", "operators.h", "attention.h", "bf16.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _SOURCES)
 HEADERS = (*(Path(__file__).with_name(name) for name in _HEADERS), Path(__file__).parent.with_name("noise.h"))
 _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
-def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels for activations and KV cache of ``dtype``. Raises NoCompiler: no compiler is there, it failed, or the
-    library does not load."""
+def load_library(dtype: torch.dtype, folder: Path | None = None, kv_dtype: torch.dtype | None = None) -> ctypes.CDLL:
+    """The kernels for activations of ``dtype`` and a KV cache of ``kv_dtype``, by default the same. Raises NoCompiler: no
+    compiler is there, it failed, or the library does not load."""
     runtime, compiler = openmp_runtime(), find_compiler()
-    flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
+    flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}", f"-DKV_BF16={int((kv_dtype or dtype) == torch.bfloat16)}"]
     is_clang = compiler is not None and "clang" in compiler_version(compiler)
     if runtime is not None and is_clang and Path(runtime).name.startswith("libgomp"):
         # clang's code calls functions that only LLVM's and Intel's runtimes have.

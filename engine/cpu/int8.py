@@ -29,7 +29,7 @@ class Int8Linear:
         self._function.argtypes = _SIGNATURE
         self._function.restype = ctypes.c_int
         self._dtype = dtype
-        matrix = quantise(weight.weight, uneven=weight.uneven)
+        matrix = quantise(weight.dense, uneven=weight.uneven)
         self._num_out, num_in = matrix.weight.shape
         self._num_in = num_in
         self._weights = _packed(matrix.weight, by_bytes=bool(library.int8_by_bytes()))

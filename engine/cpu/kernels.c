@@ -70,7 +70,7 @@ static void rotate(const elem *x, const float *norm, float eps, const float *cos
 
 /* qkv [rows][(heads + 2 kv_heads) D] -> queries; keys and values to slot[row] = block * B + offset. */
 void rotate_and_store(const elem *qkv, const float *q_norm, const float *k_norm, float eps, const float *cos_rows,
-                      const float *sin_rows, const int64_t *slots, float *queries, elem *keys, elem *values, int64_t rows,
+                      const float *sin_rows, const int64_t *slots, float *queries, kv *keys, kv *values, int64_t rows,
                       const Shape *shape, int num_threads) {
     const int64_t D = shape->head_dim, B = shape->block_len, heads = shape->heads, kv_heads = shape->kv_heads;
     const int64_t width = (heads + 2 * kv_heads) * D;
@@ -88,9 +88,11 @@ void rotate_and_store(const elem *qkv, const float *q_norm, const float *k_norm,
         }
         for (int64_t h = 0; h < kv_heads; h++) {
             rotate(x + (heads + h) * D, k_norm, eps, cos_row, sin_row, 1.0f, D, key);
-            elem *to = keys + (block * kv_heads + h) * D * B + offset;
-            for (int64_t i = 0; i < D; i++) to[i * B] = store1(key[i]);
-            memcpy(values + ((block * kv_heads + h) * B + offset) * D, x + (heads + kv_heads + h) * D, D * sizeof(elem));
+            kv *to = keys + (block * kv_heads + h) * D * B + offset;
+            for (int64_t i = 0; i < D; i++) to[i * B] = store_kv(key[i]);
+            const elem *value = x + (heads + kv_heads + h) * D;
+            kv *value_to = values + ((block * kv_heads + h) * B + offset) * D;
+            for (int64_t i = 0; i < D; i++) value_to[i] = store_kv(load1(value[i]));
         }
     }
 }

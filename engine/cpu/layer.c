@@ -29,7 +29,7 @@ static void *aligned(int64_t size) { return aligned_alloc(64, (size + 63) / 64 *
  * when there is no memory. */
 int decoder_layer(const DecoderLayer *l, float *residual, const elem *delta, elem *out, int64_t rows, const float *cos_rows,
                   const float *sin_rows, const int64_t *slots, const int32_t *starts, const int32_t *base_lens,
-                  const int32_t *tables, int64_t table_width, int64_t num_spans, elem *keys, elem *values,
+                  const int32_t *tables, int64_t table_width, int64_t num_spans, kv *keys, kv *values,
                   const Shape *shape, int num_threads) {
     const int64_t q_size = shape->heads * shape->head_dim, qkv_size = l->qkv.num_out, both = l->gate_up.num_out;
     /* Each by itself: from 32 MiB on, glibc maps a block anew each time. */

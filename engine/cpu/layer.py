@@ -27,6 +27,7 @@ class CpuLayer:
         function: ``decoder_layer``.
         products: of ``parts``, in the order of a pass.
         shape_of: the attention's shape, by the length of a block.
+        dtype: of activations.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class CpuLayer:
         products: Sequence[NativeProduct],
         norm_eps: float,
         shape_of: "Callable[[int], ctypes._CArgObject]",
+        dtype: torch.dtype,
     ) -> None:
         self._parts = parts  # whose memory the structure points to
         self._shape_of = shape_of
+        self._dtype = dtype
         self._function = function
         norms = parts.input_norm.data_ptr(), parts.post_norm.data_ptr()
         heads = parts.head_norms
@@ -51,7 +54,7 @@ class CpuLayer:
     ) -> Tensor:
         keys, values = kv
         rows = residual.shape[0]
-        out = torch.empty(residual.shape, dtype=keys.dtype)
+        out = torch.empty(residual.shape, dtype=self._dtype)
         failed = self._function(
             self._at,
             residual.data_ptr(),

@@ -16,7 +16,9 @@ from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.layer import CpuLayer
 from engine.cpu.packed import packed_linear
+from engine.cpu.quantised import QuantisedLinear
 from engine.models.config import DecoderConfig
+from engine.models.quantised import QuantisedMatrix
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, LayerParts, Linear, Logits, plain_logits
 
@@ -30,16 +32,25 @@ class AttentionShape(ctypes.Structure):
 
 
 class CpuOps:
-    """``engine.ops.Ops`` for bfloat16 or float32. Tensors must be contiguous. ``int8``: quantise weights. ``folder``: of the
-    compiled kernels. Raises NoCompiler: the kernels cannot be built here; ValueError: not ``supports``."""
+    """``engine.ops.Ops`` for bfloat16 or float32. Tensors must be contiguous. ``int8``: quantise weights. ``kv_dtype``: of
+    the KV cache, by default the same. ``folder``: of the compiled kernels. Raises NoCompiler: the kernels cannot be built
+    here; ValueError: not ``supports``."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        *,
+        int8: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        folder: Path | None = None,
+    ) -> None:
         if not self.supports(config, dtype):
             raise ValueError(f"no kernels for a head dimension of {config.head_dim} in {dtype}")
         self._config = config
         self._dtype = dtype
         self._int8 = int8
-        library = self._library = load_library(dtype, folder)
+        library = self._library = load_library(dtype, folder, kv_dtype)
         self._add_norm = _function(library.add_norm, "pppp ll f i")
         self._gate = _function(library.gate, "pp ll i")
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
@@ -55,6 +66,8 @@ class CpuOps:
         return fits and dtype in (torch.bfloat16, torch.float32)
 
     def linear(self, weight: LinearWeight) -> Linear:
+        if isinstance(weight.weight, QuantisedMatrix):
+            return QuantisedLinear(self._library, weight.weight, weight.bias, self._dtype)
         if self._int8:
             return Int8Linear(self._library, weight, self._dtype)
         if self._dtype == torch.bfloat16 and Bf16Linear.supports(weight):
@@ -135,10 +148,10 @@ class CpuOps:
         return out
 
     def whole_layer(self, parts: LayerParts) -> CpuLayer | None:
-        native = [p.native for p in parts.products if isinstance(p, Bf16Linear | Int8Linear)]
+        native = [p.native for p in parts.products if isinstance(p, Bf16Linear | Int8Linear | QuantisedLinear)]
         if len(native) < len(parts.products):
             return None
-        return CpuLayer(self._decoder_layer, parts, native, self._config.norm_eps, self._shape)
+        return CpuLayer(self._decoder_layer, parts, native, self._config.norm_eps, self._shape, self._dtype)
 
     def _shape(self, block_len: int) -> "ctypes._CArgObject":
         shape = self._shapes.get(block_len)

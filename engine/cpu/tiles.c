@@ -4,7 +4,7 @@
  * products of one matrix are made by the one or the other, never by both.
  */
 #include "bf16.h"
-#if ELEM_BF16 && __AMX_BF16__ && __linux__
+#if KV_BF16 && __AMX_BF16__ && __linux__
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -22,11 +22,10 @@ typedef float vf __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4)));
 
-#if ELEM_BF16
-typedef uint16_t elem;
+typedef uint16_t bf16;
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2)));
 
-static inline vf load_elems(const elem *p) {
+static inline vf load_bf16(const bf16 *p) {
 #if __SSE2__ && !__AVX2__
     return (vf)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
 #else
@@ -34,30 +33,47 @@ static inline vf load_elems(const elem *p) {
 #endif
 }
 /* Round to nearest even; a NaN stays one. */
-static inline void store_elems(elem *p, vf x) {
+static inline void store_bf16(bf16 *p, vf x) {
     vu bits = (vu)x;
     vu rounded = bits + 0x7fff + ((bits >> 16) & 1);
     vu is_nan = (vu)(x != x);
     rounded = (rounded & ~is_nan) | ((bits | 0x400000) & is_nan);
     *(vh *)p = __builtin_convertvector(rounded >> 16, vh);
 }
-static inline float load1(elem x) {
+static inline float bf16_to_float(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float value;
     memcpy(&value, &bits, 4);
     return value;
 }
-static inline elem store1(float x) {
+static inline bf16 float_to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    return (elem)((x != x ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return (bf16)((x != x ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+/* elem: of activations; kv: of the KV cache. */
+#if ELEM_BF16
+typedef bf16 elem;
+static inline vf load_elems(const elem *p) { return load_bf16(p); }
+static inline void store_elems(elem *p, vf x) { store_bf16(p, x); }
+static inline float load1(elem x) { return bf16_to_float(x); }
+static inline elem store1(float x) { return float_to_bf16(x); }
 #else
 typedef float elem;
 static inline vf load_elems(const elem *p) { return *(const vf *)p; }
 static inline void store_elems(elem *p, vf x) { *(vf *)p = x; }
 static inline float load1(elem x) { return x; }
 static inline elem store1(float x) { return x; }
+#endif
+#if KV_BF16
+typedef bf16 kv;
+static inline vf load_kv(const kv *p) { return load_bf16(p); }
+static inline kv store_kv(float x) { return float_to_bf16(x); }
+#else
+typedef float kv;
+static inline vf load_kv(const kv *p) { return *(const vf *)p; }
+static inline kv store_kv(float x) { return x; }
 #endif
 
 static inline vf splat(float x) { return x - (vf){0}; }

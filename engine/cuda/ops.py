@@ -32,7 +32,8 @@ class CudaOps:
         self._launch = launch
 
     def linear(self, weight: LinearWeight) -> Linear:
-        return lambda x: F.linear(x, weight.weight, weight.bias)
+        dense = weight.dense
+        return lambda x: F.linear(x, dense, weight.bias)
 
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))

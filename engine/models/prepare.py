@@ -141,6 +141,16 @@ def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
     return folder
 
 
+def shipped_file(folder: Path) -> Path:
+    """The GGUF file that a model's folder was made from, or holds. Raises ModelUnavailable: there is none."""
+    if (files := sorted(folder.glob("*.gguf"))) and len(files) == 1:
+        return files[0]
+    for model in CATALOGUE.values():
+        if folder == model_folder(model.name):
+            return model.source()
+    raise ModelUnavailable(f"{folder} holds {len(files)} GGUF files, and target.dtype as-shipped needs one")
+
+
 def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
     """The folder or GGUF file of a path, else of a model of the hub. ``progress`` None: of its cache alone, without a
     download. Raises ModelUnavailable."""

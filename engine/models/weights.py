@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelUnavailable
 from engine.models.config import DecoderConfig
+from engine.models.gguf_file import GgufFile, GgufTensors
 from engine.models.int8 import COLUMNS, SCALE, Int8Matrix
+from engine.models.quantised import QuantisedMatrix
 from engine.tensor_parallel.sharding import Shard, shard_of
 
 INDEX = "model.safetensors.index.json"
@@ -30,9 +32,14 @@ class LinearWeight:
     """``y = x W^T + b``: ``weight`` [out, in], ``bias`` [out]. ``uneven``: columns of x differ by orders of
     magnitude (``engine.models.int8``)."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantisedMatrix
     bias: torch.Tensor | None = None
     uneven: bool = False
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """``weight``, dequantised if it is quantised."""
+        return _floats(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class LayerWeights:
 class Weights(Protocol):
     """A source of the weights of one model, read once, layer by layer."""
 
-    def embedding(self) -> torch.Tensor:
+    def embedding(self) -> torch.Tensor | QuantisedMatrix:
         """[vocab, hidden]; in the file's own dtype where that is narrower, as rows are cast on lookup"""
 
     def layers(self) -> Iterator[LayerWeights]: ...
@@ -60,7 +67,7 @@ class Weights(Protocol):
     def final_norm(self) -> torch.Tensor:
         """[hidden], fp32"""
 
-    def head(self) -> torch.Tensor:
+    def head(self) -> torch.Tensor | QuantisedMatrix:
         """[vocab, hidden]; the same tensor as ``embedding()`` where tied and of one dtype"""
 
 
@@ -75,13 +82,16 @@ class TensorWeights:
         self._source = source
         self._dtype = dtype
         self._shard = shard or shard_of(config, 0, 1)
-        self._embedding: torch.Tensor | None = None
+        self._embedding: torch.Tensor | QuantisedMatrix | None = None
 
-    def embedding(self) -> torch.Tensor:
+    def embedding(self) -> torch.Tensor | QuantisedMatrix:
         if self._embedding is None:
             shape = self._config.vocab_size, self._config.hidden_size
             table = self._source.read("model.embed_tokens.weight", shape, self._shard.token_ids)
-            self._embedding = table if table.dtype.itemsize < self._dtype.itemsize else table.to(self._dtype)
+            if isinstance(table, QuantisedMatrix) or table.dtype.itemsize < self._dtype.itemsize:
+                self._embedding = table
+            else:
+                self._embedding = table.to(self._dtype)
         return self._embedding
 
     def layers(self) -> Iterator[LayerWeights]:
@@ -91,9 +101,9 @@ class TensorWeights:
     def final_norm(self) -> torch.Tensor:
         return self._norm("model.norm", self._config.hidden_size)
 
-    def head(self) -> torch.Tensor:
+    def head(self) -> torch.Tensor | QuantisedMatrix:
         if self._config.tied_embeddings:
-            return self.embedding().to(self._dtype)
+            return _as(self.embedding(), self._dtype)
         shape = self._config.vocab_size, self._config.hidden_size
         return self._read("lm_head.weight", shape, self._shard.token_ids)
 
@@ -121,22 +131,48 @@ class TensorWeights:
     def _linear(self, parts: tuple[tuple[str, int, range], ...], num_in: int, has_bias: bool) -> LinearWeight:
         """Of several matrices [num_out, num_in], one below the other, these rows."""
         weights = [self._read(name + ".weight", (num_out, num_in), rows) for name, num_out, rows in parts]
-        biases = [self._read(name + ".bias", (num_out,), rows) for name, num_out, rows in parts] if has_bias else []
-        return LinearWeight(torch.cat(weights), torch.cat(biases) if biases else None)
+        biases = [self._floats(name + ".bias", (num_out,), rows) for name, num_out, rows in parts] if has_bias else []
+        bias = torch.cat(biases).to(self._dtype) if biases else None
+        quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
+        if len(quantised) == len(weights):
+            return LinearWeight(QuantisedMatrix.joined(quantised), bias)
+        return LinearWeight(torch.cat([_floats(weight).to(self._dtype) for weight in weights]), bias)
 
     def _row_parallel(self, name: str, num_in: int, columns: range, has_bias: bool) -> LinearWeight:
         """Of a matrix [hidden, num_in] these columns. The ranks' products are summed, so that one of them adds the bias."""
         weight = self._read(name + ".weight", (self._config.hidden_size, num_in), columns=columns)
         adds = has_bias and self._shard.is_first
-        return LinearWeight(weight, self._read(name + ".bias", (self._config.hidden_size,)) if adds else None)
+        bias = self._floats(name + ".bias", (self._config.hidden_size,)).to(self._dtype) if adds else None
+        return LinearWeight(weight, bias)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        return self._source.read(name + ".weight", (size,)).float()
+        return self._floats(name + ".weight", (size,)).float()
 
     def _read(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
-    ) -> torch.Tensor:
-        return self._source.read(name, shape, rows, columns).to(self._dtype)
+    ) -> torch.Tensor | QuantisedMatrix:
+        return _as(self._source.read(name, shape, rows, columns), self._dtype)
+
+    def _floats(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> torch.Tensor:
+        return _floats(self._source.read(name, shape, rows))
+
+
+def _as(weight: torch.Tensor | QuantisedMatrix, dtype: torch.dtype) -> torch.Tensor | QuantisedMatrix:
+    return weight if isinstance(weight, QuantisedMatrix) else weight.to(dtype)
+
+
+def _floats(weight: torch.Tensor | QuantisedMatrix) -> torch.Tensor:
+    return weight.dequantised() if isinstance(weight, QuantisedMatrix) else weight
+
+
+class DenseWeights(TensorWeights):
+    """Of a source without quantised matrices, or of those dequantised."""
+
+    def embedding(self) -> torch.Tensor:
+        return _floats(super().embedding())
+
+    def head(self) -> torch.Tensor:
+        return _floats(super().head())
 
 
 def _of_heads(heads: range, head_dim: int) -> range:
@@ -146,7 +182,7 @@ def _of_heads(heads: range, head_dim: int) -> range:
 class TensorSource(Protocol):
     def read(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | QuantisedMatrix:
         """The tensor of that name, or these rows and columns of it: nothing else is read. ``shape``: of the whole.
 
         Raises ModelUnavailable: there is none, or it has another shape.
@@ -232,11 +268,18 @@ class SafetensorsFolder:
 
 
 @contextmanager
-def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, shard: Shard | None = None) -> Iterator[Weights]:
+def open_weights(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, shard: Shard | None = None
+) -> Iterator[DenseWeights]:
     """The weights in ``folder`` as ``dtype``, or a shard of them, readable while the context is open. Raises
     ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says which."""
     with ExitStack() as stack:
-        yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype, shard)
+        yield DenseWeights(config, SafetensorsFolder(folder, stack), dtype, shard)
+
+
+def shipped_weights(file: Path, config: DecoderConfig) -> "TensorWeights":
+    """The weights of a GGUF file: quantised ones as they are, others in fp32. Raises ModelUnavailable."""
+    return TensorWeights(config, GgufTensors(GgufFile(file)), torch.float32)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

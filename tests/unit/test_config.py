@@ -86,7 +86,7 @@ zzz: 1
     )
     assert found == {
         "model.max_modl_len": (1, "unknown key; did you mean 'max_model_len'?"),
-        "target.dtype": (3, "must be 'auto', 'bfloat16', 'float16' or 'float32', got 'fp16'"),
+        "target.dtype": (3, "must be 'auto', 'as-shipped', 'bfloat16', 'float16' or 'float32', got 'fp16'"),
         "target.replicas": (4, "must be a valid integer, got '2'"),
         "target.kv_cache_gb": (5, "must be greater than 0 or 'auto', got -1"),
         "drafters[0].options.model": (8, "is missing"),

@@ -1,0 +1,199 @@
+"""Block-quantised weights of GGUF files: their layouts, their products, and a model served as shipped."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from cluster.errors import ModelUnavailable
+from engine.batch_layout import PackedSpan
+from engine.cpu.build import load_library
+from engine.cpu.quantised import QuantisedLinear
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.models.config import load_config
+from engine.models.gguf_file import GgufFile
+from engine.models.quantised import BLOCKS, QuantisedMatrix
+from engine.models.weights import DenseWeights, shipped_weights
+from engine.ops import TorchOps
+from tests.support.compiler import needs_compiler
+from tests.support.tiny_model import write_tiny_model
+
+KINDS = [GGMLQuantizationType(kind) for kind in BLOCKS]
+_SCALES_AT = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
+_NUM_IN = 512
+_LARGEST = 127 * 256 + 127  # of inputs rounded to 16 bits
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def raw_matrix(kind: GGMLQuantizationType, num_out: int) -> NDArray[np.uint8]:
+    """Random blocks; the ``gguf`` package quantises no K types, whose bits are drawn instead."""
+    rng = np.random.default_rng(int(kind))
+    if kind not in _SCALES_AT:
+        return np.asarray(quantize(rng.standard_normal((num_out, _NUM_IN)).astype(np.float32), kind))
+    of = BLOCKS[kind]
+    raw = rng.integers(0, 256, (num_out, _NUM_IN // of.num_weights, of.num_bytes), dtype=np.uint8)
+    for at in _SCALES_AT[kind]:
+        raw[..., at : at + 2] = rng.uniform(0.01, 0.1, (*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    return raw.reshape(num_out, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_blocks_have_the_values_that_ggml_gives_them(kind: GGMLQuantizationType) -> None:
+    raw = raw_matrix(kind, 3)
+    assert np.array_equal(QuantisedMatrix(kind, raw, _NUM_IN).dequantised().numpy(), dequantize(raw, kind))
+
+
+def rows_are_independent(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+    """Whether rows have the same bits alone, in batches of every size up to 64, and in all of ``x``."""
+    whole = product(x)
+    return all(torch.equal(product(x[size : 2 * size]), whole[size : 2 * size]) for size in range(1, 65))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_products_do_not_depend_on_the_number_of_rows(kind: GGMLQuantizationType) -> None:
+    matrix, bias = QuantisedMatrix(kind, raw_matrix(kind, 70), _NUM_IN), torch.randn(70)
+    product = QuantisedLinear(load_library(torch.float32), matrix, bias, torch.float32)
+    torch.manual_seed(1)
+    x = torch.randn(130, _NUM_IN)
+    expected = x.double() @ matrix.dequantised().double().T + bias
+    torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-4)
+    assert rows_are_independent(product, x)
+
+    def rounded_together(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max() / _LARGEST
+        return product((x / scale).round() * scale)
+
+    assert not rows_are_independent(rounded_together, x)
+
+
+@needs_compiler
+def test_matrices_of_different_types_are_one_product() -> None:
+    kinds = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, GGMLQuantizationType.Q4_0)
+    parts = [QuantisedMatrix(kind, raw_matrix(kind, 20), _NUM_IN) for kind in kinds]
+    product = QuantisedLinear(load_library(torch.float32), QuantisedMatrix.joined(parts), None, torch.float32)
+    x = torch.randn(5, _NUM_IN)
+    expected = torch.cat([x.double() @ part.dequantised().double().T for part in parts], 1)
+    torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-4)
+
+
+@needs_compiler
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    matrix = QuantisedMatrix(GGMLQuantizationType.Q4_1, raw_matrix(GGMLQuantizationType.Q4_1, 40), _NUM_IN)
+    product = QuantisedLinear(load_library(torch.float32), matrix, None, torch.float32)
+    x = torch.randn(4, _NUM_IN)
+    expected = product(x)
+    x[1, 7], x[2] = float("inf"), 0
+    found = product(x)
+    assert found[1].isnan().all()
+    assert not found[2].any()
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+
+
+@pytest.fixture(scope="module")
+def shipped_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a GGUF file beside its other files, quantised as SmolLM2's is."""
+    folder = tmp_path_factory.mktemp("shipped")
+    write_tiny_model(folder, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    write_gguf(folder / "model.gguf", load_file(folder / "model.safetensors"))
+    return folder
+
+
+def write_gguf(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer = GGUFWriter(path, "llama")
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers."):
+            _, _, index, part = name.removesuffix(".weight").split(".", 3)
+            own = f"blk.{index}.{_PARTS[part]}.weight"
+        else:
+            own = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+        values = tensor.float().numpy()
+        heads = 4 if "q_proj" in name else 2 if "k_proj" in name else None
+        if heads is not None:  # llama.cpp puts rotary pairs side by side
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim < 2:
+            writer.add_tensor(own, values)
+            continue
+        kind = GGMLQuantizationType.Q8_0 if own == "token_embd.weight" else GGMLQuantizationType.Q4_1
+        writer.add_tensor(own, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def logits_in_parts(model: CausalModel, token_ids: tuple[int, ...], num: int) -> torch.Tensor:
+    """Of all tokens, computed ``num`` at a time."""
+    cache, table = model.new_cache(4), np.arange(4, dtype=np.int32)
+    starts = range(0, len(token_ids), num)
+    hidden = [model.forward([PackedSpan(at, token_ids[at : at + num], table)], cache) for at in starts]
+    return model.logits(torch.cat(hidden))
+
+
+def test_a_model_as_shipped_has_the_logits_of_its_weights_in_fp32(shipped_folder: Path) -> None:
+    model, config = load_model(shipped_folder, "as-shipped"), load_config(shipped_folder)
+    plain = CausalModel(
+        config, shipped_weights(shipped_folder / "model.gguf", config), TorchOps(config, torch.float32), torch.float32
+    )
+    unquantised = load_model(shipped_folder, "float32")  # the control: what 4 bits have changed
+    token_ids = tuple(range(3, 103))
+    expected = logits_in_parts(_dense(shipped_folder), token_ids, 100)
+    errors = [float((logits_in_parts(of, token_ids, 100) - expected).square().mean()) for of in (model, plain, unquantised)]
+    assert max(errors[:2]) < 0.01 * errors[2]
+
+
+@needs_compiler
+def test_a_model_as_shipped_does_not_depend_on_how_its_rows_are_divided(shipped_folder: Path) -> None:
+    model, token_ids = load_model(shipped_folder, "as-shipped"), tuple(range(3, 103))
+    whole = logits_in_parts(model, token_ids, 100)
+    assert all(torch.equal(logits_in_parts(model, token_ids, num), whole) for num in (1, 2, 7, 13, 64))
+
+
+def _dense(folder: Path) -> CausalModel:
+    """The same weights, dequantised by the ``gguf`` package's rule, in fp32."""
+    config = load_config(folder)
+
+    class Source:
+        def read(
+            self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+        ) -> torch.Tensor:
+            tensor = tensors[name].float()
+            if tensor.dim() < 2:
+                return tensor
+            kind = GGMLQuantizationType.Q8_0 if "embed" in name else GGMLQuantizationType.Q4_1
+            return torch.from_numpy(dequantize(quantize(tensor.numpy(), kind), kind))
+
+    tensors = load_file(folder / "model.safetensors")
+    return CausalModel(config, DenseWeights(config, Source(), torch.float32), TorchOps(config, torch.float32), torch.float32)
+
+
+@pytest.mark.parametrize("num_kept", [0, 3, 20, 400, -64])
+def test_a_file_that_is_cut_off_is_refused_by_name(shipped_folder: Path, tmp_path: Path, num_kept: int) -> None:
+    whole = (shipped_folder / "model.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:num_kept])
+    with pytest.raises(ModelUnavailable, match=r"cut\.gguf"):
+        GgufFile(tmp_path / "cut.gguf")
+
+
+def test_a_folder_without_a_gguf_file_has_no_weights_as_shipped(tiny_model_folder: Path) -> None:
+    with pytest.raises(ModelUnavailable, match="as-shipped"):
+        load_model(tiny_model_folder, "as-shipped")
