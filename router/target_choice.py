@@ -21,6 +21,7 @@ MAX_RECENT = 2**13  # blocks that gateways tell each other at once
 MISSED_BLOCKS = 4  # fewer are no sign of an eviction: blocks of targets may be larger than these
 # Requests at a target, over the mean of all, above which it gets another only if it has the fewest.
 MAX_SHARE, SPARE = 1.2, 2
+LEFT = 0.25  # of the work of a request under way: what delays another one; the rest is done, or decoded in shared passes
 KEPT = 1.0 - 1.0 / 128  # of the earlier work of a target, with each request that ends at any
 WORK_PRICE = 0.1  # of a token that a target computed lately: without it one would get all requests while all are idle
 
@@ -68,7 +69,7 @@ class TargetChoice(Generic[Target]):
 
         def price(target: Target) -> tuple[bool, float]:
             num = num_requests[target]
-            return num >= most, num * self._work.value + WORK_PRICE * known[target].work - saved[target]
+            return num >= most, LEFT * num * self._work.value + WORK_PRICE * known[target].work - saved[target]
 
         return sorted(num_requests, key=price)
 

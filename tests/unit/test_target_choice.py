@@ -40,7 +40,8 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     served(choice, "b", 5, 6, 7, 8)
     assert chosen(choice, 1, 2, 3, 4, 9) == "a"
     assert chosen(choice, 5, 6, 7, 8, 9) == "b"
-    assert chosen(choice, 5, 6, 9, 9, b=1) == "a"  # half of the prompt does not pay for another request
+    assert chosen(choice, 5, 6, 9, 9, b=1) == "b"
+    assert chosen(choice, 5, 6, 9, 9, b=3) == "a"  # half of a prompt is worth less than a place behind three requests
     without: TargetChoice[str] = TargetChoice(by_prefix=False)
     served(without, "a", 1, 2, 3, 4)
     assert chosen(without, 1, 2, 3, 4, 9) == "b"
