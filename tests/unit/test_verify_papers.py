@@ -60,6 +60,16 @@ ROUND = ChainOfDrafts((1, 101), (0.012, 0.212))
 PROPOSALS = ((0.8, 0.6, 0.42, 0.3), (0.5, 0.3, 0.18, 0.1), (0.35, 0.2, 0.1, 0.05), (0.25, 0.12, 0.06, 0.03))
 
 
+class BatchedDrafts(TableCost):
+    """A pass of 10 ms and 2 ms a row, after drafts of 3 ms a token and request."""
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float:  # type: ignore[override]
+        return 0.003 * draft_len * batch
+
+
+BATCHED = BatchedDrafts((1, 101), (0.012, 0.212))
+
+
 def test_adaspec_counts_the_time_of_drafting() -> None:
     """Equation 1. Without T_d the lengths are 3, 2, 1 and 1."""
     kept = [lens("adaspec", [decoding("x", survival)], ROUND)[0] for survival in PROPOSALS]
@@ -76,7 +86,7 @@ def test_adaspec_verifies_nothing_where_no_round_meets_the_slo() -> None:
 def test_adaspec_drafts_no_further_than_a_round_within_the_slo(tpot_s: float | None, longest: int) -> None:
     """A round of s draft tokens takes 12 + 5 s ms."""
     lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
-    batch = DraftingValue(ROUND, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
+    batch = DraftingValue(BATCHED, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
     assert lengths.budgets([decoding("x", ())], batch)["x"].num_tokens == longest
 
 
@@ -86,6 +96,33 @@ def test_adaspec_tries_on_a_drafter_whose_times_are_not_profiled() -> None:
     slow = {"d": DrafterView(reply_s=0.5, accepted_per_round=1.0, acceptance=0.6, draft_len=8.0)}
     value = DraftingValue(SMOOTH, slow, limits=RoundLimits(tpot_s=0.05))
     assert lengths.budgets([decoding("x", ())], value)["x"].num_tokens == 1
+
+
+def test_adaspec_counts_the_drafting_of_the_requests_with_a_proposal() -> None:
+    """Of two requests with a drafter one has a draft, made in 12 ms: n tokens of it take 26 + 2 n ms."""
+    batch = [decoding("x", PROPOSALS[1]), decoding("y", ())]
+    assert lens("adaspec", batch, BATCHED, tpot_s=0.0281) == (1, 0)
+
+
+def test_adaspec_counts_the_longest_draft_of_a_drafter() -> None:
+    """Four tokens for each of two requests in 24 ms: n tokens of them take 38 + 2 n ms."""
+    batch = [decoding("x", PROPOSALS[0]), decoding("y", (0.3, 0.2))]
+    assert lens("adaspec", batch, BATCHED, tpot_s=0.0401) == (1, 0)
+
+
+@pytest.mark.parametrize(("tpot_s", "longest"), [(0.027, 0), (0.0281, 1)])
+def test_adaspec_drafts_for_the_requests_of_a_drafter_together(tpot_s: float, longest: int) -> None:
+    """A token for each: a pass of 6 rows in 22 ms, after drafts for the two requests with this drafter in 6."""
+    batch = [decoding("x", ()), decoding("y", ()), replace(decoding("z", ()), drafter=None)]
+    value = DraftingValue(BATCHED, DRAFTERS, limits=RoundLimits(tpot_s=tpot_s))
+    lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
+    assert lengths.budgets(batch, value)["x"].num_tokens == longest
+
+
+def test_adaspec_quotes_at_most_a_token_for_a_row() -> None:
+    lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8})
+    steep = TableCost((1, 2), (0.01, 0.05))
+    assert lengths.budgets([decoding("x", ())], DraftingValue(steep, DRAFTERS))["x"].row_price == 1.0
 
 
 def test_dspark_admits_until_the_throughput_falls() -> None:
