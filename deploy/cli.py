@@ -303,7 +303,7 @@ def train(
     ] = None,
     head: Annotated[str, typer.Option(help="Sequential head of dspark: markov, gated or rnn.")] = "markov",
     speculators: Annotated[
-        bool, typer.Option("--speculators", help="Write dspark or dflash for vLLM, in the speculators format.")
+        bool, typer.Option("--speculators", help="Write dspark or dflash in the speculators format.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run every step on little data, in minutes on a CPU.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,

@@ -173,7 +173,7 @@ def test_eagle_learns_beyond_its_regression(
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_block_drafters_for_vllm_learn(
+def test_block_drafters_without_our_parts_learn(
     target: FrozenTarget,
     readings: HiddenStateReader,
     learned: list[TargetAnswer],

@@ -137,6 +137,13 @@ class Recorder:
         return lane, clock
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(hidden_states, "_mark", recorder.mark)
+    monkeypatch.setattr(hidden_states, "_wait_for", recorder.wait)
+    return recorder
+
+
 class RecordedRows:
     """The rows of hidden states, whose accesses the recorder sees."""
 
@@ -189,9 +196,7 @@ def served(tmp_path: Path, partition: Partition, choice: Any, prepare: Callable[
 @pytest.mark.parametrize("broken", [None, "_wait_for", "_mark"])
 def test_lanes_read_hidden_states_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
     """The controls, without events, are seen to fail."""
-    recorder = Recorder()
-    monkeypatch.setattr(hidden_states, "_mark", recorder.mark)
-    monkeypatch.setattr(hidden_states, "_wait_for", recorder.wait)
+    recorder = recorded(monkeypatch)
     if broken is not None:
         monkeypatch.setattr(hidden_states, broken, lambda _: None)
 
@@ -206,9 +211,7 @@ def test_lanes_read_hidden_states_in_order(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_pass_waits_for_readers_on_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two drafters, each in a lane of its own: the one that read first is overtaken by no write either."""
-    recorder = Recorder()
-    monkeypatch.setattr(hidden_states, "_mark", recorder.mark)
-    monkeypatch.setattr(hidden_states, "_wait_for", recorder.wait)
+    recorder = recorded(monkeypatch)
     cache = hidden_states.HiddenStateCache((2, 4), (0,), 1, 8, torch.float32, torch.device("cpu"))
     cache._rows = RecordedRows(torch.zeros(8, 4), recorder)  # type: ignore[assignment]
     slots = torch.arange(8)

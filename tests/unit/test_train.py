@@ -158,7 +158,7 @@ def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict
 
 
 @pytest.mark.parametrize("drafter", ["dspark", "dflash"])
-def test_block_drafters_are_trained_for_vllm_too(
+def test_block_drafters_are_trained_in_the_speculators_format(
     wordy: Path, trained: tuple[Path, dict[str, Result]], drafter: DrafterKind
 ) -> None:
     """In the speculators format, whose layers are those of Qwen3; evaluated as loaded from there. Whether they learn is
