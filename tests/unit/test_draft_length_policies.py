@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil, exp, inf, log, sqrt
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
 from router.estimates.drafter_stats import Judgement
 from router.estimates.trial import Exploration
-from router.papers.faser import MAX_UPDATES
+from router.papers.faser import MAX_UPDATES, lower_bounds
 from router.papers.turbospec import PROBE_PERIOD
 from router.plan import DrafterView, SequenceView
 
@@ -380,6 +380,22 @@ def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_me
     assert budget.row_price == pytest.approx(0.5)
     assert budget.second_price == pytest.approx(50.0)
     assert budget.expected_confidence == pytest.approx(0.5, abs=0.02)
+
+
+def test_faser_bounds_the_cost_of_a_length_by_a_gaussian_process() -> None:
+    """Equation 3 at length 2 and another batch, by the inverse of a matrix of two rows, and of one for the second request.
+
+    J of 10, 10 and 40 ms are -0.7071 (twice) and 1.4142 standard deviations; of one round alone 0. Kernel: exp(-1/2) between
+    lengths 1 and 3, exp(-1/8) from both to 2, times exp(-1/2) for a doubling of the batch.
+    """
+    far, near = exp(-1 / 2), exp(-1 / 8 - 1 / 2)
+    determinant = 1.5 * 2.0 - far**2
+    mean = near * ((2.0 - far) * -sqrt(0.5) + (1.5 - far) * sqrt(2.0)) / determinant
+    variance = 1.0 - near**2 * (2.0 + 1.5 - 2.0 * far) / determinant
+    tried = [[(1.0, 0.0, 0.01), (1.0, 0.0, 0.01), (3.0, 0.0, 0.04)], [(3.0, 0.0, 0.02)]]
+    bounds = lower_bounds(tried, 3, 1.0, [3, 1])
+    assert bounds[0, 1] == pytest.approx(mean - sqrt(0.2 * log(6) * variance))
+    assert bounds[1, 1] == pytest.approx(-sqrt(0.2 * log(2) * (1.0 - near**2 / 2.0)))
 
 
 class TestFaser:
