@@ -12,7 +12,7 @@ from benchmarks.link_forwarder import Impairment
 from cluster.config import Config
 
 CUT_OFF_S = 8.0  # longer than the silence after which a link counts as down, shorter than that after which a host is dead
-SPLIT_S = 30.0  # longer than both
+SPLIT_S = 45.0  # longer than both
 IMPAIRED_S = 8.0
 REPLACED_S = 2.0  # after the loss of a host another one starts
 IMPAIRMENTS = {
