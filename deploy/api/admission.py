@@ -13,7 +13,7 @@ from router.planning.fair_share import TokenCounters
 
 
 def too_wide(num_sequences: int, tenant: Tenant) -> ApiError:
-    return bad_request("n", f"{num_sequences} sequences exceed the {tenant.max_concurrent} that {tenant.name} may run")
+    return bad_request("n", f"{num_sequences} sequences exceed the {tenant.widest} that a call of {tenant.name} may have")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +163,7 @@ class Admission:
         return most is None or self._num_running_of[tenant] + num_sequences <= most
 
     def _is_too_wide(self, tenant: str, call: _Waiting) -> bool:
-        most = self._tenants.get(tenant, NOBODY).max_concurrent
+        most = self._tenants.get(tenant, NOBODY).widest
         return most is not None and call.num_sequences > most
 
     def _too_wide(self, tenant: str, call: _Waiting) -> ApiError:

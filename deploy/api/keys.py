@@ -30,10 +30,11 @@ class ApiKeys:
         self._tenants = dict(tenants)
 
     @classmethod
-    def from_file(cls, path: Path, num_replicas: int = 1) -> "ApiKeys":
+    def from_file(cls, path: Path, num_replicas: int = 1, most: int | None = None) -> "ApiKeys":
         """One key per line, plain, as ``sha256:HEX`` or as ``name:HEX``, each a tenant without limits; blank lines and lines
         that start with ``#`` are skipped. A key without a name is named by its digest: the name decides which timelines a
-        tenant sees. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``.
+        tenant sees. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``,
+        of which there are never more than ``most``; None: than these.
 
         Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text. Or a
         limit cannot be divided.
@@ -49,7 +50,7 @@ class ApiKeys:
             faults = "; ".join(str(without_text(problem)) for problem in error.problems)
             raise InvalidField("api_keys_file", str(path), faults) from None
         try:
-            return cls({digest: tenant.shared_by(num_replicas) for digest, tenant in tenants.items()})
+            return cls({digest: tenant.shared_by(num_replicas, most or num_replicas) for digest, tenant in tenants.items()})
         except ValueError as error:
             raise InvalidField("api_keys_file", str(path), str(error)) from error
 
@@ -97,7 +98,7 @@ class KeyFiles:
 
     def __init__(self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1) -> None:
         self._files = keys_file, operators_file
-        self._num_replicas = num_replicas
+        self._num_replicas = self._most = num_replicas
         self._looked_s = float("-inf")
         self._seen: list[_Stamp | None] | None = self._stamps()  # None: the last try failed
         self._fault: str | None = None  # of the last try
@@ -131,7 +132,8 @@ class KeyFiles:
         self._seen, self._looked_s = None, float("-inf")
 
     def _read(self) -> None:
-        keys, operators = (None if file is None else ApiKeys.from_file(file, self._num_replicas) for file in self._files)
+        shares = self._num_replicas, self._most
+        keys, operators = (None if file is None else ApiKeys.from_file(file, *shares) for file in self._files)
         self.operators = operators
         self.callers = keys if keys is None or operators is None else keys.plus(operators)
 

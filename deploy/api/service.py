@@ -296,7 +296,7 @@ class Service:
         info = await self.info()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         num_sequences = (fields.n or 1) * len(prompts)
-        if tenant.max_concurrent is not None and num_sequences > tenant.max_concurrent:
+        if tenant.widest is not None and num_sequences > tenant.widest:
             raise too_wide(num_sequences, tenant)
         grammar = (
             None

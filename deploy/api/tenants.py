@@ -26,16 +26,23 @@ class Tenant:
     max_concurrent: int | None = None  # sequences in flight in this process; further calls wait
     limits: Limits = UNLIMITED
     sees_all: bool = False  # the timelines of others' calls
+    width: int | None = None  # of the widest call, in sequences; None: max_concurrent
 
-    def shared_by(self, num_replicas: int) -> "Tenant":
-        """With the part of its limits that one of ``num_replicas`` may give, rounded down. Raises ValueError: one would give
-        no sequence."""
+    @property
+    def widest(self) -> int | None:
+        """Sequences that one call may have; None: any number."""
+        return self.max_concurrent if self.width is None else self.width
+
+    def shared_by(self, num_replicas: int, most: int) -> "Tenant":
+        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at any time.
+        Raises ValueError: one would give no sequence."""
         if self.max_concurrent is not None and self.max_concurrent < num_replicas:
             few = f"must be at least api.replicas ({num_replicas}), got {self.max_concurrent}"
             raise ValueError(f"max_concurrent_requests of {self.name} {few}")
         return replace(
             self,
             max_concurrent=None if self.max_concurrent is None else self.max_concurrent // num_replicas,
+            width=None if self.max_concurrent is None else self.max_concurrent // most,
             limits=self.limits if self.limits == UNLIMITED else replace(self.limits, num_replicas=num_replicas),
         )
 

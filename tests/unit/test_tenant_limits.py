@@ -263,7 +263,7 @@ async def test_a_waiting_call_that_a_new_limit_excludes_fails_and_blocks_no_othe
         tasks = [asyncio.create_task(call(width)) for width in (3, 2)]
         await asyncio.sleep(0)
         admission.set_tenants({"one": Tenant("one", max_concurrent=2)})
-        with pytest.raises(ApiError, match="n: 3 sequences exceed the 2 that one may run"):
+        with pytest.raises(ApiError, match="n: 3 sequences exceed the 2 that a call of one may have"):
             await tasks[0]
         with pytest.raises(ApiError, match="n: 3 sequences"):  # checked before, arrived after the change
             await call(3)
