@@ -26,6 +26,8 @@ class HubName:
     def parse(cls, name: str) -> Self | None:
         """None for a name of another form. A folder may have a name of this form, too."""
         matched = _HUB_NAME.fullmatch(name)
+        if matched and {"", ".", ".."} & {*(matched[4] or "main").split("/"), *(matched[3] or "a").split("/")}:
+            return None  # a part of a path that leaves its folder
         return cls(matched[1], matched[4], matched[2] or matched[3]) if matched else None
 
     @property

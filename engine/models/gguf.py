@@ -22,6 +22,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 _AGAIN = "download or copy it again"
 _ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later, by which rotary frequencies are divided
 _ENDS = ("eos", "eot", "eom")
+_LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe")  # begin with BOS unless the file says otherwise, as in llama.cpp
 _GPT2_SPLITS = ("default", "gpt-2", "gpt2", "smollm")  # beside those that transformers knows by name
 
 
@@ -84,7 +85,7 @@ def config_of(
 ) -> dict[str, Any]:
     """The ``config.json`` of a file. ``factors``: its tensor of frequencies. Raises ModelUnavailable: an architecture or
     scaling that the native engine does not compute, or a missing value."""
-    family = metadata["general.architecture"]
+    family = metadata.get("general.architecture")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelUnavailable(f"general.architecture {family!r} is not supported; supported are {known}")
@@ -119,6 +120,8 @@ def config_of(
         }
     except KeyError as missing:
         raise ModelUnavailable(f"the file has no value {missing}; convert the model again with llama.cpp") from missing
+    except TypeError as error:
+        raise ModelUnavailable(f"the file's layers differ from each other, which is not supported: {error}") from error
 
 
 def _rope(metadata: Mapping[str, Any], family: str, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
@@ -179,7 +182,8 @@ def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     if family.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
-    first = [settings["bos_token"]] if settings.pop("add_bos_token", False) else []
+    begins = kind == "gpt2" and split in _LLAMA3_SPLITS and "bos_token" in settings
+    first = [settings["bos_token"]] if settings.pop("add_bos_token", begins) else []
     last = [settings["eos_token"]] if settings.pop("add_eos_token", False) else []
     if first or last:
         single = f"{' '.join([*first, '$A', *last])}"

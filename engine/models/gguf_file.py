@@ -63,7 +63,7 @@ class GgufFile:
             self.metadata, self.tensors = self._parse()
             if any(info.offset + info.num_bytes > len(self._bytes) for info in self.tensors.values()):
                 raise ValueError("tensors are cut off")
-        except (OSError, ValueError, struct.error, KeyError) as error:
+        except (OSError, ValueError, struct.error, KeyError, ArithmeticError, RecursionError) as error:
             raise ModelUnavailable(f"{path} is not a whole GGUF file ({error!r})") from error
 
     def blocks(self, name: str) -> NDArray[np.uint8] | None:

@@ -73,6 +73,7 @@ def write_gguf(path: Path, folder: Path, family: str = "llama", split: str = "gp
     writer.add_token_types([TokenType.CONTROL if token == END else TokenType.NORMAL for token in tokens])
     writer.add_token_merges(["Ġ t"])
     writer.add_eos_token_id(vocab[END])
+    writer.add_bos_token_id(vocab[END])
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.startswith("model.layers."):
@@ -204,6 +205,14 @@ def test_what_would_be_computed_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ModelUnavailable, match=message):
         config_of(write_gguf(tmp_path / "a.gguf", tiny_folder, family, **values))
+
+
+@pytest.mark.parametrize(("split", "begins"), [("llama-bpe", True), ("qwen2", False)])
+def test_prompts_of_llama_3_begin_with_bos_as_in_llama_cpp(
+    tiny_folder: Path, tmp_path: Path, split: str, begins: bool
+) -> None:
+    tokenizer = gguf.tokenizer_of(write_gguf(tmp_path / "a.gguf", tiny_folder, "llama", split), 512)
+    assert (tokenizer("a").input_ids[0] == 257) == begins
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_refused(file: Path, tiny_folder: Path) -> None:

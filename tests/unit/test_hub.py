@@ -215,6 +215,8 @@ def test_names_of_the_hub_have_a_revision_or_none() -> None:
     assert HubName.parse("a/b@v1") == HubName("a/b", "v1")
     assert str(HubName("a/b", "v1")) == "a/b@v1"
     assert [HubName.parse(name) for name in ("a", "/a/b", "a/b/c", "a/b@", "~/b", "./a/b")] == [None] * 6
+    leaving = "a/b:Q4@../../../etc/passwd", "a/b@/", "a/b@x//y", "a/b/../../x.gguf"
+    assert [HubName.parse(name) for name in leaving] == [None] * 4
 
 
 def test_a_missing_part_of_the_weights_is_named(tiny_model_folder: Path, tmp_path: Path) -> None:
