@@ -92,19 +92,20 @@ class LinkClient:
         """Targets that get new requests only when there are no others."""
         self._leaving = frozenset(names)
 
-    def recent_prefixes(self) -> Mapping[str, Sequence[int]]:
+    def recent_prefixes(self) -> Mapping[str, Sequence[Sequence[int]]]:
         """Of `TargetChoice`, by the instance of the target."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
+        found: defaultdict[str, list[Sequence[int]]] = defaultdict(list)
         with self._lock:
-            for link, block in self._choice.recent():
-                found[link.peer.instance].append(block)
+            for link, blocks in self._choice.recent():
+                found[link.peer.instance].append(blocks)
         return found
 
-    def learn_prefixes(self, prefixes: Mapping[str, Sequence[int]]) -> None:
+    def learn_prefixes(self, prefixes: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Those of another gateway."""
         with self._lock:
             for link in self._links:
-                self._choice.learn(link, prefixes.get(link.peer.instance, ()))
+                for blocks in prefixes.get(link.peer.instance, ()):
+                    self._choice.learn(link, blocks)
 
     def end_requests(self) -> None:
         """Every request under way, and each that comes, ends with LinkClosed: the server stops."""
@@ -247,7 +248,8 @@ class LinkClient:
         for link in self._candidates(avoided, blocks):
             base_len, end_len = request.committed_len, len(request.prompt_token_ids) + request.sampling.max_tokens
             with self._lock:
-                stream = RequestStream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless, blocks)
+                known = blocks, self._choice.num_known(link, blocks)
+                stream = RequestStream(asyncio.get_running_loop(), link, base_len, end_len, num_fruitless, *known)
                 self._streams[request.id] = stream
                 if link in self._links:
                     self._links[link] += 1
@@ -362,7 +364,7 @@ class LinkClient:
                 elif commit.finish is FinishReason.ABORT:
                     item = Loss(commit.error or "the target gave it up", suspects)
                 elif commit.prefill is not None and commit.token_ids:
-                    self._choice.computed(link, stream.blocks, commit.prefill.num_cached_tokens)
+                    self._choice.computed(link, stream.blocks, commit.prefill.num_cached_tokens, stream.num_known)
                 by_loop.setdefault(stream.loop, []).append((stream, item))
             if any(commit.finish is FinishReason.ABORT for commit in commits):
                 suspects |= self._suspects(link)  # none that has a token of this round

@@ -37,6 +37,7 @@ class RequestStream:
     end_len: int  # committed length at max_tokens
     num_fruitless: int  # of `Resumption`, until its first token here
     blocks: Sequence[int]  # of its prompt, as of `router.target_choice`
+    num_known: int  # of these when it was sent
     num_computed: int = 0  # tokens of prompt and output, by this target
     commits: asyncio.Queue[Commit | Loss] = field(default_factory=asyncio.Queue)
 

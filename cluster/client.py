@@ -124,7 +124,7 @@ class ReplicaMetrics:
 
     replica: str
     page: bytes  # in Prometheus' text format
-    prefixes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # as of `LinkClient.recent_prefixes`
+    prefixes: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)  # as of `LinkClient.recent_prefixes`
 
 
 class EngineClient(Protocol):

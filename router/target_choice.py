@@ -43,8 +43,10 @@ class TargetChoice(Generic[Target]):
         self._by_prefix = by_prefix
         self._known: dict[Target, _Known] = {}
         self._work = DecayedMean(LASTING)  # tokens computed for a request
-        self._recent: deque[tuple[Target, int]] = deque(maxlen=MAX_RECENT)  # learned from its own answers, not told yet
-        self._told: tuple[tuple[Target, int], ...] = ()  # once
+        # Prompts with new blocks of its own answers: since the last exchange, and between that and the one before.
+        self._recent: deque[tuple[Target, Sequence[int]]] = deque()
+        self._num_recent = 0  # blocks
+        self._last: tuple[tuple[Target, Sequence[int]], ...] = ()
 
     def blocks(self, request: Request) -> Sequence[int]:
         """Chained hashes of the full blocks of its prompt, alike in all processes. Without its last token, which targets
@@ -73,26 +75,36 @@ class TargetChoice(Generic[Target]):
 
         return sorted(num_requests, key=price)
 
-    def computed(self, target: Target, blocks: Sequence[int], num_cached: int) -> None:
+    def num_known(self, target: Target, blocks: Sequence[int]) -> int:
+        """The first blocks of a prompt that a target is believed to have."""
+        known = self._known.get(target)
+        return 0 if known is None else _num_cached(known.blocks, blocks)
+
+    def computed(self, target: Target, blocks: Sequence[int], num_cached: int, num_known: int) -> None:
         """A target computed a prompt, ``num_cached`` tokens of which it had. If it lacks blocks that it once had, it has
-        evicted all that it used before these."""
+        evicted all that it used before these. ``num_known``: when the request was sent."""
         known = self._known.setdefault(target, _Known()).blocks
         num_found = num_cached // BLOCK_LEN
-        if num_found + MISSED_BLOCKS <= _num_cached(known, blocks):
+        if num_found + MISSED_BLOCKS <= num_known:
             while blocks[num_found] in known:
                 known.popitem(last=False)
-        self._recent += [(target, block) for block in blocks if block not in known]
+        if any(block not in known for block in blocks):
+            self._recent.append((target, blocks))
+            self._num_recent += len(blocks)
+            while self._num_recent > MAX_RECENT:
+                self._num_recent -= len(self._recent.popleft()[1])
         self._note(known, blocks)
 
-    def recent(self) -> Sequence[tuple[Target, int]]:
-        """What its own answers told it since the call before the last one: blocks, each with the target that computed it.
-        So a gateway that misses one exchange learns it with the next."""
-        before, self._told = self._told, tuple(self._recent)
+    def recent(self) -> Sequence[tuple[Target, Sequence[int]]]:
+        """The blocks of prompts since the call before the last one, each with the target that computed it. So a gateway that
+        misses one exchange learns them with the next."""
+        before, self._last = self._last, tuple(self._recent)
         self._recent.clear()
-        return before + self._told
+        self._num_recent = 0
+        return before + self._last
 
     def learn(self, target: Target, blocks: Sequence[int]) -> None:
-        """Blocks of whole prefixes that another gateway knows of a target, in order."""
+        """The blocks of a prompt that a target computed for another gateway."""
         self._note(self._known.setdefault(target, _Known()).blocks, blocks)
 
     @staticmethod

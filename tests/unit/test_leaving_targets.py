@@ -65,7 +65,7 @@ async def test_a_prefix_that_another_gateway_knows_decides(targets: list[Target]
     assert await asyncio.to_thread(client.wait_linked, 10.0, 2)
     prompt = (1,) * (BLOCK_LEN + 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    client.learn_prefixes({"target-2": TargetChoice().blocks(Request("r", prompt, sampling, 0.0)), "gone": (1,)})
+    client.learn_prefixes({"target-2": [TargetChoice().blocks(Request("r", prompt, sampling, 0.0))], "gone": [(1,)]})
     await submitted_to(targets, client, prompt, (0, 4))
 
 

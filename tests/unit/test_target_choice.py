@@ -25,7 +25,8 @@ def request(*parts: int, salt: str = "") -> Request:
 
 
 def served(choice: TargetChoice[str], target: str, *parts: int, num_cached: int = 0, salt: str = "") -> None:
-    choice.computed(target, choice.blocks(request(*parts, salt=salt)), BLOCK_LEN * num_cached)
+    blocks = choice.blocks(request(*parts, salt=salt))
+    choice.computed(target, blocks, BLOCK_LEN * num_cached, choice.num_known(target, blocks))
     choice.ended(target, BLOCK_LEN * (len(parts) - num_cached))
 
 
@@ -90,10 +91,32 @@ def test_gateways_learn_from_each_other() -> None:
     for _ in range(2):  # the first exchange is missed
         told = one.recent()
     for target in "ab":
-        other.learn(target, [block for where, block in told if where == target])
+        for blocks in [blocks for where, blocks in told if where == target]:
+            other.learn(target, blocks)
     assert not one.recent()
     assert chosen(other, 5, 6, 7, 8) == "b"
     assert chosen(other, 1, 2, 3, 4) == "a"
+
+
+def test_a_gateway_that_joins_learns_whole_prompts_of_conversations_that_go_on() -> None:
+    one: TargetChoice[str] = TargetChoice()
+    served(one, "b", 5, 6)
+    for _ in range(2):
+        one.recent()
+    served(one, "b", 5, 6, 7, num_cached=2)
+    joined: TargetChoice[str] = TargetChoice()
+    for target, blocks in one.recent():
+        joined.learn(target, blocks)
+    assert chosen(joined, 5, 6, 7, 8) == "b"
+
+
+def test_twins_that_are_computed_together_are_no_sign_of_an_eviction() -> None:
+    choice: TargetChoice[str] = TargetChoice()
+    served(choice, "b", 1, 2, 3, 4)
+    twin = choice.blocks(request(*range(10, 16)))
+    for _ in range(2):
+        choice.computed("b", twin, 0, num_known=0)
+    assert chosen(choice, 1, 2, 3, 4) == "b"
 
 
 def test_a_target_that_restarts_has_nothing_cached() -> None:
@@ -108,7 +131,7 @@ def test_a_target_that_restarts_has_nothing_cached() -> None:
 def test_what_is_known_of_a_target_is_bounded() -> None:
     choice: TargetChoice[str] = TargetChoice()
     for first in range(0, MAX_BLOCKS + 4096, 1024):
-        choice.computed("a", choice.blocks(request(*range(first, first + 1024))), 0)
+        choice.computed("a", choice.blocks(request(*range(first, first + 1024))), 0, 0)
     assert chosen(choice, *range(MAX_BLOCKS, MAX_BLOCKS + 1024), a=1) == "a"
     assert chosen(choice, *range(4096, 4096 + 1024), a=1) == "a"
     assert chosen(choice, *range(3072, 3072 + 1024), a=1) == "b"
