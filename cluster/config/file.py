@@ -58,9 +58,8 @@ NODE = "node"  # the address by which Ray knows the machine
 class TransportConfig(Section):
     """Links between drafters, gateways and targets: unix sockets on one machine, gRPC between machines."""
 
-    host: str = (
-        "auto"  # gRPC's listening address; node: the machine's own in Ray; auto: unix sockets on one machine, else node
-    )
+    # gRPC's listening address. node: the machine's own in Ray; auto: unix sockets on one machine, else node.
+    host: str = "auto"
     removed = frozenset({"kind"})
 
     @property
