@@ -13,7 +13,7 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.client import ClusterStatus, EngineClient
+from cluster.client import LOST_S, ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
 from cluster.grammar import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
@@ -90,6 +90,7 @@ class Service:
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
         self._num_replicas = settings.num_replicas
+        self._fewer_since_s: float | None = None  # since when fewer are reported
         self._threads = ThreadShares()
         self._grammars: GrammarChecker | None = None
         self._set_tenants()
@@ -107,6 +108,7 @@ class Service:
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
         self.divide(settings.most)  # until it is known how many there are
+        self._fewer_since_s = -LOST_S  # the first number that is reported counts at once
 
     async def check_key(self, request: Request) -> None:
         """Notes the tenant. Raises ApiError where keys are configured: 401 for an unknown one, 429 for too many calls."""
@@ -129,9 +131,12 @@ class Service:
 
     def divide(self, num_replicas: int) -> None:
         """So many replicas of the API are known to run, each of which gives its part. A fixed number stays."""
-        num = min(max(num_replicas, self._settings.num_replicas), self._settings.most)
-        if num == self._num_replicas:
+        num, now_s = min(max(num_replicas, self._settings.num_replicas), self._settings.most), time.monotonic()
+        # A new supervisor knows of no replica until each has sent its metrics: limits must not grow by that.
+        self._fewer_since_s = None if num >= self._num_replicas else self._fewer_since_s or now_s
+        if num == self._num_replicas or (self._fewer_since_s is not None and now_s < self._fewer_since_s + LOST_S):
             return
+        self._fewer_since_s = None
         self._num_replicas = self.dashboard.num_replicas = num
         self._admission.divide(num)
         self._keys.divide(num)
