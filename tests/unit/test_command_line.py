@@ -115,7 +115,7 @@ def test_speculative_configurations_make_a_pool() -> None:
         (["-tp", "0"], "target.tensor_parallel: must be greater than or equal to 1, got 0"),
         (["--port", "many"], "api.port: must be a valid integer, got 'many'"),
         (["--port"], "--port: needs a value"),
-        (["--dtype", "float16"], "target.dtype: must be auto, bfloat16 or float32 on the native engine"),
+        (["--dtype", "float16"], "target.dtype: must be auto, as-shipped, bfloat16 or float32 on the native engine"),
         (["a/b", "c/d"], "second model"),
         (["--revision", "v1"], "needs ORG/MODEL"),
         (["--ssl-certfile", "x"], "proxy"),
