@@ -1,10 +1,5 @@
-"""Reads GGUF files in place: metadata, and tensors as memory-mapped bytes of their blocks, which processes share.
+"""Reads GGUF files in place: tensors are memory-mapped bytes of their blocks, which processes share."""
 
-Layout (GGUF 3, little-endian): header, metadata, descriptions of tensors, then their data, each aligned."""
-
-import math
-import mmap
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +13,6 @@ from numpy.typing import NDArray
 from cluster.errors import ModelUnavailable
 from engine.models.quantised import BLOCKS, QuantisedMatrix
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_NAMES = {
@@ -43,28 +35,33 @@ class TensorInfo:
     shape: tuple[int, ...]  # outputs first, as torch has it
     kind: int  # ggml's number of the type
     offset: int  # of the first byte, in the file
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its data; 0 of a type that is not supported."""
-        if (of := BLOCKS.get(self.kind)) is not None:
-            return math.prod(self.shape) // of.num_weights * of.num_bytes
-        return math.prod(self.shape) * _FLOATS[self.kind].itemsize if self.kind in _FLOATS else 0
+    num_bytes: int
 
 
 class GgufFile:
     """One file, mapped as long as this or a tensor of it lives. Raises ModelUnavailable: it is none, or cut off."""
 
     def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
         self.path = path
         try:
-            with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self.tensors = self._parse()
-            if any(info.offset + info.num_bytes > len(self._bytes) for info in self.tensors.values()):
-                raise ValueError("tensors are cut off")
-        except (OSError, ValueError, struct.error, KeyError, ArithmeticError, RecursionError) as error:
+            reader = GGUFReader(path)
+        except (OSError, ValueError, IndexError, KeyError, ArithmeticError) as error:
             raise ModelUnavailable(f"{path} is not a whole GGUF file ({error!r})") from error
+        self._bytes: NDArray[np.uint8] = reader.data
+        self._fields = reader.fields
+        self.tensors = {
+            one.name: TensorInfo(
+                tuple(map(int, reversed(one.shape))), int(one.tensor_type), int(one.data_offset), one.n_bytes
+            )
+            for one in reader.tensors
+        }
+
+    def value(self, key: str) -> Any:
+        """Of the metadata; None: there is none."""
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
 
     def blocks(self, name: str) -> NDArray[np.uint8] | None:
         """The bytes of a quantised matrix, [outputs, bytes of a row]. None: it is not quantised. Raises KeyError."""
@@ -81,55 +78,7 @@ class GgufFile:
         return torch.from_numpy(self._raw(info).copy()).view(_FLOATS[info.kind]).view(info.shape).float()
 
     def _raw(self, info: TensorInfo) -> NDArray[np.uint8]:
-        return np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
-
-    def _parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        at = _Cursor(self._bytes)
-        if self._bytes[:4] != _MAGIC or at.skip(4).scalar("I") not in _VERSIONS:
-            raise ValueError("it has no header of GGUF 2 or 3")
-        num_tensors, num_fields = at.scalar("Q"), at.scalar("Q")
-        metadata = {at.string(): at.value(at.scalar("I")) for _ in range(num_fields)}
-        found: list[tuple[str, tuple[int, ...], int, int]] = []
-        for _ in range(num_tensors):
-            name = at.string()
-            sizes = [at.scalar("Q") for _ in range(at.scalar("I"))]
-            found.append((name, tuple(reversed(sizes)), at.scalar("I"), at.scalar("Q")))
-        alignment = int(metadata.get("general.alignment", 32))
-        start = -(-at.position // alignment) * alignment
-        return metadata, {name: TensorInfo(shape, kind, start + offset) for name, shape, kind, offset in found}
-
-
-class _Cursor:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.position = data, 0
-
-    def skip(self, num_bytes: int) -> "_Cursor":
-        self.position += num_bytes
-        return self
-
-    def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self._data, self.position)
-        self.position += struct.calcsize(f"<{code}")
-        return value
-
-    def string(self) -> str:
-        num = self.scalar("Q")
-        if self.position + num > len(self._data):
-            raise ValueError("a text is cut off")
-        self.position += num
-        return self._data[self.position - num : self.position].decode("utf-8", "replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.scalar(_SCALARS[kind])
-        of, num = self.scalar("I"), self.scalar("Q")
-        if of in (_STRING, _ARRAY):
-            return [self.value(of) for _ in range(num)]
-        values = struct.unpack_from(f"<{num}{_SCALARS[of]}", self._data, self.position)
-        self.position += struct.calcsize(f"<{num}{_SCALARS[of]}")
-        return list(values)
+        return np.asarray(self._bytes[info.offset : info.offset + info.num_bytes])
 
 
 class GgufTensors:
@@ -141,11 +90,10 @@ class GgufTensors:
     @cached_property
     def _interleaved(self) -> Mapping[str, int]:
         """Heads of the projections whose rotary pairs llama.cpp puts side by side."""
-        about = self._file.metadata
-        if about.get("general.architecture") != "llama":
+        if self._file.value("general.architecture") != "llama":
             return {}
-        heads = int(about["llama.attention.head_count"])
-        return {"attn_q": heads, "attn_k": int(about.get("llama.attention.head_count_kv", heads))}
+        heads = int(self._file.value("llama.attention.head_count"))
+        return {"attn_q": heads, "attn_k": int(self._file.value("llama.attention.head_count_kv") or heads)}
 
     def read(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
