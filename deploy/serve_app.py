@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 APP = "outrider"
 # Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
-TARGET_SHARE = 0.5  # of the calls that each of the most replicas may run: for so many each is meant
+TARGET_SHARE = 0.5  # of the calls that one of `max_replicas` may run: the load per replica at which Serve adds another
 LOOK_BACK_S, UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 12.0, 3.0, 60.0
 FIRST_LINK_S = 5.0
 RETRY_S = 0.5

@@ -21,8 +21,8 @@ MOST_DISTURBED = 4  # passes in a row
 FEW_PASSES = 8  # of a range, up to which the common ratio learns less from it
 STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
 PRIOR_PASSES = 2  # weight of the estimate before the first pass of a range
-DOUBTED_AFTER, MOST_VAIN = 512, 4  # passes before a doubt, doubled with each in vain, so often
-DOUBT_PASSES, DOUBT_SPAN = 64, 8  # passes that a doubt lasts, and ranges above the present one that it is about
+TRIAL_AFTER, MOST_DOUBLINGS = 512, 4  # small passes before a trial; each trial that changed nothing doubles them
+TRIAL_PASSES, TRIAL_SPAN = 64, 8  # passes of a trial, and the ranges above the present one that it tries
 ALIKE = 1 / 64  # relative difference below which contexts share a table
 HALF_OCTAVES = tuple(dict.fromkeys(round(2 ** (i / 2)) for i in range(27)))
 
@@ -51,8 +51,8 @@ class OnlineCost:
         self._last_large, self._num_large = 0.0, 0  # residual of the last pass if it was large, and of how many in a row
         self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)  # of the ranges, beside it
         self._freshness = [0.0] * len(knots)
-        self._num_small = self._num_vain = self._doubt_left = self._doubted_at = 0
-        self._seen = [0] * len(knots)  # passes of each range in the present doubt
+        self._num_small = self._num_doublings = self._trial_left = self._tried_at = 0
+        self._seen = [0] * len(knots)  # passes of each range in the present trial
         # Points of a table of the base, and corrections by rows, at the points of corrected tables.
         self._factors: tuple[tuple[int, ...], list[tuple[int, float]]] | None = None
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
@@ -93,7 +93,7 @@ class OnlineCost:
         if step_s <= 0.0 or expected_s <= 0.0:
             return
         at = self._region(num_rows)
-        self._doubt(at)
+        self._count_trial(at)
         self._visit(at)
         step = self._clipped(log(step_s / expected_s) - self._common - self._log_ratio[at])
         self._num[at] += 1
@@ -120,21 +120,21 @@ class OnlineCost:
         self._freshness = [known * (1.0 - 1.0 / STALE) for known in self._freshness]
         self._freshness[at] = 1.0
 
-    def _doubt(self, at: int) -> None:
-        """Counts a pass, and begins or ends a doubt."""
-        if self._doubt_left:
-            self._doubt_left -= 1
+    def _count_trial(self, at: int) -> None:
+        """Counts a pass, and begins or ends a trial."""
+        if self._trial_left:
+            self._trial_left -= 1
             self._seen[at] += 1
             return
-        if at > self._doubted_at:
-            self._num_vain = 0
-        if max(self._freshness[at + 1 : at + 1 + DOUBT_SPAN], default=1.0) > exp(-1):
+        if at > self._tried_at:
+            self._num_doublings = 0
+        if max(self._freshness[at + 1 : at + 1 + TRIAL_SPAN], default=1.0) > exp(-1):
             self._num_small = 0
             return
         self._num_small += 1
-        if self._num_small >= DOUBTED_AFTER << self._num_vain:
-            self._num_vain = min(self._num_vain + 1, MOST_VAIN)
-            self._num_small, self._doubt_left, self._doubted_at = 0, DOUBT_PASSES, at
+        if self._num_small >= TRIAL_AFTER << self._num_doublings:
+            self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS)
+            self._num_small, self._trial_left, self._tried_at = 0, TRIAL_PASSES, at
             self._seen = [0] * len(self._knots)
 
     def _known(self, at: int, mean: float) -> float:
@@ -156,17 +156,17 @@ class OnlineCost:
         if known is None or known[0] != base.rows:
             known = self._factors = base.rows, self._factors_at(base.rows)
         seconds = [base.at(num_rows) * factor for num_rows, factor in known[1]]
-        if self._doubt_left:
-            seconds = self._doubted([num_rows for num_rows, _ in known[1]], seconds)
+        if self._trial_left:
+            seconds = self._on_trial([num_rows for num_rows, _ in known[1]], seconds)
         return TableCost(tuple([num_rows for num_rows, _ in known[1]]), tuple(accumulate(seconds, max)))
 
-    def _doubted(self, rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
-        """``seconds`` of ``rows``; ranges in doubt take no longer than that of the small passes."""
-        low = self._doubted_at
+    def _on_trial(self, rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
+        """``seconds`` of ``rows``; ranges on trial take no longer than that of the small passes."""
+        low = self._tried_at
         most_s = seconds[rows.index(self._knots[low])]
-        in_doubt = [low < at <= low + DOUBT_SPAN and self._seen[at] < FEW_PASSES for at in range(len(self._knots))]
+        on_trial = [low < at <= low + TRIAL_SPAN and self._seen[at] < FEW_PASSES for at in range(len(self._knots))]
         found = zip(rows, seconds, strict=True)
-        return [min(one_s, most_s) if in_doubt[self._region(num)] else one_s for num, one_s in found]
+        return [min(one_s, most_s) if on_trial[self._region(num)] else one_s for num, one_s in found]
 
     def _factors_at(self, base_rows: Sequence[int]) -> list[tuple[int, float]]:
         mean = self._mean()

@@ -18,12 +18,12 @@ Target = TypeVar("Target")
 BLOCK_LEN = 64  # tokens of a prompt that are compared at once
 MAX_BLOCKS = 2**15  # known of each target: 2 million tokens, in at most 4 MB
 MAX_RECENT = 2**13  # blocks that gateways tell each other at once
-MISSED_BLOCKS = 4  # fewer are no sign of an eviction: blocks of targets may be larger than these
+MISSED_BLOCKS = 4  # missing blocks that show an eviction; the blocks of a target's cache may be larger than BLOCK_LEN
 # Requests at a target, over the mean of all, above which it gets another only if it has the fewest.
 MAX_SHARE, SPARE = 1.2, 2
 LEFT = 0.25  # of the work of a request under way: what delays another one; the rest is done, or decoded in shared passes
 KEPT = 1.0 - 1.0 / 128  # of the earlier work of a target, with each request that ends at any
-WORK_PRICE = 0.1  # of a token that a target computed lately: without it one would get all requests while all are idle
+WORK_PRICE = 0.1  # of a recently computed token: otherwise the first target would get every request of an idle server
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class PoolProposer:
     """Drafts for the rows of vLLM's batch, on its engine's thread.
 
     Drafts are a guess that vLLM verifies: greedy outputs are those without it, and sampled ones have vLLM's distribution.
-    A drafter that fails is logged and asked no more; the lookups take over from one elsewhere.
+    A drafter that raises is logged and not called again; the lookups take over from a drafter elsewhere.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -80,8 +80,8 @@ class PoolProposer:
         ]
         try:
             return self._drafts(rows, self._drafter)
-        except Exception:  # of any drafter: the server is not to end by it
-            logger.exception("the drafter failed, and is asked no more")
+        except Exception:  # a drafter's fault costs speed alone
+            logger.exception("the drafter failed, and is not called again")
             self._replace(self._drafter)
             return nothing
 

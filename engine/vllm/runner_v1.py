@@ -58,7 +58,7 @@ class ExactRunner(ExactSampling, GPUModelRunner):
 
     def draft(self, num_tokens: int) -> dict[str, list[int]]:
         """Greedy drafts of vLLM's own proposer after the last pass, by request; none when it was asked before. With
-        ``num_tokens`` 0 it computes its keys and values alone. After an error it is asked no more."""
+        ``num_tokens`` 0 it computes its keys and values alone. After an error it is not called again."""
         asked, self._to_propose = self._to_propose, None
         if asked is None:
             return {}
@@ -91,7 +91,7 @@ class ExactRunner(ExactSampling, GPUModelRunner):
             try:
                 self.draft(0)  # else the proposer would never know these prompts
             except Exception:  # a drafter's fault costs speed alone
-                logger.exception("vLLM's own proposer failed, and is asked no more")
+                logger.exception("vLLM's own proposer failed, and is not called again")
         self._to_propose = None
         return super().execute_model(scheduler_output, *args, **kwargs)
 

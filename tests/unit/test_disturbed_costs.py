@@ -6,7 +6,7 @@ import pytest
 
 from cluster.types import Commit
 from engine.pass_costs import PassCosts, PassCounts
-from profiler.online_cost import DOUBT_PASSES, DOUBTED_AFTER, OnlineCost
+from profiler.online_cost import TRIAL_AFTER, TRIAL_PASSES, OnlineCost
 from router.cost_model import TableCost, bounded
 from router.drafting.value import DraftingValue
 from router.drafting.verification_rule import OutriderVerification
@@ -43,19 +43,19 @@ def drafted_passes(table: TableCost, true_s: Callable[[int], float], num_passes:
 @pytest.mark.parametrize("waits", [False, True])
 def test_drafting_recovers_from_a_disturbed_table(waits: bool) -> None:
     """The table says that a second row triples a pass; true passes of five rows take a fifth longer than of one."""
-    bound = DOUBTED_AFTER + DOUBT_PASSES
+    bound = TRIAL_AFTER + TRIAL_PASSES
     found = drafted_passes(DISTURBED, lambda rows: 0.018 * (1.0 + 0.05 * (rows - 1)), bound + 400, waits)
     assert len([number for number in found if number >= bound]) > 300
 
 
-def test_true_costs_that_forbid_drafts_are_doubted_ever_less() -> None:
+def test_true_costs_that_forbid_drafts_are_tried_ever_less() -> None:
     """A second row that does triple a pass costs a few passes now and then."""
     found = drafted_passes(DISTURBED, DISTURBED.at, 16_000)
     assert 0 < len(found) < 160
     assert len([number for number in found if number > 12_000]) < 40
 
 
-def test_a_right_table_is_never_doubted_while_drafts_pay() -> None:
+def test_a_right_table_is_never_tried_against_while_drafts_pay() -> None:
     flat = TableCost((1, 8, 32), (0.018, 0.02, 0.03))
     assert len(drafted_passes(flat, flat.at, 2000)) > 1990
 
