@@ -202,7 +202,6 @@ class TargetActor(LoopActor):
 
     def report(self) -> TargetReport:
         status, telemetry = self._loop.status(), self._loop.telemetry
-        capacity = self._engine.capacity()  # plain numbers, safe to read beside the loop
         followed = dict(status.followed)
         target = self._config.target
         return TargetReport(
@@ -211,8 +210,8 @@ class TargetActor(LoopActor):
                 state="draining" if status.draining else "ready",
                 num_running=status.num_running,
                 num_waiting=status.num_waiting,
-                num_blocks=capacity.num_blocks,
-                num_free_blocks=capacity.num_free_blocks,
+                num_blocks=self._engine.capacity().num_blocks,
+                num_free_blocks=status.num_free_blocks,
                 tokens_per_s=telemetry.tokens_per_s,
                 step_ms=1e3 * telemetry.step_s.value,
                 num_preempted=telemetry.num_preempted,

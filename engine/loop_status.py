@@ -37,6 +37,7 @@ class LoopStatus:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_free_blocks: int = 0  # while ``num_running`` requests hold the others
     table_version: int = 0
     draining: bool = False
     followed: tuple[tuple[str, int], ...] = ()  # linked drafters, and for how many requests each drafts

@@ -118,7 +118,7 @@ class TargetLoop:
         self._admission = Admission(rules or AdmissionRules(), engine, self._sequences, slo, self._refuse, mailbox.wake)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self._submit)
         self._after_pass = False  # the last step had one
-        self._status = LoopStatus()
+        self._status = LoopStatus(num_free_blocks=engine.capacity().num_free_blocks)
 
     # ---- called from any thread
 
@@ -390,4 +390,5 @@ class TargetLoop:
     def _note_status(self) -> None:
         num_running = self._sequences.num_running
         num_waiting = len(self._sequences) - num_running
-        self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._admission.draining)
+        num_free, version = self._engine.capacity().num_free_blocks, self._drafters.table.version
+        self._status = LoopStatus(num_running, num_waiting, num_free, version, self._admission.draining)

@@ -48,11 +48,10 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """A client of a server that works for nobody, before and after."""
     with server.client() as client:
         eventually(lambda: working(client) == 0)
-        num_free = gauge(client, "outrider_target_free_blocks")
         yield client
         eventually(lambda: working(client) == 0)
         assert gauge(client, "outrider_requests_queued") == 0
-        eventually(lambda: gauge(client, "outrider_target_free_blocks") == num_free)
+        eventually(lambda: gauge(client, "outrider_target_kv_usage_ratio") == 0)
 
 
 def in_one_segment(url: str) -> socket.socket:

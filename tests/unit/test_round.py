@@ -100,6 +100,24 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         assert cost.step_s(1, 0) > 1.2 * PASS_S
 
 
+def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:
+    """While a pass computes it tells of the round before, of the blocks too: a report beside the loop is of one moment."""
+    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
+    target = ToyTarget(num_blocks=64)
+    loop = TargetLoop(target, MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock)
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=3, ignore_eos=True), 0.0),)))
+    found = []
+    while not isinstance(begun := loop.begin(clock.now_s), StepReport):
+        loop.execute(begun)
+        assert target.capacity().num_free_blocks < 64
+        found.append((loop.status().num_running, loop.status().num_free_blocks == 64))
+        loop.finish(begun, clock.now_s)
+    assert found == [(0, True), (1, False), (1, False)]
+    assert (loop.status().num_running, loop.status().num_free_blocks) == (0, 64)
+
+
 def test_prompts_that_are_cached_begin_together() -> None:
     """Beside streams, whose passes have room for few prompt tokens."""
     clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
