@@ -29,7 +29,6 @@ _logger.addFilter(without_messages)
 
 _SEND_ERROR_S = 5.0
 _RESERVED_TOKENS = 2048  # for an answer without a limit
-_STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
 
 
 _HEADERS = [
@@ -224,8 +223,8 @@ class CallResponse(Response):
         writer = self._call.writer
         async for batch in generation.deltas():
             opening = b"" if stream.started else writer.opening()
-            await _within(_STALL_S, stream.write(opening + writer.events(batch)))
-        await _within(_STALL_S, stream.end(writer.closing()))
+            await stream.write(opening + writer.events(batch))
+        await stream.end(writer.closing())
 
     def _error_of(self, error: Exception) -> ApiError:
         known = as_api_error(error, self._settings.retry_after_s)

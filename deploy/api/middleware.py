@@ -1,10 +1,12 @@
-"""Outermost middleware: request ids, metrics, the limit on calls, CORS, and errors that nothing else handled."""
+"""Outermost middleware: request ids, metrics, limits on calls and on slow readers, CORS, and unhandled errors."""
 
+import asyncio
 import logging
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +46,7 @@ _UNLIMITED = frozenset(
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
+_STALL_S = 120.0  # a client that reads nothing for this time is taken for gone
 
 
 class AnswerCutOff(OutriderError):
@@ -93,7 +96,11 @@ class Boundary:
                 message["headers"] = [*message.get("headers", ()), *added]
                 if warning := _warning(state):
                     message["headers"].append((WARNING_HEADER.encode(), warning.encode("ascii")))
-            await send(message)
+            try:
+                async with asyncio.timeout(_STALL_S):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientGone from error
 
         counted = scope["path"] not in _UNLIMITED
         span = None
@@ -116,7 +123,8 @@ class Boundary:
             state["error"] = failure = internal_error("the server failed", request_id)
             if status is not None:  # the server closes the connection, and the client sees an incomplete answer
                 raise AnswerCutOff(f"{request_id} failed") from None
-            await failure.response(scope["path"])(scope, receive, send_with_id)
+            with suppress(ClientGone):
+                await failure.response(scope["path"])(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
             if (holder := state.get("holder")) is not None:

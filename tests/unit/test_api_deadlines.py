@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 import deploy.api.call
+import deploy.api.middleware
 from cluster.types import Request
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
@@ -141,18 +142,29 @@ async def test_a_stream_that_is_generated_gives_its_turn_away_however_slowly_it_
 
 
 async def test_a_reader_of_a_stream_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy.api.call, "_STALL_S", 0.02)
+    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
     caller = Caller(answering(asyncio.Event()))
     caller.reads = False
     await caller.start(chat_body(stream=True))
     assert len(caller.cluster.aborted) == 1
 
 
+@pytest.mark.parametrize("body", [chat_body(model="none"), None])
+async def test_a_reader_that_takes_no_error_is_taken_for_gone(
+    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any] | None
+) -> None:
+    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
+    caller = Caller(body_timeout_s=0.02)
+    caller.reads = False
+    await caller.start(body)
+    assert caller.status == (408 if body is None else 404)
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_a_reader_that_takes_no_end_of_a_stream_is_taken_for_gone(
     monkeypatch: pytest.MonkeyPatch, include_usage: bool
 ) -> None:
-    monkeypatch.setattr(deploy.api.call, "_STALL_S", 0.02)
+    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
     caller = Caller(request_timeout_s=2.0)
     caller.stalls_at = b"data: [DONE]"
     await caller.start(chat_body(stream=True, stream_options={"include_usage": include_usage}))
