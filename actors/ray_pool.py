@@ -180,14 +180,14 @@ class RaySpawner:
         return dict.fromkeys(named_groups(), False) | dict.fromkeys(named_actors(), True)
 
     async def router(self) -> Process:
-        from router.drafter.policies import build_policy, build_pool, keeps_in_step
+        from router.drafter.policies import build_policy, build_pool, scored_by
         from router.drafter.router import SLOT_S, Router
         from router.estimates.drift import DriftDetector
 
         config = self._deployment.config
         drift = DriftDetector(SLOT_S)
         policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
+        router = Router(policy, pool, drift, scored_by(config.router.policy))
         kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
         targets = RayTargets([target_name(replica) for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}

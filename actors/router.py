@@ -18,7 +18,7 @@ from cluster.config import Config, PolicyConfig
 from cluster.histograms import Histogram, HistogramCounts
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.policies import build_policy, scored_by
 from router.drafter.router import SLOT_S, Router, SlotReport
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class RouterActor(LoopActor):
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
-            if (regret := self._router.regret()) is not None:
+            if (regret := self._router.policy.regret()) is not None:
                 self._regret.note(regret)
             if self._memory is not None and self._trial is None:
                 self._memory.save(self._router.policy, clock())
@@ -142,13 +142,13 @@ class RouterActor(LoopActor):
         configured = self._config.router.policy
         if asked is not None and (policy := asked[0]) is not None:
             for_s = asked[1]
-            self._router.use(build_policy(policy), keeps_in_step(policy))
+            self._router.use(build_policy(policy), scored_by(policy))
             self._trial = _Trial(policy.kind, now_s + for_s)
             logger.warning(
                 "the router uses %s for %.0f s instead of %s: an operator asked", policy.kind, for_s, configured.kind
             )
         elif self._trial is not None and (asked is not None or now_s >= self._trial.until_s):
-            self._router.use(self._configured, keeps_in_step(configured))
+            self._router.use(self._configured, scored_by(configured))
             self._trial = None
             logger.warning("the router uses %s again", configured.kind)
 

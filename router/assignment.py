@@ -3,9 +3,9 @@
 A policy is pure: pool and requests in, a chain per request out, once per slot.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import JsonValue
 
@@ -145,10 +145,23 @@ class ScoreCounts:
     positions: Positions
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What the models within chains reported of a slot, and the target's pass times, if known."""
+
+    reports: Sequence[LevelReport] = ()
+    target: "TableCost | None" = None
+
+
+NO_LEVELS = Levels()
+
+
 class AssignmentPolicy(Protocol):
     """Learns from observations and assigns requests within capacity to open members."""
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         """Ends a slot. ``scores`` are of drafters that did not draft; bandits ignore them."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
@@ -160,23 +173,22 @@ class AssignmentPolicy(Protocol):
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for a snapshot of something else; nothing is changed then."""
 
-
-@runtime_checkable
-class FullInformation(Protocol):
-    """A policy that estimates for every drafter what it would have brought."""
-
     def regret(self) -> float | None:
         """Of the last assignment: by which share of the tokens per second that the requests would get from the best drafter
         of each, as estimated, those of the chosen ones fall short. Want of places, the cost of a change and exploration are
-        in it. None: there was no request."""
+        in it. None: there was no request, or the policy does not estimate what drafters without the request would bring."""
 
 
-@runtime_checkable
-class LevelObserver(Protocol):
-    """A policy that learns from the models within chains."""
+# The members to keep in step with requests that others draft for, and to score; of a pool and its number of requests.
+Scored = Callable[[Sequence[PoolMember], int], Sequence[PoolMember]]
 
-    def observe_levels(self, levels: Sequence[LevelReport], target: "TableCost | None" = None) -> None:
-        """Before ``observe``: reports of the last slot, and the target's pass times, if known."""
+
+def nobody(pool: Sequence[PoolMember], num_requests: int) -> Sequence[PoolMember]:
+    return ()
+
+
+def everybody(pool: Sequence[PoolMember], num_requests: int) -> Sequence[PoolMember]:
+    return pool
 
 
 def without_lookups(pool: Sequence[PoolMember], num_requests: int) -> Sequence[PoolMember]:
@@ -194,10 +206,19 @@ def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
     return (seen for seen in observations if seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 
-class NothingLearned:
+class NoRegret:
+    """Of policies that do not know it."""
+
+    def regret(self) -> float | None:
+        return None
+
+
+class NothingLearned(NoRegret):
     """The learning part of policies that learn nothing."""
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None: ...
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None: ...
 
     def snapshot(self) -> JsonValue:
         return None

@@ -16,7 +16,8 @@ import numpy as np
 from cluster.config import PolicyConfig, SloClass
 from cluster.errors import InvalidField
 from profiler.hardware import num_cores
-from router.drafter.policies import build_policy, keeps_in_step
+from router.assignment import Scored
+from router.drafter.policies import build_policy, scored_by
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.plots import Panel
@@ -46,7 +47,7 @@ def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
 
 
 def _served(scenario: ServingScenario, policy: PolicyConfig) -> SimulationResult:
-    spec = _cluster(scenario, keeps_in_step(policy))
+    spec = _cluster(scenario, scored_by(policy))
     outcome = simulate(spec, build_policy(policy), Load(requests(scenario)), scenario.seed)
     # Answers are what it was made of, and a thousand times as large as what came of it.
     without = AgreementAnswer(0, {})
@@ -107,7 +108,7 @@ def read_trace(path: Path) -> Iterator[tuple[float, int, int]]:
         raise InvalidField("trace", f"{path}:{number}", f"is not as a trace is ({error})") from error
 
 
-def _cluster(scenario: ServingScenario, in_step: bool) -> ClusterSpec:
+def _cluster(scenario: ServingScenario, scored: Scored) -> ClusterSpec:
     cost = scenario.cost(scenario.target)
     settings = PlannerSettings(max_hold_s=scenario.max_hold_ms / 1e3, max_chunk_len=scenario.max_pass_tokens)
     max_model_len = max(
@@ -134,7 +135,7 @@ def _cluster(scenario: ServingScenario, in_step: bool) -> ClusterSpec:
         num_targets=scenario.num_targets,
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        keeps_in_step=in_step,
+        scored=scored,
         jitter=scenario.jitter,
         watches_drift=True,
     )

@@ -16,7 +16,7 @@ from cluster.types import FinishReason, ModelInfo
 from drafters.sessions import SessionLimits
 from engine.admission import AdmissionRules
 from engine.round import DrafterPool, Policies, TargetLoop
-from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
+from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, Scored, member_name, nobody
 from router.cost_model import CostModel, relative_draft_cost
 from router.drafter.chains import pass_times
 from router.drafter.router import Router
@@ -64,8 +64,8 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        keeps_in_step: one member of each drafter follows the requests that others draft for (SPIN's fast switching), and
-            tells what it would have drafted. It takes ``spare_share`` of its time at the most; companions have none.
+        scored: one member of each of these follows the requests that others draft for, and tells what it would have
+            drafted. It takes ``spare_share`` of its time at the most; companions have none.
         jitter: spread of durations, as the standard deviation of their logarithm.
         watches_drift: whether drafters whose acceptance collapses are quarantined.
         sheds: targets refuse requests whose first token would come later than their objective.
@@ -80,7 +80,7 @@ class ClusterSpec:
     num_targets: int = 1
     link_s: float = 1e-4
     slot_s: float = 0.25
-    keeps_in_step: bool = False
+    scored: Scored = nobody
     spare_share: float = 0.1
     jitter: float = 0.0
     watches_drift: bool = False
@@ -201,7 +201,7 @@ class Simulation:
         pool = spec.pool()
         watch = DriftDetector(spec.slot_s) if spec.watches_drift else None
         self._router = SimulatedRouter(
-            Router(policy, pool, watch, spec.keeps_in_step),
+            Router(policy, pool, watch, spec.scored),
             [member.name for member in pool],
             lambda num_context: pass_times(spec.cost, num_context),
         )

@@ -25,7 +25,7 @@ from cluster.config import DraftLengthConfig
 from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
 from router.cost_model import TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN, Level
-from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.policies import build_policy, scored_by
 from router.drafter.seats import Fixed
 from router.papers.specrouter import ModelChains
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -134,11 +134,11 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
     barrier = PlannerSettings("all", MAX_HOLD_S, MAX_CHUNK_LEN, "barrier")
     spec = replace(_cluster(scenario, batch, barrier), draft_length=DraftLengthConfig(kind="fixed", num_tokens=whole))
-    informed = keeps_in_step(scenario.chain)
-    chosen = serve(selecting, replace(spec, keeps_in_step=informed))
+    informed = scored_by(scenario.chain)
+    chosen = serve(selecting, replace(spec, scored=informed))
     counts = Counter(chain for outcome in chosen for chain in outcome.open_chains)
     settings = PlannerSettings(max_hold_s=MAX_HOLD_S, max_chunk_len=MAX_CHUNK_LEN)
-    default = replace(_cluster(scenario, batch, settings), keeps_in_step=informed)
+    default = replace(_cluster(scenario, batch, settings), scored=informed)
     everything = [request for requests in sets for request in requests]
 
     def candidate(chain: Chain, predicted_s: float) -> _Candidate:

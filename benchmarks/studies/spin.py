@@ -21,6 +21,7 @@ import numpy as np
 
 from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import MAX_DRAFT_LEN
+from router.assignment import Scored, everybody, nobody
 from router.drafter.policies import build_policy
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
@@ -57,7 +58,7 @@ class _Variant:
     packed: bool = False
     num_micro_batches: int | None = 1  # None: the live rule
     verification: str = "all"
-    keeps_in_step: bool = True
+    scored: Scored = everybody
     overlap: str = "gain"  # of the live rule
 
 
@@ -121,8 +122,7 @@ def selection_in_order(found: Mapping[str, float]) -> bool:
 
 def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
     vanilla = {
-        f"vanilla {name}": _Variant(PolicyConfig(kind="fixed", chain=(name,)), keeps_in_step=False)
-        for name in scenario.drafters
+        f"vanilla {name}": _Variant(PolicyConfig(kind="fixed", chain=(name,)), scored=nobody) for name in scenario.drafters
     }
     lbss = scenario.lbss
     return {
@@ -169,7 +169,7 @@ def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: l
         planner,
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        keeps_in_step=variant.keeps_in_step,
+        scored=variant.scored,
         jitter=scenario.jitter,
         draft_length=DraftLengthConfig(kind="fixed", num_tokens=MAX_DRAFT_LEN),  # what the drafter can, as SPIN has it
     )

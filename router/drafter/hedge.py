@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from router.assignment import (
+    NO_LEVELS,
     TARGET_ONLY,
     Chain,
+    Levels,
     Observation,
     PoolMember,
     RequestView,
@@ -82,7 +84,9 @@ class Hedge:
         self._prices: dict[str, float] = {}
         self._regret: float | None = None
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         drafted = list(lessons(observations))
         self._times.observe(drafted)
         self._acceptance.observe(drafted, scores)

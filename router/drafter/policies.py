@@ -3,7 +3,16 @@
 from collections.abc import Callable
 
 from cluster.config import Config, PolicyConfig, lookups_in_pool
-from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
+from router.assignment import (
+    AssignmentPolicy,
+    MemberCosts,
+    PoolMember,
+    Scored,
+    everybody,
+    member_name,
+    nobody,
+    without_lookups,
+)
 from router.cost_model import CostModel
 from router.drafter.hedge import Hedge
 from router.drafter.seats import Fixed
@@ -25,10 +34,12 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CATCH_UP_LEN = 513
 
 
-def keeps_in_step(config: PolicyConfig) -> bool:
-    """Whether drafters keep in step, in their spare time, with requests that others draft for (SPIN's fast switching).
-    `hedge` and `chain` use the scores of drafters in step too; `lbss` ignores them."""
-    return config.kind in ("hedge", "chain", "lbss")
+# Those that keep drafters in step; `lbss` for its switches alone, it ignores scores.
+SCORED: dict[str, Scored] = {"hedge": without_lookups, "chain": everybody, "lbss": everybody}
+
+
+def scored_by(config: PolicyConfig) -> Scored:
+    return SCORED.get(config.kind, nobody)
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:

@@ -9,15 +9,15 @@ from router.assignment import (
     TARGET_ONLY,
     AssignmentPolicy,
     Chain,
-    FullInformation,
-    LevelObserver,
+    Levels,
     MemberCosts,
     Observation,
     PoolMember,
     RequestView,
     ScoreCounts,
+    Scored,
     drafter_of,
-    without_lookups,
+    nobody,
 )
 from router.cost_model import monotone
 from router.drafter.seats import settle
@@ -52,15 +52,19 @@ class Router:
 
     - A drafter is healthy when every reporting target is linked with it.
     - With a ``watch``, a drafter whose acceptance collapses is quarantined.
-    - With ``in_step``, drafters keep in step with requests that others draft for, and are scored.
+    - The ``scored`` drafters keep in step with requests that others draft for (SPIN's fast switching), and are scored.
     - An offered drafter is not loaded, but could be: ``load_demand`` counts the requests that would use it.
     """
 
     def __init__(
-        self, policy: AssignmentPolicy, pool: Sequence[PoolMember], watch: DriftDetector | None = None, in_step: bool = False
+        self,
+        policy: AssignmentPolicy,
+        pool: Sequence[PoolMember],
+        watch: DriftDetector | None = None,
+        scored: Scored = nobody,
     ) -> None:
         self.policy = policy
-        self._in_step = in_step
+        self._scored = scored
         self._watch = watch
         self._pool = tuple(pool)
         self._known = frozenset(drafter_of(member.name) for member in self._pool)  # reports on others are ignored
@@ -70,9 +74,9 @@ class Router:
         self._on_fallback: frozenset[str] = frozenset()
         self.load_demand: Mapping[str, int] = {}  # of the last slot
 
-    def use(self, policy: AssignmentPolicy, in_step: bool) -> None:
+    def use(self, policy: AssignmentPolicy, scored: Scored) -> None:
         """Another policy from the next slot on."""
-        self.policy, self._in_step = policy, in_step
+        self.policy, self._scored = policy, scored
 
     def set_draining(self, names: frozenset[str]) -> None:
         self._draining = names
@@ -87,10 +91,6 @@ class Router:
         self._table = RoutingTable(1, {}, (chain,), self._scorers(self._pool, 0))
         return self._table
 
-    def regret(self) -> float | None:
-        """As `router.assignment.FullInformation`, of the last slot; None: the policy has no full information."""
-        return self.policy.regret() if isinstance(self.policy, FullInformation) else None
-
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
         """The table of the next slot; None: the targets have it already."""
         if not reports:
@@ -100,11 +100,9 @@ class Router:
         scores = [one for report in reports for one in report.scores if drafter_of(one.drafter) in known]
         if self._watch is not None:
             self._watch.observe(observations)
-        if isinstance(self.policy, LevelObserver):
-            levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
-            passes = next((report.target_passes for report in reports if report.target_passes), ())
-            self.policy.observe_levels(levels, monotone(passes) if passes else None)
-        self.policy.observe(observations, scores)
+        levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
+        passes = next((report.target_passes for report in reports if report.target_passes), ())
+        self.policy.observe(observations, scores, Levels(levels, monotone(passes) if passes else None))
         # One that has just joined has neither requests nor links yet.
         settled = [report for report in reports if report.requests or report.drafters] or reports
         linked = set[str].intersection(*(set(report.drafters) for report in settled))
@@ -124,12 +122,9 @@ class Router:
         return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
 
     def _scorers(self, pool: Sequence[PoolMember], num_requests: int) -> tuple[str, ...]:
-        """One member of each drafter, to keep in step and be scored. Colocated drafters have no spare time for that."""
-        if not self._in_step:
-            return ()
-        if isinstance(self.policy, FullInformation):
-            pool = without_lookups(pool, num_requests)
-        members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
+        """One member of each scored drafter. Colocated drafters have no spare time to be in step."""
+        scored = reversed(self._scored(pool, num_requests))
+        members = {drafter_of(member.name): member.name for member in scored if member.is_open and member.leads}
         return tuple(sorted(members.values()))
 
     def _judged_pool(self, reports: Sequence[SlotReport], there: Set[str]) -> list[PoolMember]:

@@ -16,8 +16,19 @@ from itertools import pairwise
 import numpy as np
 from pydantic import JsonValue
 
-from cluster.messages import LevelReport
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
+from router.assignment import (
+    NO_LEVELS,
+    TARGET_ONLY,
+    Chain,
+    Levels,
+    NoRegret,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    lessons,
+)
 from router.cost_model import TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
 from router.drafter.matching import Floats, Ints
@@ -51,8 +62,8 @@ class ChainSnapshot(AcceptanceSnapshot):
     overruns: OverheadSums
 
 
-class ModelChains:
-    """Chains by expected time per token. Unlike other policies it also learns from events within chains (`learn`)."""
+class ModelChains(NoRegret):
+    """Chains by expected time per token."""
 
     def __init__(
         self, max_levels: int = 4, time_weight: float = 0.1, hysteresis: float = HYSTERESIS, calm_slots: int = CALM_SLOTS
@@ -84,11 +95,19 @@ class ModelChains:
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
 
-    def observe_levels(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
-        """Reports of models within chains during the last slot, and the target's pass times, if known."""
-        self._target = target or self._target
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
+        self._observe_levels(levels)
+        drafted = list(lessons(observations))
+        self._fills.observe(drafted)
+        self._observations = drafted
+        self._acceptance.observe(drafted, scores)
+
+    def _observe_levels(self, levels: Levels) -> None:
+        self._target = levels.target or self._target
         failed = []
-        for report in levels:
+        for report in levels.reports:
             passes = self._passes.get(report.drafter)
             if passes is not None and report.num_passes:
                 self._pass_factors.observe(report, passes.at(report.num_rows / report.num_passes))
@@ -99,12 +118,6 @@ class ModelChains:
                     self._max_lens.note_failure(last, len(self._below[last]) + 1)
                     failed.append(last)
         self._max_lens.next_slot(failed)
-
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        drafted = list(lessons(observations))
-        self._fills.observe(drafted)
-        self._observations = drafted
-        self._acceptance.observe(drafted, scores)
 
     def snapshot(self) -> JsonValue:
         found = {**self._acceptance.snapshot(), "overruns": self._overheads.to_json()}

@@ -35,8 +35,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from router.assignment import (
+    NO_LEVELS,
     TARGET_ONLY,
     Chain,
+    Levels,
+    NoRegret,
     NothingLearned,
     Observation,
     PoolMember,
@@ -62,7 +65,7 @@ class LbssSnapshot(BaseModel):
     drafters: dict[str, JsonValue]
 
 
-class Lbss:
+class Lbss(NoRegret):
     """Alternates exploration in chunks with exploitation that doubles in length."""
 
     def __init__(self, exploration_slots: int = 16, chunk_slots: int = 2, seed: int = 0) -> None:
@@ -72,7 +75,9 @@ class Lbss:
         self._random = np.random.default_rng(seed)
         import_module(_SOLVER)  # here rather than in a slot, which it would hold up
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         """Line 15: learns from exploration alone."""
         if self._calendar.exploring:
             self._means.observe(lessons(observations))
@@ -170,7 +175,7 @@ class _Calendar:
         return int(2**self.epoch)
 
 
-class EpsilonGreedy:
+class EpsilonGreedy(NoRegret):
     """Per request and slot: with probability epsilon a uniformly random drafter, else the one with the highest estimated
     goodput, if that is better than the present one's by the hysteresis. With scarce places, requests that stay keep theirs;
     then those with the largest gain choose first.
@@ -185,7 +190,9 @@ class EpsilonGreedy:
         self._seen: ExpiringCache[bool] = ExpiringCache()
         self._random = Random(seed)
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         self._estimates.observe(observations)
 
     def snapshot(self) -> JsonValue:

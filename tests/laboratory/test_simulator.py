@@ -10,8 +10,9 @@ import pytest
 from benchmarks.policy_scenarios import endless
 from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import FinishReason
+from router.assignment import everybody, nobody
 from router.cost_model import TableCost
-from router.drafter.policies import build_policy, keeps_in_step
+from router.drafter.policies import build_policy, scored_by
 from router.drafter.seats import Fixed
 from router.papers.spin import EpsilonGreedy
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -85,7 +86,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 @pytest.mark.parametrize("num_blocks", [4096, 24])
 def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, num_blocks: int) -> None:
     load = requests(30, 30.0)
-    spec = cluster(num_targets=2, limits=replace(LIMITS, num_blocks=num_blocks), keeps_in_step=policy.kind == "hedge")
+    spec = cluster(num_targets=2, limits=replace(LIMITS, num_blocks=num_blocks), scored=scored_by(policy))
     outcome = simulate(spec, build_policy(policy), Load(iter(load)))
     assert {f.request.id: f.num_tokens for f in outcome.finished} == {r.id: r.output_len for r in load}
     assert outcome.num_tokens == sum(r.output_len for r in load)
@@ -169,9 +170,9 @@ class CountingBehind(DraftByCost):
 def test_drafters_in_step_need_not_catch_up() -> None:
     load = requests(8, 100.0, output_len=200)
     behind = []
-    for in_step in (True, False):
+    for scored in (everybody, nobody):
         CountingBehind.num_behind = 0
-        spec = cluster(keeps_in_step=in_step, spare_share=0.5, draft_timer=CountingBehind(COST))
+        spec = cluster(scored=scored, spare_share=0.5, draft_timer=CountingBehind(COST))
         simulate(spec, EpsilonGreedy(epsilon=1.0), in_turn(load, 8))
         behind.append(CountingBehind.num_behind)
     assert behind[0] < 0.5 * behind[1]
@@ -181,7 +182,7 @@ def test_scoring_takes_time() -> None:
     load = requests(8, 100.0, output_len=200)
     busy = []
     for spare_share in (0.0, 0.1):
-        spec = cluster(keeps_in_step=bool(spare_share), spare_share=spare_share)
+        spec = cluster(scored=everybody if spare_share else nobody, spare_share=spare_share)
         outcome = simulate(spec, Fixed(("large",)), in_turn(load, 8))
         busy.append(outcome.drafter_busy["small"])
     assert busy[0] == 0.0
@@ -290,7 +291,7 @@ class TestFamily:
 
 
 def goodput(spec: ClusterSpec, policy: PolicyConfig, load: Sequence[SimulatedRequest], concurrency: int) -> float:
-    informed = replace(spec, keeps_in_step=keeps_in_step(policy))
+    informed = replace(spec, scored=scored_by(policy))
     return simulate(informed, build_policy(policy), in_turn(load, concurrency)).goodput
 
 

@@ -12,6 +12,7 @@ from cluster.messages import LevelReport, Verified
 from router.assignment import (
     TARGET_ONLY,
     Chain,
+    Levels,
     MemberCosts,
     Observation,
     PoolMember,
@@ -52,9 +53,8 @@ def taught(policy: ModelChains, **rates: float) -> ModelChains:
 
 def learned(policy: ModelChains, proposer: str, verifier: str, rate: float) -> None:
     seen = positions(rate, 1000)
-    policy.observe_levels(
-        [LevelReport(verifier, 0, 0, 0.0, 0, (Verified(proposer, seen.num_reached, seen.num_right),))], TARGET
-    )
+    report = LevelReport(verifier, 0, 0, 0.0, 0, (Verified(proposer, seen.num_reached, seen.num_right),))
+    policy.observe([], levels=Levels([report], TARGET))
 
 
 def chosen(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def settled(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> 
 
 def policy(**settings: Any) -> ModelChains:
     made = ModelChains(**settings)
-    made.observe_levels([], TARGET)
+    made.observe([], levels=Levels(target=TARGET))
     return made
 
 
@@ -147,10 +147,10 @@ def test_a_large_batch_is_served_by_shorter_drafting() -> None:
     """Where rows cost as much as passes, verifying drafts that are often wrong loses."""
     steep = monotone(((1, 0.025), (9, 0.2), (513, 12.0)))
     found = taught(ModelChains(), small=0.4)
-    found.observe_levels([], monotone(((1, 0.025), (513, 0.026))))
+    found.observe([], levels=Levels(target=monotone(((1, 0.025), (513, 0.026)))))
     pool = [member("small", 0.0005, capacity=64)]
     assert chosen(found, pool) == ("small",)
-    found.observe_levels([], steep)
+    found.observe([], levels=Levels(target=steep))
     many = {f"r{i}": view(f"r{i}", "small") for i in range(32)}
     for _ in range(TRIAL_SLOTS):
         chains = found.assign(list(many.values()), pool)
@@ -207,7 +207,7 @@ def test_a_late_draft_costs_no_more_than_none_so_a_chain_that_pays_is_not_given_
 def test_once_the_target_is_measured_chains_are_foreseen_anew() -> None:
     found = taught(ModelChains(), small=0.6)
     chosen(found)
-    found.observe_levels([], TARGET)
+    found.observe([], levels=Levels(target=TARGET))
     assert chosen(found) == ("small",)
 
 
@@ -232,7 +232,7 @@ def test_a_drafter_that_is_lost_behind_a_chain_gets_shorter_ones_when_it_is_back
     assert chosen(found, gone, "small", "large")[-1:] != ("large",)
     assert settled(found) == ("large",)
     for _ in range(4):
-        found.observe_levels([])
+        found.observe([])
     assert chosen(found) == ("small", "large")
 
 
@@ -240,7 +240,7 @@ def test_want_of_memory_shortens_chains() -> None:
     found = taught(policy(), small=0.2, middle=0.1, large=0.95)
     learned(found, "small", "large", 0.95)
     assert chosen(found) == ("small", "large")
-    found.observe_levels([LevelReport("small", 4, 16, 0.0, num_lost=3)])
+    found.observe([], levels=Levels([LevelReport("small", 4, 16, 0.0, num_lost=3)]))
     assert chosen(found) == ("large",)
 
 
@@ -248,7 +248,7 @@ def test_passes_that_turn_out_slow_are_given_up() -> None:
     found = taught(policy(time_weight=1.0), small=0.2, middle=0.1, large=0.95)
     learned(found, "small", "large", 0.95)
     assert chosen(found)[-1] == "large"
-    found.observe_levels([LevelReport("large", 10, 10, 10 * 0.5, 0)])
+    found.observe([], levels=Levels([LevelReport("large", 10, 10, 10 * 0.5, 0)]))
     assert settled(found)[-1:] != ("large",)
 
 
@@ -369,7 +369,9 @@ def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
     used = taught(policy(time_weight=1.0), small=0.2, middle=0.1, large=0.95)
     learned(used, "small", "large", 0.95)
     assert chosen(used) == ("small", "large")
-    used.observe_levels([LevelReport("large", 10, 10, 10 * 0.5, 0, ()), LevelReport("small", 4, 16, 0.0, num_lost=3)])
+    used.observe(
+        [], levels=Levels([LevelReport("large", 10, 10, 10 * 0.5, 0, ()), LevelReport("small", 4, 16, 0.0, num_lost=3)])
+    )
     fresh = policy(time_weight=1.0)
     for one in (used, fresh):
         one.restore(kept)

@@ -42,7 +42,7 @@ from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
-from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
+from router.assignment import NothingLearned, PoolMember, RequestView
 from router.drafter.router import Router, SlotReport
 from router.plan import Span
 from tests.support.dspark import write_dspark
@@ -239,24 +239,16 @@ def test_a_target_too_small_to_be_measured_is_refused(config: Config) -> None:
 
 
 def test_the_router_takes_measured_costs_and_keeps_the_priors_of_others() -> None:
-    class Seeing:
+    class Seeing(NothingLearned):
         """A policy that remembers its pool."""
-
-        def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None: ...
 
         def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> dict[str, tuple[str, ...]]:
             self.costs = {member.name: member.cost for member in pool}
             return {request.request_id: () for request in requests}
 
-        def snapshot(self) -> None:
-            return None
-
-        def restore(self, snapshot: object) -> None: ...
-
     policy = Seeing()
     pool = [PoolMember("known", 4, 0.1), PoolMember("known/1", 4, 0.1), PoolMember("other", 4, 0.2)]
-    as_policy: AssignmentPolicy = policy  # type: ignore[assignment]
-    table = Router(as_policy, pool).slot([SlotReport((), (), 0, ("known", "other"), draft_costs={"known": 0.03})])
+    table = Router(policy, pool).slot([SlotReport((), (), 0, ("known", "other"), draft_costs={"known": 0.03})])
     assert isinstance(table, RoutingTable)
     assert policy.costs == {"known": 0.03, "known/1": 0.03, "other": 0.2}
 

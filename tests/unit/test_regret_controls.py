@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from router.assignment import AssignmentPolicy, Chain, Observation, PoolMember, RequestView, ScoreCounts
+from router.assignment import (
+    NO_LEVELS,
+    AssignmentPolicy,
+    Chain,
+    Levels,
+    NoRegret,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+)
 from router.drafter.hedge import Hedge
 from router.papers.spin import Lbss
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
@@ -46,7 +56,7 @@ class FirstCome:
         return np.array(rows, np.int64), np.array(columns, np.int64)
 
 
-class LastEpoch:
+class LastEpoch(NoRegret):
     """Forgets at the end of each epoch what was seen in it."""
 
     def __init__(self, seed: int) -> None:
@@ -62,7 +72,9 @@ class LastEpoch:
             self._policy.restore({"epoch": self._epoch, "drafters": {}})
         return self._policy.assign(requests, pool)
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         self._policy.observe(observations, scores)
 
     def snapshot(self) -> JsonValue:
@@ -72,7 +84,7 @@ class LastEpoch:
         self._policy.restore(snapshot)
 
 
-class Permuted:
+class Permuted(NoRegret):
     """A policy, some of whose placements are exchanged with each other in each slot."""
 
     def __init__(self, policy: AssignmentPolicy, seed: int) -> None:
@@ -87,7 +99,9 @@ class Permuted:
         chains.update(zip((names[i] for i in np.roll(moved, 1)), moved_chains, strict=True))
         return chains
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
+    def observe(
+        self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
+    ) -> None:
         self._policy.observe(observations, scores)
 
     def snapshot(self) -> JsonValue:

@@ -23,10 +23,12 @@ from router.assignment import (
     Positions,
     RequestView,
     ScoreCounts,
+    nobody,
+    without_lookups,
 )
 from router.cost_model import TableCost
 from router.drafter.hedge import Hedge
-from router.drafter.policies import keeps_in_step, member_costs
+from router.drafter.policies import member_costs, scored_by
 from router.drafter.router import FALLBACK_COST, Router, SlotReport
 from router.drafter.seats import Fixed
 from router.estimates.drafter_stats import Judgement
@@ -276,8 +278,8 @@ def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
     "config", [PolicyConfig(), PolicyConfig(kind="chain"), PolicyConfig(kind="lbss")], ids=lambda config: config.kind
 )
 def test_drafters_keep_in_step_for_policies_that_move_requests(config: PolicyConfig) -> None:
-    assert keeps_in_step(config)
-    assert not keeps_in_step(PolicyConfig(kind="fixed"))
+    assert scored_by(config)(POOL, 1) == POOL
+    assert not scored_by(PolicyConfig(kind="fixed"))(POOL, 1)
 
 
 def test_one_replica_of_each_drafter_keeps_in_step() -> None:
@@ -289,8 +291,8 @@ def test_one_replica_of_each_drafter_keeps_in_step() -> None:
         PoolMember("c/1", 8, 0.2),
     ]
     linked = ("a", "a/1", "b", "c/1")
-    for in_step, scorers in ((False, ()), (True, ("a", "c/1"))):
-        table = Router(Hedge(), pool, in_step=in_step).slot([report(view("r"), drafters=linked)])
+    for scored, scorers in ((nobody, ()), (without_lookups, ("a", "c/1"))):
+        table = Router(Hedge(), pool, scored=scored).slot([report(view("r"), drafters=linked)])
         assert table is not None
         assert table.scorers == scorers
 
@@ -309,7 +311,7 @@ COMBINED = [PoolMember("both", 2, 0.1, leads=False, lookups=("a", "b")), PoolMem
 def test_nobody_chooses_among_lookups_that_a_combination_queries(
     num_requests: int, linked: tuple[str, ...], chosen: set[str], scorers: tuple[str, ...]
 ) -> None:
-    router = Router(Hedge(), COMBINED, in_step=True)
+    router = Router(Hedge(), COMBINED, scored=without_lookups)
     requests = [view(f"r{i}") for i in range(num_requests)]
     given, last = set[str](), router.first_table()
     for _ in range(40):  # slots enough for every drafter to be explored, if it may

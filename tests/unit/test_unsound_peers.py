@@ -29,7 +29,7 @@ from drafters.registry import make_drafter
 from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
-from router.drafter.policies import build_policy
+from router.drafter.policies import build_policy, scored_by
 from router.drafter.router import Router, SlotReport
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.quick import first
@@ -77,7 +77,10 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [Router(build_policy(policy), pool, in_step=True) for policy in (PolicyConfig(), PolicyConfig(kind="chain"))]
+    return [
+        Router(build_policy(policy), pool, scored=scored_by(policy))
+        for policy in (PolicyConfig(), PolicyConfig(kind="chain"))
+    ]
 
 
 @pytest.mark.parametrize("seed", first(1, range(6)))
