@@ -25,7 +25,7 @@ from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
-from router.estimates.prior_costs import prior_member_cost
+from router.assignment import prior_member_cost
 
 if TYPE_CHECKING:
     from drafters.hidden_states.host import Host

@@ -29,7 +29,15 @@ from training.batches import AnswerBatch, assemble, epoch
 from training.block_student import BlockStudent
 from training.card import CardData, write_card
 from training.confidences import Halves, JudgedDraft, calibrate, in_halves
-from training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
+from training.corpus import (
+    GivenPrompt,
+    TargetAnswer,
+    choose_vocabulary,
+    coverage,
+    evaluation_fingerprints,
+    hold_out,
+    read_given,
+)
 from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
 from training.eagle_student import EagleStudent
@@ -38,7 +46,6 @@ from training.feature_cache import InMemory, OnDisk, delete_partial_files
 from training.frozen import FrozenTarget, free_memory
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.output_dir import check_replaceable, replace_folder
 from training.plots import plot_acceptance, plot_losses
 from training.recipe import (
     MIN_HELD_OUT,
@@ -50,9 +57,8 @@ from training.recipe import (
     kept_layers,
     reader_layers,
 )
-from training.vocabulary import choose_vocabulary, coverage
 from training.warm_start import warm_start
-from training.work_folder import WorkFolder
+from training.work_folder import WorkFolder, check_replaceable, replace_folder
 from training.writing import Share, Writer
 
 MAX_TABLE_CONTEXTS = 400_000

@@ -12,7 +12,7 @@ from drafters.hidden_states.config import BlockConfig, EagleConfig, MarkovKind
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 from training.batches import BatchPlan
-from training.output_dir import check_apart
+from training.work_folder import check_apart
 
 DrafterKind = Literal["dspark", "dflash", "eagle3", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "dflash", "eagle3", "layers", "table")

@@ -6,6 +6,7 @@ the order in which requests finish, and an interrupted run resumes with what is 
 
 import hashlib
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,20 @@ from training.corpus import (
 )
 from training.frozen import WRITING_COST, FrozenTarget
 from training.progress import Name, OrderedProgress
-from training.starters import STARTERS, Starters
+
+
+@dataclass(frozen=True, slots=True)
+class Starters:
+    texts: tuple[str, ...]
+    one_line: bool  # prompts end with their first line; longer ones are rarely ended by the model itself
+
+
+_STARTERS_FILE = Path(__file__).with_name("starters.json")
+STARTERS = {
+    domain: Starters(tuple(starters["texts"]), starters["one_line"])
+    for domain, starters in json.loads(_STARTERS_FILE.read_text(encoding="utf-8")).items()
+}
+
 
 Tell = Callable[[float], None]  # called with the prompts or tokens written so far
 Expired = Callable[[], bool]  # whether the time of this step is over

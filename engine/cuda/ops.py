@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from engine.batch_layout import Layout
 from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, rotate_and_store_kernel
-from engine.cuda.launching import Launch, launch
-from engine.cuda.sampling import CudaGumbelArgmax
+from engine.cuda.sampling import CudaGumbelArgmax, Launch, launch
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, LayerParts, Linear, Logits, plain_logits

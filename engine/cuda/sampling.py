@@ -4,7 +4,7 @@ No operation waits for the device but the last copy, and their number depends on
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from engine.cuda.choose_kernel import choose_kernel
 from engine.cuda.edit_kernel import peaks_kernel
-from engine.cuda.launching import Launch, launch
 from engine.cuda.packed_rows import Columns, PackedRows
 from engine.device import to_device, to_host
 from engine.noise import BLOCK_LEN
@@ -21,6 +20,16 @@ from engine.ops import RowChoices
 
 if TYPE_CHECKING:
     from engine.sampling import SampleSpan
+
+
+class Launch(Protocol):
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> object:
+        """Launches a Triton kernel over a grid. ``constants``: its constexprs and compiler options."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    kernel[grid](*args, **constants)
+
 
 _PART = 128  # blocks of a program that finds peaks
 _BLOCKS = 64  # blocks that a program reads at once, at most

@@ -1,13 +1,15 @@
 """The arguments of vLLM's engine that a configuration means. No vLLM."""
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.vllm.engine_args import argument_switches
 
 MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
 FEATURE_LAYERS, EOS_TOKEN_IDS = "outrider_feature_layers", "outrider_eos_token_ids"  # of vLLM's additional configuration
@@ -102,3 +104,20 @@ def check_names(arguments: Mapping[str, Any]) -> None:
             nearest = get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise InvalidField(f"target.vllm.{name}", value, f"vLLM's EngineArgs has no such argument{hint}")
+
+
+@cache
+def argument_switches() -> Mapping[str, bool]:
+    """Fields of ``EngineArgs`` in the installed vLLM, read from its source, and whether each is a switch. Empty
+    without vLLM."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return {}
+    source = Path(package.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8")
+    (arguments,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    types = {
+        node.target.id: ast.unparse(node.annotation)
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return {name: kind in ("bool", "bool | None") for name, kind in types.items() if not name.startswith("_")}

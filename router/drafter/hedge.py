@@ -50,7 +50,7 @@ class Hedge:
         v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
     - L_ij: expected tokens of a round with a draft (`router.estimates.acceptance`); n_ij: the rounds behind it.
-    - s_j: share of rounds in which j's draft is in time (`router.estimates.draft_shares`).
+    - s_j: share of rounds in which j's draft is in time (`router.estimates.acceptance`).
     - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
     - G_ij: a Gumbel draw fixed for the life of i.
 

@@ -11,12 +11,12 @@ from router.assignment import (
     everybody,
     member_name,
     nobody,
+    prior_token_cost,
     without_lookups,
 )
 from router.cost_model import CostModel
 from router.drafter.hedge import Hedge
 from router.drafter.seats import Fixed
-from router.estimates.prior_costs import prior_token_cost
 from router.papers.specrouter import ModelChains
 from router.papers.spin import EpsilonGreedy, GreedyLength, Lbss
 

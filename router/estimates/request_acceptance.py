@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.assignment import RequestView
-from router.drafter.expiring_cache import GENERATION_SLOTS
 from router.drafter.matching import NOWHERE, Floats, Ints
 from router.drafter.prompt_features import PromptClusters
-from router.estimates.decayed import retained
+from router.estimates.decayed import GENERATION_SLOTS, retained
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
 
 KNOWN_ROUNDS = 16.0  # of a request with a drafter, twice those that its cluster counts as: then it explores no more

@@ -21,8 +21,8 @@ from router.assignment import Chain, Observation, PoolMember, drafter_of
 from router.cost_model import TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN
 from router.drafter.matching import Floats
+from router.estimates.acceptance import PRIOR_ROUNDS
 from router.estimates.decayed import DecayedMean, DecayedSums
-from router.estimates.draft_shares import PRIOR_ROUNDS
 from router.estimates.round_times import Rounds, SlotSums, significant_share
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth

@@ -48,10 +48,9 @@ from router.assignment import (
     drafter_of,
     lessons,
 )
-from router.drafter.expiring_cache import ExpiringCache
 from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
-from router.estimates.decayed import DecayedSums
+from router.estimates.decayed import DecayedSums, ExpiringCache
 
 _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62

@@ -24,9 +24,9 @@ from router.assignment import (
     drafter_of,
     member_name,
 )
-from router.drafter.expiring_cache import GENERATION_SLOTS
 from router.drafter.policies import POLICIES, build_policy
 from router.drafter.prompt_features import prompt_features
+from router.estimates.decayed import GENERATION_SLOTS
 from tests.support.observations import right_at
 
 CONFIGS: list[PolicyConfig] = [

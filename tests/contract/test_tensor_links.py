@@ -16,7 +16,7 @@ from cluster.errors import LinkClosed
 from cluster.transport.tensors import groups
 from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink
 from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call
-from cluster.transport.tensors.memory import MemoryTensors
+from tests.support.memory_tensors import MemoryTensors
 
 CPU = torch.device("cpu")
 DEADLINE_S = 60.0

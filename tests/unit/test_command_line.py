@@ -13,8 +13,8 @@ from cluster.errors import InvalidField, OutriderError
 from deploy import cli, vllm_flags
 from deploy.command_line import as_file, parse
 from deploy.vllm_flags import FLAGS, NEEDLESS, REFUSED, SPECIAL, SPECULATIVE, field_paths
-from engine.vllm import engine_args
-from engine.vllm.engine_args import argument_switches
+from engine.vllm import arguments
+from engine.vllm.arguments import argument_switches
 
 NGRAM = '{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 8}'
 
@@ -171,7 +171,7 @@ def test_arguments_of_the_engine_are_those_of_the_installed_one(tmp_path: Path, 
         "    hf_token: bool | str | None = None\n    _rank: int = 0\n    def make(self): ...\n"
     )
     installed = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(engine_args, "find_spec", lambda name: installed)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: installed)
     argument_switches.cache_clear()
     try:
         assert argument_switches() == {"enforce_eager": True, "enable_prefix_caching": True, "hf_token": False}

@@ -19,12 +19,11 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.drafter.expiring_cache import GENERATION_SLOTS
 from router.drafter.hedge import Hedge
 from router.drafter.prompt_features import prompt_features
 from router.drafter.router import NEXT_REQUEST
-from router.estimates.acceptance import AcceptanceModel, Smoothing
-from router.estimates.draft_shares import OnTimeRates
+from router.estimates.acceptance import AcceptanceModel, OnTimeRates, Smoothing
+from router.estimates.decayed import GENERATION_SLOTS
 from router.papers.spin import Lbss
 from tests.support.observations import right_at
 

@@ -22,7 +22,6 @@ from cluster.config import DrafterConfig, HiddenStateOptions
 from cluster.messages import DraftRound, Extend, Open
 from cluster.resolve import resolve
 from cluster.transport.tensors.base import Frame, Part, TensorEnd
-from cluster.transport.tensors.memory import MemoryTensors
 from cluster.types import Request
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.hidden_states.received import ReceivedStates, remote_host
@@ -35,6 +34,7 @@ from router.assignment import member_name
 from router.plan import Span
 from tests.support.colocated import NODES, config, engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark
+from tests.support.memory_tensors import MemoryTensors
 from tests.support.settings import ALWAYS_DRAFTED
 from tests.support.waiting import eventually
 

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from cluster.errors import InvalidField
 from deploy.cli import app
-from training.output_dir import check_replaceable, replace_folder
 from training.recipe import TrainOptions
+from training.work_folder import check_replaceable, replace_folder
 
 
 def write_drafter(folder: Path, text: str = "first") -> Path:

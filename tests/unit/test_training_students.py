@@ -18,7 +18,7 @@ from tests.support.random_answers import answer
 from training.adapters import adapter_tensors, add_low_rank
 from training.batches import BatchPlan, assemble
 from training.block_student import BlockStudent
-from training.corpus import TargetAnswer
+from training.corpus import TargetAnswer, choose_vocabulary, coverage
 from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
 from training.feature_cache import InMemory
@@ -26,7 +26,6 @@ from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
 from training.recipe import TrainOptions, block_config, eagle_config, feature_layers, kept_layers, reader_layers
-from training.vocabulary import choose_vocabulary, coverage
 from training.warm_start import warm_start
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.model_facts import read_facts
 from engine.target import LoadedTarget
-from engine.vllm.arguments import VllmLimits, engine_arguments
-from engine.vllm.engine_args import argument_switches
+from engine.vllm.arguments import VllmLimits, argument_switches, engine_arguments
 from engine.vllm.environment import prepare_environment
 from router.plan import Span
 from tests.support.features import rows_of
