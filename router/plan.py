@@ -48,6 +48,11 @@ class SequenceView:
         """Tokens that it must compute until its next one is chosen."""
         return self.committed_len - self.computed_len - self.cached_len
 
+    @property
+    def waits_since_s(self) -> float | None:
+        """As ``awaiting_since_s``; None also if it has drafts, or could use none."""
+        return None if self.num_drafted or self.max_new_tokens == 1 else self.awaiting_since_s
+
 
 @record
 class Frontier:

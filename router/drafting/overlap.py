@@ -9,11 +9,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from router.cost_model import CostModel
 from router.drafting.frontiers import Frontiers
 from router.drafting.overlap_gains import Pipeline
+from router.drafting.verification import VerifyContext
 from router.drafting.wait import held_until, replies_s, split_s
-from router.plan import NO_PROMPTS, DrafterView, Frontier, PromptRows, SequenceView
+from router.plan import NO_PROMPTS, Frontier, PromptRows, SequenceView
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,7 @@ class PassStart:
 
 
 class OverlapPolicy(Protocol):
-    def start(
-        self,
-        decoding: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        cost: CostModel,
-        now_s: float,
-        prompts: PromptRows = NO_PROMPTS,
-    ) -> PassStart:
+    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
         """For each plan. ``decoding``: requests without prompt tokens to compute, in order of arrival. A request is held
         for at most the maximum hold after its commit, so that a dead drafter costs no more than that."""
 
@@ -57,38 +50,17 @@ def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float]
 
 
 def by_gain(
-    decoding: Sequence[SequenceView],
-    held: Mapping[str, float],
-    drafters: Mapping[str, DrafterView],
-    cost: CostModel,
-    now_s: float,
-    prompts: PromptRows = NO_PROMPTS,
+    decoding: Sequence[SequenceView], held: Mapping[str, float], context: VerifyContext, prompts: PromptRows
 ) -> PassStart:
     """A pass waits for held requests while that should cost less than splitting the batch."""
     if not held:
         return PassStart(decoding)
     ready = [s for s in decoding if s.request_id not in held]
-    expected_s, latest_s = replies_s(held, decoding, drafters)
-    if now_s < latest_s and expected_s < now_s + split_s(len(held), ready, decoding, cost, prompts):
+    expected_s, latest_s = replies_s(held, decoding, context.drafters)
+    now_s = context.now_s
+    if now_s < latest_s and expected_s < now_s + split_s(len(held), ready, decoding, context.cost, prompts):
         return PassStart(ready, held, latest_s)
     return PassStart(ready, held)
-
-
-def held_for(decoding: Sequence[SequenceView], max_hold_s: float, now_s: float) -> dict[str, float]:
-    """All requests that await a proposal, until the maximum hold has passed."""
-    return {
-        s.request_id: s.awaiting_since_s + max_hold_s
-        for s in decoding
-        if s.awaiting_since_s is not None
-        and not s.num_drafted
-        and s.max_new_tokens > 1
-        and now_s < s.awaiting_since_s + max_hold_s
-    }
-
-
-def before_frontiers(start: PassStart, frontiers: Frontiers, pipeline: Pipeline) -> PassStart:
-    """A plan that waits keeps those of the last pass, or budgets would change twice a round."""
-    return replace(start, frontiers=frontiers.choose(pipeline) if start.ready else frontiers.present)
 
 
 class Barrier:
@@ -97,77 +69,51 @@ class Barrier:
     def __init__(self, max_hold_s: float) -> None:
         self._max_hold_s = max_hold_s
 
-    def start(
-        self,
-        decoding: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        cost: CostModel,
-        now_s: float,
-        prompts: PromptRows = NO_PROMPTS,
-    ) -> PassStart:
-        return in_micro_batches(decoding, held_for(decoding, self._max_hold_s, now_s), 1)
+    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
+        """Requests that await a proposal are held until the maximum hold has passed."""
+        awaiting = {s.request_id: since_s + self._max_hold_s for s in decoding if (since_s := s.waits_since_s) is not None}
+        held = {request_id: until_s for request_id, until_s in awaiting.items() if context.now_s < until_s}
+        return in_micro_batches(decoding, held, self._num_micro_batches(decoding, context))
+
+    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: VerifyContext) -> int:
+        return 1
 
 
 class MicroBatches(Barrier):
     """The batch is cut into micro-batches, two or more: one is verified while others are drafted for (SPIN, figure 6b)."""
 
-    def start(
-        self,
-        decoding: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        cost: CostModel,
-        now_s: float,
-        prompts: PromptRows = NO_PROMPTS,
-    ) -> PassStart:
-        held = held_for(decoding, self._max_hold_s, now_s)
-        return in_micro_batches(decoding, held, Pipeline(decoding, drafters, cost).num_micro_batches(least=2))
+    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: VerifyContext) -> int:
+        return Pipeline(decoding, context.drafters, context.cost).num_micro_batches(least=2)
 
 
-class FrontierAlways(Barrier):
-    """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
+class ByGain:
+    """A request is held for its proposal no longer than the proposal is worth (``router.drafting.wait``). Micro-batches and
+    frontiers are used where measured times say that they shorten the round by more than noise."""
 
-    _always = True
+    always_ahead = False
 
     def __init__(self, max_hold_s: float) -> None:
-        super().__init__(max_hold_s)
-        self._frontiers = Frontiers(self._always)
+        self._max_hold_s = max_hold_s
+        self._frontiers = Frontiers(self.always_ahead)
 
     def __copy__(self) -> Self:
         other = type(self)(self._max_hold_s)
         other._frontiers = copy(self._frontiers)
         return other
 
-    def start(
-        self,
-        decoding: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        cost: CostModel,
-        now_s: float,
-        prompts: PromptRows = NO_PROMPTS,
-    ) -> PassStart:
-        held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        pipeline = Pipeline(decoding, drafters, cost)
-        return before_frontiers(by_gain(decoding, held, drafters, cost, now_s, prompts), self._frontiers, pipeline)
-
-
-class ByGain(FrontierAlways):
-    """A request is held for its proposal no longer than the proposal is worth (``router.drafting.wait``). Micro-batches and
-    frontiers are used where measured times say that they shorten the round by more than noise."""
-
-    _always = False
-
-    def start(
-        self,
-        decoding: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        cost: CostModel,
-        now_s: float,
-        prompts: PromptRows = NO_PROMPTS,
-    ) -> PassStart:
-        held = held_until(decoding, drafters, self._max_hold_s, cost, now_s)
-        pipeline = Pipeline(decoding, drafters, cost)
-        num = pipeline.num_micro_batches()
+    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
+        held = held_until(decoding, self._max_hold_s, context)
+        pipeline = Pipeline(decoding, context.drafters, context.cost)
+        num = 1 if self.always_ahead else pipeline.num_micro_batches()
         if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier
             self._frontiers.clear()
             return in_micro_batches(decoding, held, num)
-        return before_frontiers(by_gain(decoding, held, drafters, cost, now_s, prompts), self._frontiers, pipeline)
+        start = by_gain(decoding, held, context, prompts)
+        # A plan that waits keeps the frontiers of the last pass, or budgets would change twice a round.
+        return replace(start, frontiers=self._frontiers.choose(pipeline) if start.ready else self._frontiers.present)
+
+
+class FrontierAlways(ByGain):
+    """Proposals are chunks; drafters go on from their own guess while a chunk is verified (FASER, 4.3)."""
+
+    always_ahead = True

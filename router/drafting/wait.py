@@ -3,28 +3,25 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from router.cost_model import CostModel
+from router.drafting.verification import VerifyContext
 from router.plan import NO_PROMPTS, UNKNOWN_DRAFTER, DrafterView, PromptRows, SequenceView
 
 # Minimum hold, in one-row steps: without it an estimate of zero accepted tokens could never recover.
 MIN_HOLD_STEPS = 0.05
 
 
-def held_until(
-    decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView], max_hold_s: float, cost: CostModel, now_s: float
-) -> dict[str, float]:
+def held_until(decoding: Iterable[SequenceView], max_hold_s: float, context: VerifyContext) -> dict[str, float]:
     """Which requests wait for their proposal, and until when: at most the time that its accepted tokens would save."""
     held = {}
     for sequence in decoding:
-        if sequence.drafter is None or sequence.awaiting_since_s is None:
+        since_s = sequence.waits_since_s
+        if sequence.drafter is None or since_s is None:
             continue
-        if sequence.num_drafted or sequence.max_new_tokens == 1:  # it has drafts, or could use none
-            continue
-        drafter = drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
+        drafter = context.drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
         gain = max(drafter.accepted_per_round, MIN_HOLD_STEPS)
-        hold_s = min(max_hold_s, gain * cost.step_s(1, sequence.committed_len))
-        until_s = sequence.awaiting_since_s + hold_s
-        if drafter.reply_s <= hold_s and now_s < until_s:
-            held[sequence.request_id] = until_s
+        hold_s = min(max_hold_s, gain * context.cost.step_s(1, sequence.committed_len))
+        if drafter.reply_s <= hold_s and context.now_s < since_s + hold_s:
+            held[sequence.request_id] = since_s + hold_s
     return held
 
 
@@ -37,20 +34,13 @@ def batch_held_until(
 ) -> dict[str, float]:
     """As ``held_until``, where a pass takes all requests or none: those that await proposals gain the tokens that these
     bring beyond ``expected`` ones of other drafts, and all lose what is decoded meanwhile."""
-    awaited, gain = [], 0.0
-    for one in decoding:
-        if one.drafter and one.awaiting_since_s is not None and not one.num_drafted and one.max_new_tokens > 1:
-            awaited.append(one)
-            accepted = drafters.get(one.drafter, UNKNOWN_DRAFTER).accepted_per_round
-            gain += max(0.0, accepted - expected.get(one.request_id, 0.0))
-    hold_s = min(max_hold_s, gain / tokens_per_s)
-    held = {
-        one.request_id: (one.awaiting_since_s or 0.0) + hold_s
-        for one in awaited
-        if drafters.get(one.drafter or "", UNKNOWN_DRAFTER).reply_s <= hold_s
-    }
-    _, latest_s = replies_s(held, awaited, drafters)
-    return dict.fromkeys(held, latest_s)
+    awaited = [one for one in decoding if one.drafter and one.waits_since_s is not None]
+    views = [drafters.get(one.drafter or "", UNKNOWN_DRAFTER) for one in awaited]
+    gains = (view.accepted_per_round - expected.get(one.request_id, 0.0) for one, view in zip(awaited, views, strict=True))
+    hold_s = min(max_hold_s, sum([max(0.0, gain) for gain in gains]) / tokens_per_s)
+    in_time = zip(awaited, views, strict=True)
+    held = {one.request_id: (one.waits_since_s or 0.0) + hold_s for one, view in in_time if view.reply_s <= hold_s}
+    return dict.fromkeys(held, replies_s(held, awaited, drafters)[1])
 
 
 def replies_s(

@@ -8,7 +8,7 @@ from router.cost_model import CostModel
 from router.drafting.ranking import Ranking
 from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.planning.planner import Planner
+from router.planning.planner import Planner, best_left_out
 
 FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
 
@@ -78,10 +78,9 @@ class PlanAhead:
             share = expected.num_verify * len(sequences) // len(expected.request_ids)
             lens = ranking.lens(min(share, ranking.num_tokens))
             if len(sequences) + sum(lens) // capacity.block_len <= capacity.num_free_blocks:
-                left_out = [s.survival[num] for s, num in zip(sequences, lens, strict=True) if len(s.survival) > num]
                 self._planner, self._expected = expected.planner, None
                 spans = [Span(s.request_id, 1, num) for s, num in zip(sequences, lens, strict=True)]
-                return StepPlan(tuple(spans), best_left_out=max(left_out, default=0.0))
+                return StepPlan(tuple(spans), best_left_out=best_left_out(sequences, lens))
         return self._planner.plan(sequences, drafters, capacity, cost, now_s)
 
 

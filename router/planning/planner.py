@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from cluster.config import Config
 from router.cost_model import CostModel
+from router.drafting.overlap import PassStart
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import NO_PROMPTS, Capacity, DrafterView, PromptRows, SequenceView, Span, StepPlan
@@ -76,36 +77,22 @@ class StepPlanner:
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        batch = _Batch.of(sequences, capacity, now_s)
-        # With objectives a pass that prompts fill is long: a request that misses it may miss its objective, so passes wait.
-        prompt_rows = NO_PROMPTS if batch.has_slo else self._prompt_rows(batch.num_remaining, capacity)
-        start = self._overlap.start(batch.decoding, drafters, cost, now_s, prompt_rows)
-        plan = StepPlan((), held=start.held, frontiers=start.frontiers, num_micro_batches=start.num_micro_batches)
-        if start.held and not start.ready and not batch.has_prompts:
-            return replace(plan, wake_s=min(start.held.values()))
+        batch, context = _Batch.of(sequences, capacity, now_s), VerifyContext(drafters, capacity, cost, now_s)
+        start = self._choose_decoding(batch, context)
+        plan = StepPlan((), (), (), start.held, start.wake_s, start.frontiers, start.num_micro_batches)
         if start.wake_s is not None:
-            return replace(plan, wake_s=start.wake_s)
+            return plan
         blocks = _Blocks(capacity)
         ready, preempted = _make_room(start.ready, batch.running, blocks)
-        prompts, limits = batch.prefilling + batch.waiting, NO_LIMITS
-        if batch.has_slo:
-            prompts = by_deadline(prompts, now_s)
-            limits = self.limits(batch.decoding, prompts, cost, now_s)
-        num_tokens = min(batch.num_remaining, capacity.max_pass_tokens - len(ready))
-        if ready or start.held:  # streams are live
-            num_tokens = min(num_tokens, max(self._settings.max_chunk_len, limits.num_due_tokens))
-        context = _with_prompts(VerifyContext(drafters, capacity, cost, now_s), prompts, num_tokens, limits)
+        prompts, context = self._choose_prompts(batch, len(ready), bool(ready or start.held), context)
         rows = self._verification.rows(ready, context)
         decode = _decode_spans(ready, rows.verify_lens, blocks, followed=bool(prompts))
-        num_prompt_tokens = _num_prompt_tokens(decode, ready, rows, limits, context)
+        num_tokens = _num_prompt_tokens(decode, ready, rows, context)
         if preempted:
             prompts = [s for s in prompts if s.running and s.request_id not in preempted]
-        prefill, admitted = _prefill_spans(prompts, num_prompt_tokens, batch.num_places + len(preempted), blocks)
+        prefill, admitted = _prefill_spans(prompts, num_tokens, batch.num_places + len(preempted), blocks)
         if not decode and not prefill and not preempted and not start.held and len(batch.running) > 1:
             preempted = [batch.running[-1].request_id]  # half-computed prompts hold all blocks
-        left_out = [
-            s.survival[one.num_drafts] for s, one in zip(ready, decode, strict=True) if len(s.survival) > one.num_drafts
-        ]
         return replace(
             plan,
             spans=(*decode, *prefill),
@@ -113,8 +100,33 @@ class StepPlanner:
             preempted=tuple(preempted),
             held={name: until_s for name, until_s in start.held.items() if name not in preempted},
             num_prompt_tokens_left=batch.num_remaining - sum([span.num_compute for span in prefill]),
-            best_left_out=max(left_out, default=0.0),
+            best_left_out=best_left_out(ready, [span.num_drafts for span in decode]),
         )
+
+    def _choose_decoding(self, batch: "_Batch", context: VerifyContext) -> PassStart:
+        """Of the decoding requests those that the pass takes, and those that wait for their proposal."""
+        # With objectives a pass that prompts fill is long: a request that misses it may miss its objective, so passes wait.
+        prompt_rows = NO_PROMPTS if batch.has_slo else self._prompt_rows(batch.num_remaining, context.capacity)
+        start = self._overlap.start(batch.decoding, context, prompt_rows)
+        is_idle = start.held and not start.ready and not batch.has_prompts
+        return replace(start, wake_s=min(start.held.values())) if is_idle else start
+
+    def _choose_prompts(
+        self, batch: "_Batch", num_ready: int, is_live: bool, context: VerifyContext
+    ) -> tuple[list[SequenceView], VerifyContext]:
+        """Prompts in their order; and the pass, with the most of their tokens that it may compute and what objectives leave
+        it. ``is_live``: requests decode, whose streams a long pass would stall."""
+        capacity, cost, limits, prompts = context.capacity, context.cost, NO_LIMITS, batch.prefilling + batch.waiting
+        if batch.has_slo:
+            prompts = by_deadline(prompts, context.now_s)
+            limits = self.limits(batch.decoding, prompts, cost, context.now_s)
+        most = min(batch.num_remaining, capacity.max_pass_tokens - num_ready)
+        if is_live:
+            most = min(most, max(self._settings.max_chunk_len, limits.num_due_tokens))
+        before = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
+        num_tokens = max_chunk_len(most, before, cost, min(MAX_CHUNK_S, limits.chunk_s)) if prompts else 0
+        known = context.drafters, capacity, cost, context.now_s
+        return prompts, VerifyContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=before)
 
     def limits(
         self,
@@ -134,6 +146,12 @@ class StepPlanner:
         return PromptRows(now, min(longest, num_remaining - now))
 
 
+def best_left_out(ready: Iterable[SequenceView], nums_verified: Iterable[int]) -> float:
+    """As of `StepPlan`."""
+    pairs = zip(ready, nums_verified, strict=True)
+    return max([s.survival[num] for s, num in pairs if len(s.survival) > num], default=0.0)
+
+
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: float = MAX_CHUNK_S) -> int:
     """The most of ``num_tokens`` prompt tokens that add at most ``max_s`` to a pass of one row; at least MIN_CHUNK_LEN.
     ``num_context``: tokens of the prompt before them."""
@@ -145,24 +163,12 @@ def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: flo
     return low
 
 
-def _with_prompts(
-    context: VerifyContext, prompts: Sequence[SequenceView], num_tokens: int, limits: RoundLimits
-) -> VerifyContext:
-    """With at most ``num_tokens`` of the prompts, and what objectives leave the pass."""
-    num_context = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
-    num_tokens = max_chunk_len(num_tokens, num_context, context.cost, min(MAX_CHUNK_S, limits.chunk_s)) if prompts else 0
-    known = context.drafters, context.capacity, context.cost, context.now_s
-    return VerifyContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=num_context)
-
-
-def _num_prompt_tokens(
-    decode: Sequence[Span], ready: Sequence[SequenceView], rows: PassRows, limits: RoundLimits, context: VerifyContext
-) -> int:
+def _num_prompt_tokens(decode: Sequence[Span], ready: Sequence[SequenceView], rows: PassRows, context: VerifyContext) -> int:
     """That the pass computes beside the spans that decode: not every policy regards room and limit for both together."""
     num_rows = len(decode) + sum([span.num_drafts for span in decode])
     num_tokens = min(context.capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)
-    if num_tokens and decode and limits.limit_s is not None:
-        left_s = limits.limit_s - context.cost.step_s(num_rows, sum(s.committed_len for s in ready))
+    if num_tokens and decode and context.limit_s is not None:
+        left_s = context.limit_s - context.cost.step_s(num_rows, sum(s.committed_len for s in ready))
         num_tokens = max_chunk_len(num_tokens, context.num_prompt_context, context.cost, max(0.0, left_s))
     return num_tokens
 

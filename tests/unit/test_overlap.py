@@ -11,6 +11,7 @@ from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Chunks,
 from router.drafting.overlap_gains import Pipeline, remote_bound
 from router.drafting.policies import OVERLAP_POLICIES
 from router.drafting.value import expected_tokens
+from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, Frontier, SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 
@@ -19,6 +20,7 @@ COST = TableCost((0, 1000), (0.02, 1.02))
 PER_ROW = TableCost((0, 1000), (0.0, 1.0))
 SLOW = DrafterView(0.041, 2.0, 0.8, draft_s=0.04, batch=8.0, request_s=0.005, draft_len=4.0, token_s=0.01)
 MAX_HOLD_S = 1.0
+CAPACITY = Capacity(16, 64, 64, 8, 64, 256)
 
 
 def view(name: str, **changes: Any) -> SequenceView:
@@ -35,7 +37,7 @@ def awaiting(name: str, since_s: float = 1.0) -> SequenceView:
 
 
 def start(policy: str, sequences: list[SequenceView], now_s: float = 1.01, drafter: DrafterView = SLOW) -> Any:
-    return OVERLAP_POLICIES[policy](MAX_HOLD_S).start(sequences, {"d": drafter}, COST, now_s)
+    return OVERLAP_POLICIES[policy](MAX_HOLD_S).start(sequences, VerifyContext({"d": drafter}, CAPACITY, COST, now_s))
 
 
 def names(sequences: Any) -> list[str]:
@@ -105,7 +107,7 @@ def test_the_default_is_the_rule_by_gain_unless_overlap_pays() -> None:
     shared = start("gain", [ready("a"), awaiting("b")], drafter=replace(SLOW, reply_s=0.001, shares_device=True))
     assert shared.wake_s is not None or names(shared.ready) == ["a"]
     batch = [ready(str(i)) for i in range(8)]
-    fast = OVERLAP_POLICIES["gain"](MAX_HOLD_S).start(batch, {"d": SLOW}, PER_ROW, 1.01)
+    fast = OVERLAP_POLICIES["gain"](MAX_HOLD_S).start(batch, VerifyContext({"d": SLOW}, CAPACITY, PER_ROW, 1.01))
     assert len(fast.ready) < 8, "the rest is next"
     assert fast.num_micro_batches > 1
 
@@ -128,10 +130,9 @@ def test_a_plan_that_waits_keeps_the_frontiers() -> None:
     """Else budgets would change twice a round, and whole proposals be drafted meanwhile."""
     drafter = replace(SLOW, draft_s=0.03, batch=1.0, reply_s=0.01, token_s=0.0075)
     batch = [awaiting("a"), ready("b")]
-    capacity = Capacity(16, 64, 64, 8, 64, 256)
     planner = StepPlanner(PlannerSettings(max_hold_s=MAX_HOLD_S, overlap="frontier"))
-    begun = planner.plan(batch[1:], {"d": drafter}, capacity, COST, 0.9)
-    waiting = planner.plan(batch[:1], {"d": drafter}, capacity, COST, 1.001)
+    begun = planner.plan(batch[1:], {"d": drafter}, CAPACITY, COST, 0.9)
+    waiting = planner.plan(batch[:1], {"d": drafter}, CAPACITY, COST, 1.001)
     assert (bool(begun.spans), bool(waiting.spans)) == (True, False)
     assert set(begun.frontiers) == {"d"} == set(waiting.frontiers)
 
