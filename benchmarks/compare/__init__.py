@@ -38,7 +38,10 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures, by medians of the turns:
 
     - ``over_vllm.batch_B``, ``over_llama_cpp.batch_B``: best arm of Outrider over best of theirs, tokens a second;
-      llama.cpp's at equal precision. ``over_vllm_bf16.batch_B``: vLLM's at equal precision.
+      llama.cpp's in bf16, both. ``over_vllm_bf16.batch_B``: vLLM's in bf16.
+    - ``over_llama_cpp_same_weights.batch_B``: Outrider's pool over llama.cpp's best arm, both of the Q4_1 file that is
+      shipped (Outrider's faster arm of the two that read it as it is, and widen it). ``plain_over_llama_cpp.batch_B``: the
+      same without drafting.
     - ``vllm_target_overhead``: vLLM's tokens a second over those of Outrider on vLLM without drafting, the worst of
       ``vllm_target_overhead.batch_B``. A few percent are told apart by pairs of turns of these two alone, each pair with
       prompts of its own: the median of NUM_PAIRS ratios.

@@ -13,6 +13,7 @@ ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", PLUGIN: "vllm", VLLM: "vllm", LLAMA_CPP: 
 NUM_SETS = 2  # of prompts; arms with one server answer different ones
 
 PLAIN, NGRAM, POOL, LOOKUPS = "no drafting", "n-gram", "pool", "lookups"
+Q4_1 = "q4_1"
 
 
 class PeerMissing(OutriderError):
@@ -24,7 +25,7 @@ class Arm:
     """One way to serve the model.
 
     Args:
-        precision: of the weights: bf16, fp32, q8_0 ...
+        precision: of the weights: bf16, fp32, q8_0 ...; Q4_1: as SmolLM2's weights are shipped.
         drafting: PLAIN, NGRAM, of Outrider's server POOL, or of PLUGIN LOOKUPS.
     """
 
@@ -39,7 +40,7 @@ class Arm:
     @property
     def server(self) -> str:
         """Arms of one server differ in what each request asks for."""
-        return self.family if self.family in (OUTRIDER, OUTRIDER_VLLM) else self.name
+        return f"{self.family} {self.precision}" if self.family in (OUTRIDER, OUTRIDER_VLLM) else self.name
 
     @property
     def prompt_set(self) -> int:
@@ -63,7 +64,7 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
     arms = []
     for family in families:
         if family == OUTRIDER:
-            arms += [Arm(family, "bf16", POOL), Arm(family, "bf16", PLAIN)]
+            arms += [Arm(family, precision, kind) for precision in ("bf16", Q4_1) for kind in (POOL, PLAIN)]
         elif family == OUTRIDER_VLLM:
             arms += [Arm(family, best, POOL), Arm(family, best, PLAIN)]
         elif family == PLUGIN:
@@ -72,6 +73,6 @@ def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
             precisions = (best,) if quick else ("bf16", "fp32")  # with both its servers and the others take over 24 GB
             arms += [Arm(family, precision, kind) for precision in precisions for kind in (PLAIN, NGRAM)]
         else:
-            of_file = ("bf16", "q4_1") if quick else ("bf16", "f16", "q8_0", "q4_1")
+            of_file = ("bf16", Q4_1) if quick else ("bf16", "f16", "q8_0", Q4_1)
             arms += [Arm(family, precision, kind) for precision in of_file for kind in (PLAIN, NGRAM)]
     return tuple(arms)

@@ -3,8 +3,9 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from benchmarks.compare.arms import LLAMA_CPP, LOOKUPS, NGRAM, OUTRIDER, OUTRIDER_VLLM, PLAIN, PLUGIN, POOL, VLLM, Arm
+from benchmarks.compare.arms import LLAMA_CPP, LOOKUPS, NGRAM, OUTRIDER, OUTRIDER_VLLM, PLAIN, PLUGIN, POOL, Q4_1, VLLM, Arm
 from benchmarks.compare.turns import Turn, spread
 from benchmarks.load import percentile
 from benchmarks.report import BenchResult, Cell, Table
@@ -46,14 +47,19 @@ class Comparison:
     def figures(self) -> dict[str, float]:
         figures: dict[str, float] = {}
         for batch in self._batches:
-            own = self._best(batch, *OWN)
-            for name, theirs in (
-                ("over_vllm", self._best(batch, VLLM)),
-                ("over_vllm_bf16", self._best(batch, VLLM, precision="bf16")),
-                ("over_llama_cpp", self._best(batch, LLAMA_CPP, precision="bf16")),
-            ):
-                if own is not None and theirs is not None:
-                    figures[f"{name}.batch_{batch}"] = own / theirs
+            best = partial(self._best, batch)
+            ratios = {
+                "over_vllm": (best(*OWN), best(VLLM)),
+                "over_vllm_bf16": (best(*OWN), best(VLLM, precision="bf16")),
+                "over_llama_cpp": (best(OUTRIDER, precision="bf16"), best(LLAMA_CPP, precision="bf16")),
+                "over_llama_cpp_same_weights": (best(OUTRIDER, drafting=POOL), best(LLAMA_CPP, precision=Q4_1)),
+                "plain_over_llama_cpp": (best(OUTRIDER, drafting=PLAIN), best(LLAMA_CPP, precision=Q4_1, drafting=PLAIN)),
+            }
+            figures |= {
+                f"{name}.batch_{batch}": own / theirs
+                for name, (own, theirs) in ratios.items()
+                if own is not None and theirs is not None
+            }
             figures |= self._over_plain(batch)
         overheads = {batch: statistics.median(ratios) for batch, ratios in self._overheads.items()}
         figures |= {f"vllm_target_overhead.batch_{batch}": ratio for batch, ratio in overheads.items()}
@@ -110,12 +116,13 @@ class Comparison:
             figures[f"identical_fraction.{_slug(arm.name)}"] = statistics.fmean(same)
         return figures
 
-    def _best(self, batch: int, *families: str, precision: str | None = None) -> float | None:
-        """Tokens a second of the fastest arm, of all precisions or of one."""
+    def _best(self, batch: int, *families: str, precision: str | None = None, drafting: str | None = None) -> float | None:
+        """Tokens a second of the fastest arm, of all precisions and ways of drafting or of one."""
         speeds = [
             _median_speed(turns)
             for (arm, of_batch), turns in self._turns.items()
-            if of_batch == batch and arm.family in families and precision in (None, arm.precision)
+            if of_batch == batch and arm.family in families
+            if precision in (None, arm.precision) and drafting in (None, arm.drafting)
         ]
         return max(speeds, default=None)
 

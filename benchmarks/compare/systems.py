@@ -8,7 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.compare.arms import ENVIRONMENTS, LLAMA_CPP, NGRAM, OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, Arm, PeerMissing
+from benchmarks.compare.arms import (
+    ENVIRONMENTS,
+    LLAMA_CPP,
+    NGRAM,
+    OUTRIDER,
+    OUTRIDER_VLLM,
+    PLUGIN,
+    Q4_1,
+    VLLM,
+    Arm,
+    PeerMissing,
+)
 from benchmarks.compare.gguf_variants import write_variant
 from benchmarks.compare.peer_server import PeerServer
 from benchmarks.load import HttpTarget
@@ -27,7 +38,11 @@ MAX_STREAMS = 32
 NGRAM_LEN, DRAFT_LEN = 4, 8  # of every n-gram drafter that is compared
 VLLM_BLOCK_LEN: Literal[32] = 32  # what vLLM takes on a CPU
 FEW_CORES = 2  # both of which a target takes (cluster.resolve)
-DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES: dict[str, Literal["bfloat16", "float32", "as-shipped"]] = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    Q4_1: "as-shipped",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,7 @@ class ModelFiles:
     scratch: Path
 
     def gguf_of(self, precision: str) -> Path:
-        if precision == "q4_1":
+        if precision == Q4_1:
             return self.gguf
         file = self.scratch / f"{precision}.gguf"
         if not file.exists():
@@ -126,7 +141,7 @@ def _start(arm: Arm, files: ModelFiles, stack: ExitStack) -> RunningArm:
 
 def outrider_config(arm: Arm, model: str) -> Config:
     if arm.family == OUTRIDER:
-        return local_config(model)
+        return local_config(model, TargetConfig(dtype=DTYPES[arm.precision]))
     return local_config(model, TargetConfig(engine="vllm", dtype=DTYPES[arm.precision], block_len=VLLM_BLOCK_LEN))
 
 

@@ -19,6 +19,7 @@ from benchmarks.compare.arms import (
     PLAIN,
     PLUGIN,
     POOL,
+    Q4_1,
     VLLM,
     Arm,
     chosen_arms,
@@ -102,9 +103,11 @@ def test_arms_of_one_server_answer_different_prompts() -> None:
     """The second one would find the prompts of the first in the prefix cache, and drafts would be known answers."""
     for family in (OUTRIDER, OUTRIDER_VLLM):
         own = chosen_arms(True, [family])
-        assert [arm.drafting for arm in own] == [POOL, PLAIN]
-        assert own[0].server == own[1].server
-        assert own[0].prompt_set != own[1].prompt_set
+        for pool, plain in zip(own[::2], own[1::2], strict=True):
+            assert (pool.drafting, plain.drafting) == (POOL, PLAIN)
+            assert pool.server == plain.server
+            assert pool.prompt_set != plain.prompt_set
+        assert len({arm.server for arm in own}) == len({arm.precision for arm in own})
     assert {arm.prompt_set for arm in chosen_arms(True, [VLLM, LLAMA_CPP])} == {0}
 
 
@@ -141,7 +144,9 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
     comparison = Comparison(arms, (1,))
     speeds = {(OUTRIDER, POOL): 60.0, (OUTRIDER, PLAIN): 40.0, (OUTRIDER_VLLM, POOL): 50.0, (OUTRIDER_VLLM, PLAIN): 29.0}
     for arm in arms:
-        speed = speeds.get((arm.family, arm.drafting), 30.0 if arm.precision != "q4_1" else 100.0)
+        speed = speeds.get((arm.family, arm.drafting), 30.0 if arm.precision != Q4_1 else 100.0)
+        if (arm.family, arm.precision, arm.drafting) == (OUTRIDER, Q4_1, POOL):
+            speed = 70.0
         for factor in (0.5, 1.0, 7.0):
             comparison.add(arm, 1, Turn(speed * factor, (1 / speed,), (0.1,), ("text",)))
         if arm.family != LLAMA_CPP:
@@ -149,13 +154,15 @@ def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
     for ratio in (1.02, 3.0, 0.9):
         comparison.add_overhead(1, ratio)
     figures = comparison.figures()
-    assert figures["over_vllm.batch_1"] == pytest.approx(2.0)
+    assert figures["over_vllm.batch_1"] == pytest.approx(70 / 30)
     assert figures["over_llama_cpp.batch_1"] == pytest.approx(2.0)  # not of Q4
+    assert figures["over_llama_cpp_same_weights.batch_1"] == pytest.approx(0.7)
+    assert figures["plain_over_llama_cpp.batch_1"] == pytest.approx(0.4)
     assert figures["vllm_target_overhead"] == figures["vllm_target_overhead.batch_1"] == 1.02
     assert {(arm.family, arm.drafting) for arm in comparison.overhead_arms} == {(OUTRIDER_VLLM, PLAIN), (VLLM, PLAIN)}
     assert set(comparison.overhead_arms) <= set(arms)
     assert figures["vllm_target_speedup.batch_1"] == pytest.approx(50 / 30)
-    assert figures["tpot_p99_over_vllm"] == pytest.approx(0.5)
+    assert figures["tpot_p99_over_vllm"] == pytest.approx(30 / 70)
     assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))
 
 
@@ -194,4 +201,5 @@ def test_outrider_on_vllm_is_configured_as_a_server_would_and_in_the_precision_o
     target = outrider_config(Arm(OUTRIDER_VLLM, "fp32", POOL), "smollm2-135m").target
     assert target.resources.threads == 3
     assert (target.engine, target.dtype, target.block_len) == ("vllm", "float32", 32)
-    assert outrider_config(Arm(OUTRIDER, "bf16", POOL), "smollm2-135m").target.engine == "native"
+    native = [outrider_config(Arm(OUTRIDER, precision, POOL), "smollm2-135m").target for precision in ("bf16", Q4_1)]
+    assert [(target.engine, target.dtype) for target in native] == [("native", "bfloat16"), ("native", "as-shipped")]
