@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.round_python import PASS_S, Gap, gap_ms, plain_python_ms, python_times, without_collection
@@ -25,7 +25,6 @@ from cluster.types import Commit, RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
 from router.drafter.policies import build_policy
-from router.drafter.prompt_features import prompt_features
 from router.drafter.router import SLOT_S, Router, SlotReport
 from router.drafting.length import PassFeedback
 from router.drafting.policies import build_draft_lengths
@@ -237,28 +236,16 @@ def sequences(rng: random.Random) -> list[SequenceView]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptKind:
-    """A kind of prompt: its tokens, and how often each drafter is right."""
-
-    words: tuple[int, ...]
-    rates: tuple[float, ...]
-
-
 class Traffic:
     """Requests of several kinds, and their target's reports."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.pool = tuple(PoolMember(f"d{j}", NUM_PLACES // NUM_DRAFTERS, 0.02 * (j + 1)) for j in range(NUM_DRAFTERS))
-        self._kinds = [
-            _PromptKind(
-                tuple(rng.randrange(50_000) for _ in range(20)),
-                tuple(rng.uniform(0.1, 0.8) for _ in range(NUM_DRAFTERS)),
-            )
-            for _ in range(NUM_KINDS)
+        self._kinds = [  # how often each drafter is right
+            tuple(rng.uniform(0.1, 0.8) for _ in range(NUM_DRAFTERS)) for _ in range(NUM_KINDS)
         ]
-        self._live: dict[str, tuple[RequestView, _PromptKind]] = {}
+        self._live: dict[str, tuple[RequestView, tuple[float, ...]]] = {}
         self._num_born = 0
         self._version = 0
         self._come(NUM_REQUESTS)
@@ -268,10 +255,10 @@ class Traffic:
         for request, kind in self._live.values():
             if request.chain:
                 drafted = int(request.chain[0][1:])
-                observations.append(self._observe(request, drafted, kind.rates[drafted]))
+                observations.append(self._observe(request, drafted, kind[drafted]))
                 other = self._rng.randrange(NUM_DRAFTERS)
                 if other != drafted:
-                    scores.append(ScoreCounts(request.request_id, f"d{other}", self._positions(kind.rates[other])))
+                    scores.append(ScoreCounts(request.request_id, f"d{other}", self._positions(kind[other])))
         requests = tuple(request for request, _ in self._live.values())
         members = tuple(member.name for member in self.pool)
         return SlotReport(requests, tuple(observations), self._version, members, scores=tuple(scores))
@@ -292,10 +279,9 @@ class Traffic:
         for _ in range(num):
             kind = self._rng.choice(self._kinds)
             length = self._rng.randint(20, 400)
-            features = prompt_features([self._rng.choice(kind.words) for _ in range(length)])
             request_id = f"chatcmpl-{self._num_born:024x}-0"
             self._num_born += 1
-            self._live[request_id] = (RequestView(request_id, length, length, (), features), kind)
+            self._live[request_id] = (RequestView(request_id, length, length, ()), kind)
 
     def _observe(self, request: RequestView, drafter: int, rate: float) -> Observation:
         positions = self._positions(rate)

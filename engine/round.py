@@ -139,7 +139,7 @@ class TargetLoop:
     def requests(self) -> tuple[RequestView, ...]:
         """The live requests whose chain the router may choose."""
         routed = [s for s in self._sequences.snapshot() if s.request.chain is None]
-        return tuple([RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features) for s in routed])
+        return tuple([RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain) for s in routed])
 
     def drafting(self) -> DraftingEffect:
         return self._pass_costs.drafting.effect()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
 from engine.predicted_output import PredictedOutput
-from router.drafter.prompt_features import prompt_features
 from router.plan import SequenceView, SloProgress, Span
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
@@ -23,7 +22,6 @@ class LiveSequence:
 
     request: Request
     token_ids: list[int]
-    features: tuple[float, ...] = ()  # of the prompt, for the router
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, where it ends the request
     computed_len: int = 0
     cached_len: int = 0  # while it waits: its first tokens that the prefix cache held when it was asked last
@@ -146,12 +144,11 @@ class Sequences:
         return [s for s in self._live.values() if not (s.running or s.awaits_grammar or s.awaits_adapter)]
 
     def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
-        features = prompt_features(request.prompt_token_ids) if request.chain is None else ()  # else no router chooses
         sampling = request.sampling
         ignores_eos = sampling.ignore_eos and sampling.grammar is None  # the end of a grammar ends the request
         stops = frozenset(sampling.stop_token_ids).union(() if ignores_eos else self.model.eos_token_ids)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        sequence = LiveSequence(request, token_ids, features, stops, arrived_s=now_s)
+        sequence = LiveSequence(request, token_ids, stops, arrived_s=now_s)
         sequence.last_len = min(sequence.end_len, self.model.max_model_len)
         if request.output_token_ids:  # as if its tokens had come in time: this target knows no other times of them
             sequence.first_token_s = now_s - (request.slo.tpot_s or 0.0) * len(request.output_token_ids)

@@ -70,7 +70,6 @@ class RequestView:
     prompt_len: int
     committed_len: int
     chain: Chain  # where it is now
-    features: tuple[float, ...] = ()  # of the prompt (`router.drafter.prompt_features`); (): not known
     opted_out: bool = False  # gets the target alone; policies are not shown it
 
     @property

@@ -1,7 +1,6 @@
 """The router of a simulated cluster: the live slot, told what the live loops of the targets report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from cluster.types import RoutingTable
 from router.drafter.router import Router, SlotReport
@@ -35,7 +34,7 @@ class SimulatedRouter:
 
     def _report(self, target: SimulatedTarget, with_passes: bool) -> SlotReport:
         loop = target.loop
-        requests = tuple([replace(one, features=()) for one in loop.requests()])  # those of a simulated prompt say nothing
+        requests = loop.requests()
         num_context = sum(request.committed_len for request in requests)
         return SlotReport(
             requests,

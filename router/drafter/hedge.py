@@ -23,7 +23,7 @@ from router.assignment import (
 )
 from router.drafter.matching import NOWHERE, Floats, Ints, match
 from router.drafter.seats import FreeCapacity
-from router.estimates.acceptance import SMOOTHING, AcceptanceModel, AcceptanceSnapshot, Smoothing
+from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.round_times import RoundTimes, shares_target
 
 LEARNING_RATE = 10.0  # eta, per token and round
@@ -74,12 +74,11 @@ class Hedge:
         hysteresis: float = HYSTERESIS,
         exploration: float = EXPLORATION,
         payback_s: float = PAYBACK_S,
-        smoothing: Smoothing = SMOOTHING,
         seed: int = 0,
     ) -> None:
         self._learning_rate, self._exploration, self._payback_s = learning_rate, exploration, payback_s
         self._stay = 1.0 + hysteresis
-        self._acceptance = AcceptanceModel(np.random.default_rng(seed), smoothing)
+        self._acceptance = AcceptanceModel(np.random.default_rng(seed))
         self._times = RoundTimes()
         self._prices: dict[str, float] = {}
         self._regret: float | None = None
@@ -110,7 +109,7 @@ class Hedge:
         room = FreeCapacity(pool)
         self._regret = None
         if requests and room.drafters:
-            rows = self._acceptance.follow(requests)
+            rows = self._acceptance.requests.follow(requests)
             values, rewards = self._values(requests, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
@@ -158,7 +157,7 @@ class Hedge:
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
-        explorers = own.draw_explorers(rows, num_rounds, num_drafts, self._exploration)
+        explorers = own.draw_explorers(live, num_rounds, num_drafts, self._exploration)
         for tries, drafters in (self._trials(values, optimistic * left / round_s, here, live), explorers):
             values[tries, drafters] = self._stay * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest

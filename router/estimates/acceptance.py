@@ -1,23 +1,23 @@
-"""The acceptance model: by drafter, draft position, request and domain (cluster of prompts and context length).
-
-A request's rates are shrunk towards its domain's, these towards the drafter's, these towards the mean of all drafters:
+"""The acceptance model: by drafter, draft position and request. A request's rates are shrunk towards the drafter's, these
+towards the mean of all drafters:
 
     L = 1 + s sum over k < draft_len of a_0 a_1 ... a_k        a: acceptance by position, s: share of drafts in time
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-from router.assignment import Observation, PoolMember, RequestView, ScoreCounts, drafter_of
+from router.assignment import Observation, PoolMember, ScoreCounts, drafter_of
 from router.drafter.matching import Floats, Ints
-from router.drafter.prompt_features import PromptClusters
 from router.estimates.decayed import DecayedSums
 from router.estimates.pool_acceptance import PoolAcceptance, counts_of
 from router.estimates.request_acceptance import RequestAcceptance
 
+REQUEST_ROUNDS = 8.0  # of a request's own before they outweigh its drafter's
+MEMORY_ROUNDS = 1000.0  # after which an observation of a drafter has faded to 1/e
 PRIOR_ROUNDS = 8.0  # assumed in time before the first of a drafter
 # Forgetting per round with another drafter, in rounds of its own. A drafter that was left because it was late, or seldom
 # queried, is so rated better with time until a request tries it, seldom enough for that to cost little.
@@ -60,30 +60,15 @@ class AcceptanceSnapshot(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     acceptance: dict[str, JsonValue]
-    clusters: JsonValue
     in_time: OnTimeSums
-
-
-class Smoothing(NamedTuple):
-    """How fast an estimate leaves the one above it. ``memory_rounds``: after which an observation has faded to 1/e."""
-
-    request_rounds: float = 8.0  # of a request's own before they outweigh its cluster's
-    cluster_rounds: float = 50.0  # of a cluster's before they outweigh the drafter's
-    memory_rounds: float = 1000.0
-    num_clusters: int = 16  # of similar prompts
-
-
-SMOOTHING = Smoothing()
 
 
 class AcceptanceModel:
     """Learns from drafts and from scores alike. Not thread-safe."""
 
-    def __init__(self, random: np.random.Generator, smoothing: Smoothing = SMOOTHING) -> None:
-        self._smoothing = smoothing
-        self._clusters = PromptClusters(smoothing.num_clusters)
-        self._pool = PoolAcceptance(smoothing.num_clusters, smoothing.cluster_rounds, smoothing.memory_rounds)
-        self.on_time = OnTimeRates(smoothing.memory_rounds)
+    def __init__(self, random: np.random.Generator) -> None:
+        self._pool = PoolAcceptance(MEMORY_ROUNDS)
+        self.on_time = OnTimeRates(MEMORY_ROUNDS)
         self.requests = RequestAcceptance(random)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts]) -> None:
@@ -95,12 +80,8 @@ class AcceptanceModel:
             columns = self.columns([one.drafter for one in seen])
             reached, right = counts_of([one.positions for one in seen])
             rows = self.requests.rows_of([one.request_id for one in seen])
-            self._pool.add(columns, *self.requests.kinds(rows), reached, right)
+            self._pool.add(columns, reached, right)
             self.requests.add(rows, columns, reached, right)
-
-    def follow(self, requests: Sequence[RequestView]) -> Ints:
-        """Rows of requests, of ``requests``; new requests join the cluster of their prompt."""
-        return self.requests.follow(requests, self._clusters)
 
     def columns(self, members: Sequence[str]) -> Ints:
         """The column of each member's drafter."""
@@ -110,27 +91,23 @@ class AcceptanceModel:
         """Tokens of a round that has its draft, bonus token included, and the rounds behind this; both (rows, drafters)."""
         columns = self.columns([member.name for member in drafters])
         draft_lens = [member.max_draft_len for member in drafters]
-        return self.requests.expected_lens(rows, columns, self._pool.means(), self._smoothing.request_rounds, draft_lens)
+        return self.requests.expected_lens(rows, columns, self._pool.means(), REQUEST_ROUNDS, draft_lens)
 
     def num_drafts(self, drafters: Sequence[PoolMember]) -> Floats:
         """Drafts and scores behind the estimate of each drafter over all requests, as far as they are remembered."""
         return self._pool.num_drafts(self.columns([member.name for member in drafters]))
 
     def mean_rates(self, drafter: str) -> tuple[float, ...]:
-        """Acceptance of a drafter by position, over all requests with short contexts."""
+        """Acceptance of a drafter by position, over all requests."""
         row = self._pool.row(drafter)
-        return tuple(self._pool.means()[row, 0, 0].tolist())
+        return tuple(self._pool.means()[row].tolist())
 
     def snapshot(self) -> dict[str, JsonValue]:
         """Without requests."""
-        snapshots = self._pool.snapshot(), self._clusters.snapshot(), self.on_time.snapshot()
-        return dict(zip(("acceptance", "clusters", "in_time"), snapshots, strict=True))
+        return {"acceptance": self._pool.snapshot(), "in_time": self.on_time.snapshot()}
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
-        clusters = PromptClusters(self._smoothing.num_clusters)
-        clusters.restore(snapshot.clusters)
         self._pool.restore(snapshot.acceptance)
-        self._clusters = clusters
         self.on_time.sums = dict(snapshot.in_time)
         self.requests.clear()

@@ -7,12 +7,10 @@ from numpy.typing import NDArray
 
 from router.assignment import RequestView
 from router.drafter.matching import NOWHERE, Floats, Ints
-from router.drafter.prompt_features import PromptClusters
 from router.estimates.decayed import GENERATION_SLOTS, retained
-from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
+from router.estimates.pool_acceptance import NUM_POSITIONS
 
-KNOWN_ROUNDS = 16.0  # of a request with a drafter, twice those that its cluster counts as: then it explores no more
-
+KNOWN_ROUNDS = 16.0  # of a request with a drafter, twice the prior's: then it explores no more
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
 
@@ -28,8 +26,6 @@ class RequestAcceptance:
         self._free = list(range(_GROWTH))
         self._counts = np.zeros((2, *self._shape, NUM_POSITIONS))  # reached, right
         self._noise = np.zeros(self._shape)
-        self._cluster = np.zeros(_GROWTH, np.int64)
-        self._context = np.zeros(_GROWTH, np.int64)  # committed lengths
         self._seen_slot = np.zeros(_GROWTH, np.int64)
         self._placed = np.zeros(_GROWTH, np.bool_)
 
@@ -47,22 +43,19 @@ class RequestAcceptance:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def follow(self, requests: Sequence[RequestView], clusters: PromptClusters) -> Ints:
-        """Rows of requests; new requests get a row and the cluster of their prompt."""
+    def follow(self, requests: Sequence[RequestView]) -> Ints:
+        """Rows of requests; new ones get a row."""
         known = self._rows
         newcomers = [request for request in requests if request.request_id not in known]
         while len(self._free) < len(newcomers):
             self._resize(self._shape[0] + max(_GROWTH, self._shape[0]), self._shape[1])
         for request in newcomers:
             row = known[request.request_id] = self._free.pop()
-            cluster = clusters.add(request.features)
-            self._cluster[row] = NOWHERE if cluster is None else cluster
             self._counts[:, row] = 0.0
             # What stands for requests to come decides for many: it is not left to chance.
             self._noise[row] = self._random.gumbel(size=self._shape[1]) if request.committed_len else 0.0
             self._placed[row] = False
         rows = np.array([known[request.request_id] for request in requests])
-        self._context[rows] = [request.committed_len for request in requests]
         self._seen_slot[rows] = self._slot
         return rows
 
@@ -70,10 +63,6 @@ class RequestAcceptance:
         """NOWHERE for unknown requests."""
         rows = self._rows
         return np.array([rows.get(request_id, NOWHERE) for request_id in request_ids], np.int64)
-
-    def kinds(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Clusters (NOWHERE if unknown) and context lengths."""
-        return np.where(rows == NOWHERE, NOWHERE, self._cluster[rows]), self._context[rows]
 
     def place(self, rows: Ints) -> NDArray[np.bool_]:
         """Marks requests as placed; returns whether they were before. A first place is the default, not a choice."""
@@ -98,19 +87,16 @@ class RequestAcceptance:
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
-    def draw_explorers(self, rows: Ints, num_rounds: Floats, num_drafts: Floats, exploration: float) -> tuple[Ints, Ints]:
+    def draw_explorers(
+        self, live: NDArray[np.bool_], num_rounds: Floats, num_drafts: Floats, exploration: float
+    ) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior; of
-        several that with the fewest ``num_drafts`` over all requests. Placeholders never explore, since many requests would
-        follow them."""
+        several that with the fewest ``num_drafts`` over all requests. Only ``live`` ones explore: many requests would follow
+        a placeholder."""
         least = (num_rounds + num_drafts / (1.0 + num_drafts.max())).argmin(axis=1)
-        unknown = (num_rounds.min(axis=1) < KNOWN_ROUNDS) & (self._context[rows] > 0)
+        unknown = (num_rounds.min(axis=1) < KNOWN_ROUNDS) & live
         tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < exploration))
         return tries, least[tries]
-
-    def drafts(self, rows: Ints, column: int) -> tuple[Floats, Floats]:
-        """Drafts of one drafter for each request that are remembered, and their right tokens."""
-        reached, right = self._counts[:, rows, column]
-        return reached[:, 0], right.sum(axis=1)
 
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
@@ -118,12 +104,9 @@ class RequestAcceptance:
         """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters). ``prior``: of
         `PoolAcceptance.means`; it counts as ``strength`` rounds."""
         self._widen(int(columns.max()) + 1)
-        context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
-        kind = (self._cluster[rows] + 1) * prior.shape[2] + context
-        by_kind = prior[columns].reshape(len(columns), -1, NUM_POSITIONS).swapaxes(0, 1)  # (kinds, drafters, positions)
         reached, right = self._counts[:, rows[:, None], columns]
         reached = reached + strength
-        rates = (right + strength * by_kind[kind]) / reached
+        rates = (right + strength * prior[columns]) / reached
         survival = np.cumprod(rates, axis=2, out=rates)
         lens = 1.0 + survival @ np.ones(NUM_POSITIONS)
         for j, draft_len in enumerate(draft_lens):
@@ -146,7 +129,6 @@ class RequestAcceptance:
         self._counts = np.pad(self._counts, ((0, 0), (0, more_rows), (0, more_columns), (0, 0)))
         self._noise = np.pad(self._noise, ((0, more_rows), (0, more_columns)))
         self._noise[:old_rows, old_columns:] = self._random.gumbel(size=(old_rows, more_columns))
-        self._cluster, self._context = np.pad(self._cluster, (0, more_rows)), np.pad(self._context, (0, more_rows))
         self._seen_slot, self._placed = np.pad(self._seen_slot, (0, more_rows)), np.pad(self._placed, (0, more_rows))
         self._free.extend(range(num_rows - 1, old_rows - 1, -1))
         self._shape = (num_rows, num_columns)

@@ -33,7 +33,7 @@ from router.cost_model import TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
 from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
-from router.estimates.acceptance import SMOOTHING, AcceptanceModel, AcceptanceSnapshot
+from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
 from router.papers.specrouter_estimates import (
     SPREAD,
     ChainLenLimits,
@@ -71,14 +71,14 @@ class ModelChains(NoRegret):
         self._max_levels, self._time_weight = max_levels, time_weight
         self._hysteresis, self._calm_slots = hysteresis, calm_slots
         self._acceptance = AcceptanceModel(np.random.default_rng(0))
-        self._fills = FillRates(SMOOTHING.memory_rounds)
+        self._fills = FillRates(MEMORY_ROUNDS)
         self._overheads = ObservedOverheads()
         self._target = UNMEASURED
         self._reset()
 
     def _reset(self) -> None:
         """Resets the state that snapshots do not hold, except the target's times."""
-        self._similarities = Similarities(SMOOTHING.memory_rounds)
+        self._similarities = Similarities(MEMORY_ROUNDS)
         self._pass_factors = PassTimeFactors(self._time_weight)
         self._max_lens = ChainLenLimits(self._max_levels - 1, self._calm_slots)
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
@@ -142,7 +142,7 @@ class ModelChains(NoRegret):
         self._predict(room.members, batch)
         chains: dict[str, Chain] = {}
         if requests:
-            rows = self._acceptance.follow(requests)
+            rows = self._acceptance.requests.follow(requests)
             live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
             predicted_s = self._per_token_s(rows, live, room.members, batch)
             overheads = self._overheads.factors()

@@ -25,7 +25,6 @@ from router.assignment import (
     member_name,
 )
 from router.drafter.policies import POLICIES, build_policy
-from router.drafter.prompt_features import prompt_features
 from router.estimates.decayed import GENERATION_SLOTS
 from tests.support.observations import right_at
 
@@ -131,7 +130,6 @@ def test_capacity_openness_opt_out_and_completeness(
                 random.randint(1, 99),
                 100,
                 chains.get(f"r{n}", random.choice([(), ("d0",), ("gone",)])),
-                prompt_features([n, n, 3]),
             )
             for n in sorted(numbers)
         ]
@@ -202,7 +200,7 @@ def learned(config: PolicyConfig, best: str, num_drafters: int = 3) -> tuple[Jso
     """What a policy keeps after all requests did well with one drafter only."""
     policy = build_policy(config)
     pool = [PoolMember(f"d{i}", 8, 0.1) for i in range(num_drafters)]
-    requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",), prompt_features([i] * 5)) for i in range(num_drafters)]
+    requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",)) for i in range(num_drafters)]
     policy.assign(requests, pool)
     for _ in range(30):
         num_right = [(r, 30 if r.chain[0] == best else 2) for r in requests]
@@ -249,7 +247,7 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(config: PolicyConfig
     policy.restore(snapshot)
     for bad in (
         damage,
-        {**snapshot, "epoch": 0, "drafters": damage, "clusters": damage} if isinstance(snapshot, dict) else 0,
+        {**snapshot, "epoch": 0, "drafters": damage, "in_time": damage} if isinstance(snapshot, dict) else 0,
     ):
         with pytest.raises(ValueError, match=r".+"):
             policy.restore(bad)

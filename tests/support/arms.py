@@ -22,7 +22,6 @@ class Arms:
     rates: Floats
     capacity: int  # of each drafter
     prompt_lens: tuple[int, ...]
-    features: tuple[tuple[float, ...], ...] | None = None
     round_s: tuple[float, ...] | None = None  # by drafter; None: ROUND_S with each
     switch_s: float = 0.0  # without drafts, at each change of drafter (SPIN, equation 6)
 
@@ -47,10 +46,7 @@ class Arms:
         return [PoolMember(f"d{j}", self.capacity, 0.01 * (j + 1)) for j in range(self.rates.shape[1])]
 
     def requests(self) -> list[RequestView]:
-        return [
-            RequestView(f"r{i}", length, length, (), self.features[i] if self.features else ())
-            for i, length in enumerate(self.prompt_lens)
-        ]
+        return [RequestView(f"r{i}", length, length, ()) for i, length in enumerate(self.prompt_lens)]
 
 
 @dataclass(frozen=True)

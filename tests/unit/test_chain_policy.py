@@ -344,7 +344,7 @@ def test_what_was_learned_outlives_the_scheduler() -> None:
     fresh.restore(found.snapshot())
     assert chosen(fresh)[-1] == "large"
     with pytest.raises(ValueError, match="acceptance"):
-        fresh.restore({"clusters": None})
+        fresh.restore({"in_time": None})
     assert policy().snapshot() is None
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
 from router.drafter.hedge import Hedge
-from router.drafter.prompt_features import PromptClusters
 from router.estimates.request_acceptance import RequestAcceptance
 from tests.support.observations import right_at
 
@@ -21,9 +20,8 @@ UNSCORED = PoolMember("unscored", 64, 0.01, leads=False)
 def explorers(num_rounds: list[float], num_drafts: list[float]) -> list[int]:
     """Drafters that NUM_REQUESTS requests explore."""
     requests = RequestAcceptance(np.random.default_rng(0))
-    rows = requests.follow([RequestView(f"r{i}", 100, 120, (), ()) for i in range(NUM_REQUESTS)], PromptClusters(1))
     known = np.tile(np.array(num_rounds), (NUM_REQUESTS, 1))
-    return requests.draw_explorers(rows, known, np.array(num_drafts), 0.01)[1].tolist()
+    return requests.draw_explorers(np.ones(NUM_REQUESTS, np.bool_), known, np.array(num_drafts), 0.01)[1].tolist()
 
 
 def test_of_drafters_that_a_request_has_not_seen_the_least_known_is_tried() -> None:

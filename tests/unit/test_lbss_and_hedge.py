@@ -20,9 +20,8 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.drafter.hedge import Hedge
-from router.drafter.prompt_features import prompt_features
 from router.drafter.router import NEXT_REQUEST
-from router.estimates.acceptance import AcceptanceModel, OnTimeRates, Smoothing
+from router.estimates.acceptance import AcceptanceModel, OnTimeRates
 from router.estimates.decayed import GENERATION_SLOTS
 from router.papers.spin import Lbss
 from tests.support.observations import right_at
@@ -256,22 +255,6 @@ def test_only_late_drafts_are_no_wrong_ones() -> None:
     assert once["rounds"] != again["rounds"]  # but how long its rounds take is learned of these, too
 
 
-def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
-    policy = Hedge(exploration=0.0, learning_rate=100, smoothing=Smoothing(num_clusters=2))
-    kinds = {"x": prompt_features([1, 2, 3] * 20), "y": prompt_features(range(4000, 4060))}
-    requests = [RequestView(f"{kind}{i}", 60, 60, (), features) for kind, features in kinds.items() for i in range(4)]
-    policy.assign(requests, pool_of(20, 20))
-    for _ in range(30):
-        scores = [
-            ScoreCounts(r.request_id, drafter, TEN_RIGHT if (r.request_id[0] == "x") == (drafter == "d0") else TEN_WRONG)
-            for r in requests
-            for drafter in ("d0", "d1")
-        ]
-        policy.observe([], scores)
-    news = [RequestView(f"new-{kind}", 60, 60, (), features) for kind, features in kinds.items()]
-    assert policy.assign(news, pool_of(20, 20)) == {"new-x": ("d0",), "new-y": ("d1",)}
-
-
 def test_scarce_places_go_to_the_greatest_sum() -> None:
     policy = Hedge(exploration=0.0, learning_rate=1000, hysteresis=0.0)
     requests, pool = views(6), pool_of(6, 2)
@@ -337,7 +320,7 @@ def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
     model = AcceptanceModel(np.random.default_rng(0))
     for slot in range(6 * GENERATION_SLOTS):
         model.requests.next_slot()
-        model.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)])
+        model.requests.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)])
     assert len(model.requests) <= 2 * GENERATION_SLOTS * 10
 
 
