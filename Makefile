@@ -17,7 +17,7 @@ CLIENTS := .clients
 SPECULATORS := .speculators
 NODE_CLIENTS := $(CLIENTS)/node_modules/.installed
 
-.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-hosts test-vllm test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients test-drafters check size proto sbom audit lock
+.PHONY: setup setup-vllm serve test test-fast test-local test-ray test-hosts test-vllm test-vllm-v1 test-vllm-v2 test-vllm-newest test-browser test-gpu test-gpu-vllm test-nightly test-clients test-drafters check size proto sbom audit lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -102,8 +102,12 @@ test-hosts: setup $(VENV)/.dev
 # The contract of targets, with vLLM's engine, and the server on it; then the engine's other model runner, whose kernels are
 # interpreted. vLLM's own warnings are not ours to mend.
 VLLM_PYTEST := $(VLLM_VENV)/bin/python -m pytest -W default
-test-vllm: setup-vllm
+test-vllm: test-vllm-v1 test-vllm-v2
+
+test-vllm-v1: setup-vllm
 	$(VLLM_PYTEST) -m 'vllm and not nightly' --durations 10 $(ARGS) tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
+
+test-vllm-v2: setup-vllm
 	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_PYTEST) -m vllm -k 'not 2-ranks' --durations 10 $(ARGS) tests/contract/test_target.py tests/vllm/test_vllm_target.py
 
 # The newest release of vLLM on PyPI: what it lacks of the interface, and both model runners over the operators of the CPU build.
