@@ -20,8 +20,10 @@ from cluster.config import Config, ModelConfig
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName
 from deploy.command_line import parse
+from engine.factory import load_model
 from engine.models import gguf
 from engine.models.config import load_config
+from engine.models.gguf_file import GgufFile
 from engine.models.hub import chosen_file
 from engine.models.prepare import ensure_model, resolve_model
 from tests.support.hub import running_hub
@@ -112,17 +114,23 @@ def file(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    metadata, shapes = gguf.read_header(path)
-    return gguf.config_of(metadata, shapes, gguf.rope_factors(path, shapes))
+    return gguf.config_of(GgufFile(path))
 
 
 @pytest.mark.slow
 def test_a_file_is_served_as_its_folder_is(file: Path, tiny_folder: Path) -> None:
-    """Weights in Hugging Face's order, the tokenizer's ids, the chat template and the settings; converted once."""
+    """Weights in Hugging Face's order, the tokenizer's ids, the chat template and the settings; prepared once, and weights
+    are written for vLLM alone."""
     with pytest.raises(ModelUnavailable, match="is not prepared; run `outrider models prepare"):
         resolve_model(str(file))
     folder = ensure_model(str(file))
     assert resolve_model(str(file)) == folder
+    assert not list(folder.glob("*.safetensors"))
+    model = load_model(folder, "float32", num_layers=1)
+    assert model.embedding.equal(load_model(tiny_folder, "float32").embedding)
+    with pytest.raises(ModelUnavailable, match="has no weights that vLLM reads"):
+        resolve_model(str(file), "vllm")
+    assert ensure_model(str(file), engine="vllm") == folder == resolve_model(str(file))
     stamp = (folder / "outrider.json").stat().st_mtime_ns
     assert ensure_model(str(file)) == folder
     assert (folder / "outrider.json").stat().st_mtime_ns == stamp
@@ -187,7 +195,7 @@ def test_a_tokenizer_keeps_digits_apart_as_smollm_does(tiny_folder: Path, tmp_pa
 def test_a_broken_file_is_refused_with_its_reason(file: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelUnavailable, match=message) as refused:
-        gguf.read_header(file)
+        GgufFile(file)
     assert "\n" not in str(refused.value)
 
 
