@@ -22,13 +22,15 @@ from engine.models.quantised import shipped_bytes
 from engine.models.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 # As llama.cpp names them; Mistral and SmolLM are llama, too.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LARGEST_PART = 2**31  # bytes of a file of weights, which are held until it is written
 _ENDS = ("eos", "eot", "eom")
-_LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe")  # begin with BOS unless the file says otherwise, as in llama.cpp
+# As in llama.cpp, begin with BOS unless the file says otherwise, and take a word that is a token whole.
+_LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 _GPT2_SPLITS = ("default", "gpt-2", "gpt2", "smollm")  # beside those that transformers knows by name
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as ``engine.models.weights`` joins them
 
@@ -176,7 +178,12 @@ def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     if family.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
-    begins = kind == "gpt2" and split in _LLAMA3_SPLITS and "bos_token" in settings
+    begins = kind == "gpt2" and split in _LLAMA3_SPLITS
+    if begins:
+        tokenizer.model.ignore_merges = True
+    if kind == "llama":
+        _spell_spaces(tokenizer, prefix=content.get("add_prefix_space", True))
+    begins = begins and "bos_token" in settings
     first = [settings["bos_token"]] if settings.pop("add_bos_token", begins) else []
     last = [settings["eos_token"]] if settings.pop("add_eos_token", False) else []
     if first or last:
@@ -184,6 +191,17 @@ def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
         ids = [(token, tokenizer.token_to_id(token)) for token in (*first, *last)]
         tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_len, **settings)
+
+
+def _spell_spaces(tokenizer: "Tokenizer", *, prefix: bool) -> None:
+    """As sentencepiece does, and llama.cpp: a text, also one behind a control token, begins with a space more."""
+    from tokenizers import decoders, normalizers
+
+    spaces = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    tokenizer.pre_tokenizer = None
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
 def _say(fraction: float, what: str) -> None:
