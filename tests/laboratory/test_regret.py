@@ -16,8 +16,8 @@ NUM_SEEDS = 3
 
 POLICIES: dict[str, tuple[PolicyConfig, bool]] = {
     "lbss": (PolicyConfig(kind="lbss", exploration_slots=32), False),
-    "hedge": (PolicyConfig(), True),
-    "hedge without scores": (PolicyConfig(), False),
+    "hedge": (PolicyConfig(kind="hedge"), True),
+    "hedge without scores": (PolicyConfig(kind="hedge"), False),
     "epsilon-greedy": (PolicyConfig(kind="epsilon-greedy", epsilon=0.2), False),
     "greedy-length": (PolicyConfig(kind="greedy-length"), False),
     "fixed": (PolicyConfig(kind="fixed"), False),
@@ -79,7 +79,7 @@ def test_prompt_length_chooses_worst() -> None:
 
 
 def test_what_was_measured_is_what_the_seed_says() -> None:
-    policy = PolicyConfig()
+    policy = PolicyConfig(kind="hedge")
     first, again = (run(build_policy(policy), arms(), 20, 7, True) for _ in range(2))
     assert first.regret.tolist() == again.regret.tolist()
     assert first.num_switches == again.num_switches

@@ -17,9 +17,9 @@ from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
-from router.drafter.hedge import Hedge
 from router.estimates.acceptance import OnTimeRates
 from router.estimates.decayed import DecayedMean
+from router.papers.not_a_bandit import Hedge
 from router.papers.specrouter import ModelChains
 from router.plan import Span
 from tests.support.observations import right_at

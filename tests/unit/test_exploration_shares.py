@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
-from router.drafter.hedge import Hedge
 from router.estimates.request_acceptance import RequestAcceptance
+from router.papers.not_a_bandit import Hedge
 from tests.support.observations import right_at
 
 SELDOM = 1e-9

@@ -19,10 +19,10 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.drafter.hedge import Hedge
 from router.drafter.router import NEXT_REQUEST
 from router.estimates.acceptance import AcceptanceModel, OnTimeRates
 from router.estimates.decayed import GENERATION_SLOTS
+from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.observations import right_at
 

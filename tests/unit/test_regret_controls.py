@@ -18,7 +18,7 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.drafter.hedge import Hedge
+from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 

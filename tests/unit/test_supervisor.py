@@ -369,7 +369,7 @@ async def test_status_sums_over_the_targets(supervisor: Supervisor) -> None:
     supervisor.start()
     await eventually(lambda: len(supervisor.pids()) == 5)
     status = await supervisor.status()
-    assert (status.model, status.policy, status.table_version) == ("tiny", "hedge", 6)
+    assert (status.model, status.policy, status.table_version) == ("tiny", "epsilon-greedy", 6)
     assert [target.num_waiting for target in status.targets] == [2, 2]
     ngram = status.drafters[0]
     assert (ngram.kind, ngram.num_requests, ngram.num_proposed, ngram.num_accepted) == ("ngram", 2, 80, 60)

@@ -1,4 +1,4 @@
-"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default). As in
+"""`hedge`: exponential weights over drafters with full information, matched under capacity. As in
 "Not-a-Bandit" (arXiv 2510.20064), drafters in step with a request are judged by every round, without exploration."""
 
 from collections.abc import Mapping, Sequence
