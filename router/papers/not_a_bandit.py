@@ -23,25 +23,22 @@ from router.assignment import (
 )
 from router.drafter.matching import NOWHERE, Floats, Ints, match
 from router.drafter.seats import FreeCapacity
-from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
-from router.estimates.round_times import RoundTimes, shares_target
+from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
+from router.estimates.decayed import DecayedSums
 
 LEARNING_RATE = 10.0  # eta, per token and round
 HYSTERESIS = 0.05  # relative gain under which a request stays where it is
 EXPLORATION = 0.01  # share of requests, per slot, that try a drafter with little evidence
 PAYBACK_S = 5.0  # within which a switch must recover its cost
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
-_MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
 _OPTIMISTIC_DRAFTS = 4  # right in full, that a drafter is credited with before its own (Sutton and Barto, section 2.6)
 _MAX_TRIALS = 4  # requests of a slot that try the same drafter
 _LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
 _Positive = Annotated[float, Field(gt=0)]
-_Sum = Annotated[float, Field(ge=0)]
-_Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
 
 
 class HedgeSnapshot(AcceptanceSnapshot):
-    rounds: _Times
+    rounds: dict[str, tuple[_Positive, _Positive]]
 
 
 class Hedge:
@@ -51,7 +48,7 @@ class Hedge:
 
     - L_ij: expected tokens of a round with a draft (`router.estimates.acceptance`); n_ij: the rounds behind it.
     - s_j: share of rounds in which j's draft is in time (`router.estimates.acceptance`).
-    - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
+    - T_j: mean seconds of a round with j.
     - G_ij: a Gumbel draw fixed for the life of i.
 
     With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
@@ -79,7 +76,7 @@ class Hedge:
         self._learning_rate, self._exploration, self._payback_s = learning_rate, exploration, payback_s
         self._stay = 1.0 + hysteresis
         self._acceptance = AcceptanceModel(np.random.default_rng(seed))
-        self._times = RoundTimes()
+        self._rounds: DecayedSums[str] = DecayedSums(MEMORY_ROUNDS)  # by drafter: rounds, seconds
         self._prices: dict[str, float] = {}
         self._regret: float | None = None
 
@@ -87,20 +84,21 @@ class Hedge:
         self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
     ) -> None:
         drafted = list(lessons(observations))
-        self._times.observe(drafted)
+        for seen in drafted:
+            self._rounds.add(drafter_of(seen.drafter), (seen.num_rounds, seen.elapsed_s), seen.num_rounds)
         self._acceptance.observe(drafted, scores)
 
     def regret(self) -> float | None:
         return self._regret
 
     def snapshot(self) -> JsonValue:
-        found = {**self._acceptance.snapshot(), "rounds": self._times.snapshot()}
+        found = {**self._acceptance.snapshot(), "rounds": self._rounds.snapshot()}
         return found if found["acceptance"] or found["in_time"] or found["rounds"] else None
 
     def restore(self, snapshot: JsonValue) -> None:
         found = HedgeSnapshot.model_validate(snapshot)
         self._acceptance.restore(found)
-        self._times.restore(found.rounds)
+        self._rounds.sums = dict(found.rounds)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.requests.next_slot()
@@ -155,7 +153,7 @@ class Hedge:
         stays = np.flatnonzero(placed & (here != NOWHERE))
         tokens[stays, here[stays]] *= self._stay
         live = np.array([request.committed_len > 0 for request in requests])
-        round_s = self._round_s(room, shares, tokens[live])
+        round_s = self._round_s(room.members)
         values = tokens / round_s
         explorers = own.draw_explorers(live, num_rounds, num_drafts, self._exploration)
         for tries, drafters in (self._trials(values, optimistic * left / round_s, here, live), explorers):
@@ -164,21 +162,12 @@ class Hedge:
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains, np.column_stack((lens / round_s, np.full(len(requests), plain)))
 
-    def _round_s(self, room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
-        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter: by
-        all at first, then by those who prefer it at that price, until their number stops falling."""
-        copies = [room.num_copies(drafter) for drafter in room.drafters]
-        num_requests = max(1, len(tokens))
-        users = np.full(len(room.members), float(num_requests))
-        shared = np.array([shares_target(member) for member in room.members])
-        for _ in range(_MAX_PRICES):
-            round_s = self._times.of(room.members, copies, shares, users, num_requests)
-            takers = np.bincount((tokens / round_s).argmax(axis=1), minlength=len(room.members))
-            fewer = np.where(shared, np.clip(takers, 1.0, users), users)
-            if (fewer == users).all():
-                break
-            users = fewer
-        return round_s
+    def _round_s(self, members: Sequence[PoolMember]) -> Floats:
+        """Seconds of a round with each: the mean of its own, or of all and its prior cost before the first."""
+        known = [self._rounds.get(drafter_of(member.name), 2) for member in members]
+        num_rounds, seconds = map(sum, zip(*self._rounds.sums.values(), strict=True)) if self._rounds.sums else (1.0, 1.0)
+        usual_s = [seconds / num_rounds * (1.0 + member.cost * member.max_draft_len) for member in members]
+        return np.array([own_s / num if num else prior for (num, own_s), prior in zip(known, usual_s, strict=True)])
 
     @staticmethod
     def _optimistic_lens(lens: Floats, num_drafts: Floats, drafters: Sequence[PoolMember]) -> Floats:

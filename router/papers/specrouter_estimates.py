@@ -5,13 +5,12 @@ Here tokens travel, drawn with the same noise. Their rate of agreement lies betw
 SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 
 Overhead: measured over predicted time per token, by chain. Predictions assume a device per model and one shared pass for all
-requests. The ratio counts as far as it exceeds chance (`router.estimates.round_times`), separately for slots in which all
-requests had one chain.
+requests. The ratio counts as far as it exceeds chance, separately for slots in which all requests had one chain.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat, zip_longest
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field, JsonValue
@@ -23,10 +22,13 @@ from router.drafter.chains import PROPOSAL_LEN
 from router.drafter.matching import Floats
 from router.estimates.acceptance import PRIOR_ROUNDS
 from router.estimates.decayed import DecayedMean, DecayedSums
-from router.estimates.round_times import Rounds, SlotSums, significant_share
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
 _KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
+
+_MEMORY_SLOTS = 400.0  # after which measured over predicted times count 1/e
+_NUM_ERRORS = 3.0  # standard errors, that they must be off 1 to be significant
+_FORGOTTEN = 1e-3  # slots
 
 Rates = tuple[float, ...]
 _Pair = tuple[str, str]
@@ -111,21 +113,45 @@ FillSums = dict[str, tuple[_Sum, _Sum]]
 OverheadSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
-class ObservedOverheads(SlotSums[Chain | None]):
-    """Measured over predicted time, by the chain that all requests had, or SPREAD. A round is here a predicted second."""
+class Compared(NamedTuple):
+    """Decayed sums over the slots of a chain: predicted and measured seconds."""
+
+    num_slots: float
+    predicted: float
+    measured: float
+    squares: float  # of a slot's measured seconds, over its predicted ones
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.predicted
+
+    @property
+    def residue(self) -> float:
+        """Squared deviation of slots from the mean, over their predicted seconds."""
+        return max(0.0, self.squares - self.ratio * self.measured)
+
+
+class ObservedOverheads(DecayedSums[Chain | None]):
+    """Measured over predicted time, by the chain that all requests had, or SPREAD; fades with each slot."""
+
+    def __init__(self) -> None:
+        super().__init__(_MEMORY_SLOTS)
 
     def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
         """Adds a slot's (predicted, measured) seconds."""
-        self.end_slot({what: seconds for what, seconds in compared.items() if seconds[0] > 0.0})
+        self.fade(1.0, _FORGOTTEN)
+        for what, (predicted, measured) in compared.items():
+            if predicted > 0.0:
+                self.add(what, (1.0, predicted, measured, measured**2 / predicted), 0.0)
 
     def to_json(self) -> list[JsonValue]:
         return [[None if what is SPREAD else list(what), list(sums)] for what, sums in self.sums.items()]
 
     def factors(self) -> dict[Chain | None, float]:
         """Measured over predicted time of everything seen."""
-        known = [Rounds(*sums) for sums in self.sums.values()]
-        off = np.array([one.mean_s - 1.0 for one in known])
-        return dict(zip(self.sums, (1.0 + off * significant_share(off, known)).tolist(), strict=True))
+        known = [Compared(*sums) for sums in self.sums.values()]
+        off = np.array([one.ratio - 1.0 for one in known])
+        return dict(zip(self.sums, (1.0 + off * _significant_share(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:
@@ -236,3 +262,13 @@ class PassTimeFactors:
 
 def _octave(num_rows: float) -> int:
     return round(num_rows).bit_length()
+
+
+def _significant_share(off: Floats, known: Sequence[Compared]) -> Floats:
+    """Share of the deviation ``off`` that counts: 0 where it may be chance."""
+    num_free = sum(one.num_slots for one in known) - len(known)
+    per_second = sum(one.residue for one in known) / num_free if num_free >= 1.0 else np.inf
+    errors = np.array([per_second / one.predicted for one in known])  # squared, of the means
+    shares: Floats = np.maximum(0.0, 1.0 - _NUM_ERRORS**2 * errors / np.maximum(off**2, 1e-300))
+    shares *= np.minimum(1.0, [one.num_slots for one in known])
+    return shares
