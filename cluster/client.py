@@ -110,7 +110,6 @@ class ClusterStatus:
     planned_by: tuple[str, ...] = ()  # the planner's policies of length, verification and overlap, and what else is on
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
-    regret: HistogramCounts | None = None  # of the router, by slot, as of `router.assignment.AssignmentPolicy`
     scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
     scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost

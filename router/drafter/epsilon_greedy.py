@@ -11,7 +11,6 @@ from router.assignment import (
     TARGET_ONLY,
     Chain,
     Levels,
-    NoRegret,
     Observation,
     PoolMember,
     RequestView,
@@ -24,7 +23,7 @@ from router.drafter.seats import FreeCapacity
 from router.estimates.decayed import DecayedSums, ExpiringCache
 
 
-class EpsilonGreedy(NoRegret):
+class EpsilonGreedy:
     """Per request and slot: with probability epsilon a uniformly random drafter, else the one with the highest estimated
     goodput, if that is better than the present one's by the hysteresis. With scarce places, requests that stay keep theirs;
     then those with the largest gain choose first.

@@ -78,7 +78,6 @@ class Hedge:
         self._acceptance = AcceptanceModel(np.random.default_rng(seed))
         self._rounds: DecayedSums[str] = DecayedSums(MEMORY_ROUNDS)  # by drafter: rounds, seconds
         self._prices: dict[str, float] = {}
-        self._regret: float | None = None
 
     def observe(
         self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
@@ -87,9 +86,6 @@ class Hedge:
         for seen in drafted:
             self._rounds.add(drafter_of(seen.drafter), (seen.num_rounds, seen.elapsed_s), seen.num_rounds)
         self._acceptance.observe(drafted, scores)
-
-    def regret(self) -> float | None:
-        return self._regret
 
     def snapshot(self) -> JsonValue:
         found = {**self._acceptance.snapshot(), "rounds": self._rounds.snapshot()}
@@ -105,19 +101,15 @@ class Hedge:
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         pool = without_lookups(pool, sum([not request.is_placeholder for request in requests]))
         room = FreeCapacity(pool)
-        self._regret = None
         if requests and room.drafters:
             rows = self._acceptance.requests.follow(requests)
-            values, rewards = self._values(requests, rows, pool, room)
+            values = self._values(requests, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
             live = np.array([not request.is_placeholder for request in requests])
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            if places:
-                chosen = rewards[live][np.arange(len(places)), matching.place]  # NOWHERE is the last column
-                self._regret = 1.0 - float(chosen.sum() / rewards[live].max(axis=1).sum())
             pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
             chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
             for i in np.flatnonzero(~live).tolist():
@@ -134,11 +126,8 @@ class Hedge:
                 return seat
         return TARGET_ONLY
 
-    def _values(
-        self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity
-    ) -> tuple[Floats, Floats]:
-        """(requests, drafters): value of a place above plain decoding; (requests, drafters and none): tokens per second as
-        they are estimated, without what makes requests stay or explore."""
+    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
+        """(requests, drafters): value of a place above plain decoding."""
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
         shares = self._acceptance.on_time.shares(room.drafters)
@@ -160,7 +149,7 @@ class Hedge:
             values[tries, drafters] = self._stay * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
-        return gains, np.column_stack((lens / round_s, np.full(len(requests), plain)))
+        return gains
 
     def _round_s(self, members: Sequence[PoolMember]) -> Floats:
         """Seconds of a round with each: the mean of its own, or of all and its prior cost before the first."""

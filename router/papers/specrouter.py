@@ -21,7 +21,6 @@ from router.assignment import (
     TARGET_ONLY,
     Chain,
     Levels,
-    NoRegret,
     Observation,
     PoolMember,
     RequestView,
@@ -62,7 +61,7 @@ class ChainSnapshot(AcceptanceSnapshot):
     overruns: OverheadSums
 
 
-class ModelChains(NoRegret):
+class ModelChains:
     """Chains by expected time per token."""
 
     def __init__(

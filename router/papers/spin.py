@@ -39,7 +39,6 @@ from router.assignment import (
     TARGET_ONLY,
     Chain,
     Levels,
-    NoRegret,
     NothingLearned,
     Observation,
     PoolMember,
@@ -65,7 +64,7 @@ class LbssSnapshot(BaseModel):
     drafters: dict[str, JsonValue]
 
 
-class Lbss(NoRegret):
+class Lbss:
     """Alternates exploration in chunks with exploitation that doubles in length."""
 
     def __init__(self, exploration_slots: int = 16, chunk_slots: int = 2, seed: int = 0) -> None:

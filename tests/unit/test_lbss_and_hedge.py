@@ -19,7 +19,6 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.drafter.router import NEXT_REQUEST
 from router.estimates.acceptance import AcceptanceModel, OnTimeRates
 from router.estimates.decayed import GENERATION_SLOTS
 from router.papers.not_a_bandit import Hedge
@@ -156,26 +155,6 @@ def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
     requests = [replace(request, chain=("d0",)) for request in views(8)]
     assert set(policy.assign(requests, pool_of(8, 8)).values()) == {("d1",)}
     assert policy.assign([RequestView("new", 5, 5, ())], pool_of(8, 8)) == {"new": ("d1",)}
-
-
-def test_regret_is_what_the_requests_without_the_best_drafter_miss() -> None:
-    def regret(num_places: int) -> float:
-        policy = taught(Hedge(exploration=0.0, hysteresis=0.0))
-        policy.assign([replace(request, chain=("d0",)) for request in views(8)], pool_of(8, num_places))
-        found = policy.regret()
-        assert found is not None
-        return found
-
-    assert regret(8) == pytest.approx(0.0, abs=1e-9)
-    assert regret(0) > 0.1
-    assert [regret(num) / regret(0) for num in (2, 4)] == pytest.approx([6 / 8, 4 / 8], rel=0.1)
-
-
-def test_without_requests_there_is_no_regret() -> None:
-    policy = Hedge()
-    policy.assign([NEXT_REQUEST], pool_of(8, 8))
-    assert policy.regret() is None
-    assert Lbss().regret() is None  # a bandit does not know it
 
 
 def test_a_tenth_of_a_token_decides_for_new_requests() -> None:

@@ -72,8 +72,6 @@ def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     assert target.tables[-1][1] == "fixed"
     report = actor.report()
     assert report.trial_left_s is None
-    assert report.regret is not None
-    assert sum(report.regret.counts) == 1, "of the one slot in which hedge routed"
 
 
 async def _ask(cluster: Any, body: dict[str, object] | None, headers: dict[str, str], folder: Path, **given: Any) -> Any:
