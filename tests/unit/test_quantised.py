@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from cluster.errors import ModelUnavailable
 from engine.batch_layout import PackedSpan
-from engine.cpu.build import load_library
+from engine.compiling import load_compiled
+from engine.cpu.build import HEADERS, SOURCES, load_library
 from engine.cpu.quantised import QuantisedLinear
+from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
@@ -82,6 +84,17 @@ def test_products_do_not_depend_on_the_number_of_rows(kind: GGMLQuantizationType
         return product((x / scale).round() * scale)
 
     assert not rows_are_independent(rounded_together, x)
+
+
+@needs_compiler
+@pytest.mark.skipif(not cpu_level().includes(AVX2), reason="it may have no F16C")
+def test_a_cpu_that_has_float16_but_no_avx2_reads_scales_rightly() -> None:
+    matrix = QuantisedMatrix(GGMLQuantizationType.Q4_1, raw_matrix(GGMLQuantizationType.Q4_1, 40), _NUM_IN)
+    sources = [source for source in SOURCES if source.name == "quantised.c"]
+    library = load_compiled("ivybridge", sources, HEADERS, ["-DELEM_BF16=0", "-mno-avx2", "-mavx", "-mf16c"])
+    x = torch.randn(2, _NUM_IN)
+    found, expected = QuantisedLinear(library, matrix, None, torch.float32)(x), x @ matrix.dequantised().T
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-4)
 
 
 @needs_compiler
