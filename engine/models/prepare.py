@@ -5,10 +5,12 @@ native engine reads the weights from the file; for vLLM the folder has them in b
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -342,6 +344,8 @@ def _convert_gguf(source: Path, folder: Path, progress: Progress, *, with_weight
         if child.returncode != 0:
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            if child.returncode == -signal.SIGKILL:
+                reason = f"it was killed, for want of memory or after {STALLED_S:.0f} s without progress"
             raise ModelUnavailable(f"{source} could not be converted: {reason}")
 
 
@@ -391,7 +395,7 @@ def _part_prefix(folder: Path) -> str:
 
 def _remove_leftovers(folder: Path) -> None:
     """Removes folders of killed conversions and a replaced damaged copy. The caller holds the lock."""
-    for leftover in folder.parent.glob(f"{_part_prefix(folder)}*"):
+    for leftover in folder.parent.glob(f"{glob.escape(_part_prefix(folder))}*"):
         shutil.rmtree(leftover)
 
 

@@ -114,10 +114,12 @@ def test_the_manifest_records_source_and_result(conversions: Conversions) -> Non
     assert weights.sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_failed_conversion_leaves_nothing(conversions: Conversions, home: Path) -> None:
+@pytest.mark.parametrize("name", [NAME, "toy [1].gguf"])
+def test_a_failed_conversion_leaves_nothing(conversions: Conversions, home: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "toy [1].gguf").write_bytes(SOURCE)
     conversions.fails_after_writing = OSError(28, "No space left on device")
     with pytest.raises(ModelUnavailable, match="No space left on device"):
-        ensure_model(NAME)
+        ensure_model(NAME if name == NAME else str(tmp_path / name))
     assert not (home / "models" / NAME).exists()
     assert _leftovers(home) == []
 
@@ -263,6 +265,12 @@ def test_a_conversion_that_crashes_says_why(source: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"toy\.gguf could not be converted: \S+") as refused:
         ensure_model(NAME)
     assert "\n" not in str(refused.value)
+
+
+def test_a_conversion_that_is_killed_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "STALLED_S", 0.0)
+    with pytest.raises(ModelUnavailable, match="it was killed"):
+        ensure_model(NAME)
 
 
 def test_the_command_line_lists_prepares_and_refuses(conversions: Conversions, home: Path) -> None:
