@@ -12,7 +12,6 @@ from router.assignment import (
     AssignmentPolicy,
     Chain,
     Levels,
-    NoRegret,
     Observation,
     PoolMember,
     RequestView,
@@ -56,7 +55,7 @@ class FirstCome:
         return np.array(rows, np.int64), np.array(columns, np.int64)
 
 
-class LastEpoch(NoRegret):
+class LastEpoch:
     """Forgets at the end of each epoch what was seen in it."""
 
     def __init__(self, seed: int) -> None:
@@ -84,7 +83,7 @@ class LastEpoch(NoRegret):
         self._policy.restore(snapshot)
 
 
-class Permuted(NoRegret):
+class Permuted:
     """A policy, some of whose placements are exchanged with each other in each slot."""
 
     def __init__(self, policy: AssignmentPolicy, seed: int) -> None:
