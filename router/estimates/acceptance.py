@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from router.assignment import Observation, PoolMember, ScoreCounts, drafter_of
-from router.drafter.matching import Floats, Ints
+from router.cost_model import Floats, Ints
 from router.estimates.decayed import DecayedSums
 from router.estimates.pool_acceptance import PoolAcceptance, counts_of
 from router.estimates.request_acceptance import RequestAcceptance

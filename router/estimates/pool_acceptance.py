@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from router.assignment import Positions
-from router.drafter.matching import Floats, Ints
+from router.cost_model import Floats, Ints
 from router.estimates.decayed import retained
 
 NUM_POSITIONS = 8  # further ones share the last

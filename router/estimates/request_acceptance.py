@@ -6,10 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.assignment import RequestView
-from router.drafter.matching import NOWHERE, Floats, Ints
+from router.cost_model import Floats, Ints
 from router.estimates.decayed import GENERATION_SLOTS, retained
 from router.estimates.pool_acceptance import NUM_POSITIONS
 
+NOWHERE = -1  # as the row of a request: it is not followed
 KNOWN_ROUNDS = 16.0  # of a request with a drafter, twice the prior's: then it explores no more
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256

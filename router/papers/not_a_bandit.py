@@ -21,16 +21,17 @@ from router.assignment import (
     lessons,
     without_lookups,
 )
-from router.drafter.matching import NOWHERE, Floats, Ints, match
+from router.cost_model import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
 from router.estimates.decayed import DecayedSums
+from router.estimates.request_acceptance import NOWHERE
+from router.papers.spin import heaviest_matching
 
 LEARNING_RATE = 10.0  # eta, per token and round
 HYSTERESIS = 0.05  # relative gain under which a request stays where it is
 EXPLORATION = 0.01  # share of requests, per slot, that try a drafter with little evidence
 PAYBACK_S = 5.0  # within which a switch must recover its cost
-MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _OPTIMISTIC_DRAFTS = 4  # right in full, that a drafter is credited with before its own (Sutton and Barto, section 2.6)
 _MAX_TRIALS = 4  # requests of a slot that try the same drafter
 _LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
@@ -60,8 +61,8 @@ class Hedge:
     small share of requests explores for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over PAYBACK_S.
-    The matching maximises the sum of v (`router/drafter/matching.py`), starting from the prices of the last slot. Lookups
-    that an open combination queries anyway are left out (`router.assignment.without_lookups`).
+    The matching maximises the sum of v. Lookups that an open combination queries anyway are left out
+    (`router.assignment.without_lookups`).
     """
 
     def __init__(
@@ -77,7 +78,6 @@ class Hedge:
         self._stay = 1.0 + hysteresis
         self._acceptance = AcceptanceModel(np.random.default_rng(seed))
         self._rounds: DecayedSums[str] = DecayedSums(MEMORY_ROUNDS)  # by drafter: rounds, seconds
-        self._prices: dict[str, float] = {}
 
     def observe(
         self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
@@ -104,27 +104,20 @@ class Hedge:
         if requests and room.drafters:
             rows = self._acceptance.requests.follow(requests)
             values = self._values(requests, rows, pool, room)
-            capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
-            prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
-            live = np.array([not request.is_placeholder for request in requests])
-            matching = match(values[live], capacity, prices, MAX_CYCLES)
-            self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
-            places = matching.place.tolist()
-            pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
-            chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
-            for i in np.flatnonzero(~live).tolist():
-                chains[requests[i].request_id] = self._best_left(values[i], matching.prices, room)
+            live = [i for i, request in enumerate(requests) if not request.is_placeholder]
+            nums_free = [min(len(live), room.num_free(drafter)) for drafter in room.drafters]
+            columns = np.repeat(np.arange(len(room.drafters)), nums_free)
+            pairs = zip(*heaviest_matching(values[live][:, columns]), strict=True)
+            chains |= room.seat_all((requests[live[i]], room.drafters[columns[place]]) for i, place in pairs)
+            for i in set(range(len(requests))).difference(live):
+                chains[requests[i].request_id] = self._best_left(values[i], room)
         return chains
 
     @staticmethod
-    def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
-        """The best drafter with a free place, for requests to come. Prices count, since those requests would pay them
-        too."""
-        for j in np.argsort(prices - values, kind="stable").tolist():
-            seat = room.seat(room.drafters[j], TARGET_ONLY)
-            if seat is not None:
-                return seat
-        return TARGET_ONLY
+    def _best_left(values: Floats, room: FreeCapacity) -> Chain:
+        """The best drafter with a free place, for requests to come."""
+        seats = (room.seat(room.drafters[j], TARGET_ONLY) for j in np.argsort(-values, kind="stable").tolist())
+        return next((seat for seat in seats if seat is not None), TARGET_ONLY)
 
     def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
         """(requests, drafters): value of a place above plain decoding."""

@@ -28,9 +28,8 @@ from router.assignment import (
     drafter_of,
     lessons,
 )
-from router.cost_model import TableCost
+from router.cost_model import Floats, Ints, TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
-from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
 from router.papers.specrouter_estimates import (

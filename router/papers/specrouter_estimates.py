@@ -17,9 +17,8 @@ from pydantic import Field, JsonValue
 
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Observation, PoolMember, drafter_of
-from router.cost_model import TableCost, monotone
+from router.cost_model import Floats, TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN
-from router.drafter.matching import Floats
 from router.estimates.acceptance import PRIOR_ROUNDS
 from router.estimates.decayed import DecayedMean, DecayedSums
 

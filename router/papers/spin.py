@@ -47,8 +47,8 @@ from router.assignment import (
     drafter_of,
     lessons,
 )
+from router.cost_model import Floats, Ints
 from router.drafter.epsilon_greedy import GoodputEstimates
-from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.decayed import ExpiringCache
 
