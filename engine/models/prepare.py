@@ -170,7 +170,7 @@ def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
         return folder
     if (name := HubName.parse(name_or_path)) is not None:
         folder = hub.find(name) if progress is None else hub.fetch(name, progress)
-        if name.gguf is None and not (folder / "config.json").exists():
+        if name.gguf is None and not any((folder / file).exists() for file in ("config.json", "tokenizer.json")):
             one = f"of a repository of GGUF files name one, such as {name.repo}:Q4_K_M"
             raise ModelUnavailable(f"{name} has no config.json, so it is no Hugging Face model; {one}")
         return folder
