@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from router.assignment import (
@@ -24,17 +23,14 @@ from router.assignment import (
 from router.cost_model import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
-from router.estimates.decayed import DecayedSums
-from router.estimates.request_acceptance import NOWHERE
+from router.estimates.decayed import DecayedSums, ExpiringCache
 from router.papers.spin import heaviest_matching
 
 LEARNING_RATE = 10.0  # eta, per token and round
 HYSTERESIS = 0.05  # relative gain under which a request stays where it is
-EXPLORATION = 0.01  # share of requests, per slot, that try a drafter with little evidence
 PAYBACK_S = 5.0  # within which a switch must recover its cost
-_OPTIMISTIC_DRAFTS = 4  # right in full, that a drafter is credited with before its own (Sutton and Barto, section 2.6)
-_MAX_TRIALS = 4  # requests of a slot that try the same drafter
 _LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
+_NOWHERE = -1  # as the drafter of a request: none
 _Positive = Annotated[float, Field(gt=0)]
 
 
@@ -55,11 +51,6 @@ class Hedge:
     With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
     scarce places this is Hedge's perturbed leader (Kalai and Vempala).
 
-    A drafter that nobody scores is known by its drafts alone. A request tries it while its optimistic value exceeds the best
-    value: the optimistic one is as if _OPTIMISTIC_DRAFTS drafts more, of all requests, had been right in full (optimistic
-    initial values), and catching up lowers it, too. What is slow, late or seldom right is so left after few drafts. Later a
-    small share of requests explores for a slot the drafter that they have seen least.
-
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over PAYBACK_S.
     The matching maximises the sum of v. Lookups that an open combination queries anyway are left out
     (`router.assignment.without_lookups`).
@@ -70,13 +61,14 @@ class Hedge:
         *,
         learning_rate: float = LEARNING_RATE,
         hysteresis: float = HYSTERESIS,
-        exploration: float = EXPLORATION,
         payback_s: float = PAYBACK_S,
         seed: int = 0,
     ) -> None:
-        self._learning_rate, self._exploration, self._payback_s = learning_rate, exploration, payback_s
+        self._learning_rate, self._payback_s = learning_rate, payback_s
         self._stay = 1.0 + hysteresis
-        self._acceptance = AcceptanceModel(np.random.default_rng(seed))
+        self._random = np.random.default_rng(seed)
+        self._acceptance = AcceptanceModel()
+        self._noise: ExpiringCache[dict[str, float]] = ExpiringCache()  # request -> its Gumbel draws by drafter
         self._rounds: DecayedSums[str] = DecayedSums(MEMORY_ROUNDS)  # by drafter: rounds, seconds
 
     def observe(
@@ -97,13 +89,13 @@ class Hedge:
         self._rounds.sums = dict(found.rounds)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        self._acceptance.requests.next_slot()
+        self._acceptance.next_slot([request.request_id for request in requests])
+        self._noise.next_slot()
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         pool = without_lookups(pool, sum([not request.is_placeholder for request in requests]))
         room = FreeCapacity(pool)
         if requests and room.drafters:
-            rows = self._acceptance.requests.follow(requests)
-            values = self._values(requests, rows, pool, room)
+            values = self._values(requests, pool, room)
             live = [i for i, request in enumerate(requests) if not request.is_placeholder]
             nums_free = [min(len(live), room.num_free(drafter)) for drafter in room.drafters]
             columns = np.repeat(np.arange(len(room.drafters)), nums_free)
@@ -119,30 +111,34 @@ class Hedge:
         seats = (room.seat(room.drafters[j], TARGET_ONLY) for j in np.argsort(-values, kind="stable").tolist())
         return next((seat for seat in seats if seat is not None), TARGET_ONLY)
 
-    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
+    def _values(self, requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
         """(requests, drafters): value of a place above plain decoding."""
-        own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
-        lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
-        shares = self._acceptance.on_time.shares(room.drafters)
-        num_drafts = self._acceptance.num_drafts(room.members)
-        optimistic = 1.0 + shares * (self._optimistic_lens(lens, num_drafts, room.members) - 1.0)
-        lens = 1.0 + shares * (lens - 1.0)
-        noise = own.noise(rows, columns) / (self._learning_rate * num_rounds)
+        known = [self._noise.get(request.request_id) for request in requests]
+        noise = np.array([self._drawn(request, room.drafters) for request in requests])
+        lens, num_rounds = self._acceptance.expected_lens([request.request_id for request in requests], room.members)
+        lens = 1.0 + self._acceptance.on_time.shares(room.drafters) * (lens - 1.0)
         here = self._here(requests, pool, room)
-        placed = own.place(rows)
         left = 1.0 - np.minimum(self._switching(requests, room.members, here) / self._payback_s, 1.0)
-        tokens = np.maximum(lens + noise, 0.0) * left
-        stays = np.flatnonzero(placed & (here != NOWHERE))
+        tokens = np.maximum(lens + noise / (self._learning_rate * num_rounds), 0.0) * left
+        # A first place is the default, not a choice.
+        stays = [i for i, place in enumerate(here.tolist()) if place != _NOWHERE and known[i] is not None]
         tokens[stays, here[stays]] *= self._stay
-        live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(room.members)
         values = tokens / round_s
-        explorers = own.draw_explorers(live, num_rounds, num_drafts, self._exploration)
-        for tries, drafters in (self._trials(values, optimistic * left / round_s, here, live), explorers):
-            values[tries, drafters] = self._stay * values[tries].max(axis=1)
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains
+
+    def _drawn(self, request: RequestView, drafters: Sequence[str]) -> list[float]:
+        """The Gumbel draws of a request, 0 for a placeholder: what stands for many requests is not left to chance."""
+        draws = self._noise.get(request.request_id)
+        if draws is None:
+            draws = {}
+            self._noise.put(request.request_id, draws)
+        for drafter in drafters:
+            if drafter not in draws:
+                draws[drafter] = self._random.gumbel() if request.committed_len else 0.0
+        return [draws[drafter] for drafter in drafters]
 
     def _round_s(self, members: Sequence[PoolMember]) -> Floats:
         """Seconds of a round with each: the mean of its own, or of all and its prior cost before the first."""
@@ -152,28 +148,10 @@ class Hedge:
         return np.array([own_s / num if num else prior for (num, own_s), prior in zip(known, usual_s, strict=True)])
 
     @staticmethod
-    def _optimistic_lens(lens: Floats, num_drafts: Floats, drafters: Sequence[PoolMember]) -> Floats:
-        """(requests, drafters): ``lens`` if _OPTIMISTIC_DRAFTS more drafts were right in full."""
-        longest = np.array([1.0 + member.max_draft_len for member in drafters])
-        optimistic: Floats = (num_drafts * lens + _OPTIMISTIC_DRAFTS * longest) / (num_drafts + _OPTIMISTIC_DRAFTS)
-        return optimistic
-
-    def _trials(self, values: Floats, optimistic: Floats, here: Ints, live: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Requests for which a drafter's optimistic value exceeds the best value, and the drafter of each whose optimistic
-        value is highest: at most _MAX_TRIALS requests for a drafter, those first that are there."""
-        most = optimistic.argmax(axis=1)
-        tries = live & (optimistic.max(axis=1) > values.max(axis=1)) & (self._exploration > 0.0)
-        for j in np.unique(most[tries]).tolist():
-            some = np.flatnonzero(tries & (most == j))
-            tries[some[np.argsort(here[some] != j, kind="stable")][_MAX_TRIALS:]] = False
-        chosen = np.flatnonzero(tries)
-        return chosen, most[chosen]
-
-    @staticmethod
     def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Ints:
         columns = {drafter: j for j, drafter in enumerate(room.drafters)}
-        at: dict[Chain, int] = {(member.name,): columns.get(drafter_of(member.name), NOWHERE) for member in pool}
-        return np.array([at.get(request.chain, NOWHERE) for request in requests], np.int64)
+        at: dict[Chain, int] = {(member.name,): columns.get(drafter_of(member.name), _NOWHERE) for member in pool}
+        return np.array([at.get(request.chain, _NOWHERE) for request in requests], np.int64)
 
     @staticmethod
     def _switching(requests: Sequence[RequestView], drafters: Sequence[PoolMember], here: Ints) -> Floats:
@@ -183,6 +161,6 @@ class Hedge:
         if not fixed.any() and not per_token.any():
             return np.zeros((1, 1))
         costs: Floats = fixed + np.array([r.committed_len for r in requests])[:, None] * per_token
-        stays = np.flatnonzero(here != NOWHERE)
+        stays = np.flatnonzero(here != _NOWHERE)
         costs[stays, here[stays]] = 0.0
         return costs

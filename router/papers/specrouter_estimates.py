@@ -9,7 +9,6 @@ requests. The ratio counts as far as it exceeds chance, separately for slots in 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat, zip_longest
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Observation, PoolMember, drafter_of
 from router.cost_model import Floats, TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN
-from router.estimates.acceptance import PRIOR_ROUNDS
+from router.estimates.acceptance import PRIOR_ROUNDS, PositionCounts, Rates
 from router.estimates.decayed import DecayedMean, DecayedSums
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
@@ -29,7 +28,6 @@ _MEMORY_SLOTS = 400.0  # after which measured over predicted times count 1/e
 _NUM_ERRORS = 3.0  # standard errors, that they must be off 1 to be significant
 _FORGOTTEN = 1e-3  # slots
 
-Rates = tuple[float, ...]
 _Pair = tuple[str, str]
 
 
@@ -43,30 +41,22 @@ class Similarities:
     """Agreement of drafters by position, from verifications within chains; remembers about ``memory`` drafts."""
 
     def __init__(self, memory: float) -> None:
-        # By proposer and verifier: drafts that reached each position, those right there, tokens asked for and proposed.
-        self._reached: DecayedSums[_Pair] = DecayedSums(memory)
-        self._right: DecayedSums[_Pair] = DecayedSums(memory)
-        self._asked: DecayedSums[_Pair] = DecayedSums(memory)
+        self._counts: PositionCounts[_Pair] = PositionCounts(memory)  # by proposer and verifier
+        self._asked: DecayedSums[_Pair] = DecayedSums(memory)  # tokens asked for and proposed
 
     def observe(self, verifier: str, verified: Verified) -> None:
         pair = (verified.proposer, verifier)
+        self._counts.add(pair, verified.num_reached, verified.num_right)
         num_drafts = verified.num_reached[0] if verified.num_reached else 0
-        self._reached.add(pair, verified.num_reached, num_drafts)
-        self._right.add(pair, verified.num_right, num_drafts)
         self._asked.add(pair, (verified.num_asked, verified.num_proposed), num_drafts)
 
     def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
         """Agreement by position; ``prior`` while little is known."""
-        pair = (proposer, verifier)
-        reached, right = self._reached.get(pair, 0), self._right.get(pair, 0)
-        counts = zip_longest(reached, right, range(len(prior)), fillvalue=0.0)
-        priors = chain(prior, repeat(prior[-1]))
-        return tuple((b + _STRENGTH * known) / (a + _STRENGTH) for (a, b, _), known in zip(counts, priors, strict=False))
+        return self._counts.rates((proposer, verifier), prior, _STRENGTH)
 
     def is_known(self, proposer: str, verifier: str) -> bool:
         """Whether verified drafts outweigh the prior."""
-        reached = self._reached.get((proposer, verifier), 0)
-        return bool(reached) and reached[0] >= _KNOWN
+        return self._counts.num_drafts((proposer, verifier)) >= _KNOWN
 
     def fill(self, proposer: str, verifier: str, prior: float) -> float:
         """Share of the requested tokens that it proposes; ``prior`` while little is known."""

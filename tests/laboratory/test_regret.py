@@ -17,7 +17,6 @@ NUM_SEEDS = 3
 POLICIES: dict[str, tuple[PolicyConfig, bool]] = {
     "lbss": (PolicyConfig(kind="lbss", exploration_slots=32), False),
     "hedge": (PolicyConfig(kind="hedge"), True),
-    "hedge without scores": (PolicyConfig(kind="hedge"), False),
     "epsilon-greedy": (PolicyConfig(kind="epsilon-greedy", epsilon=0.2), False),
     "greedy-length": (PolicyConfig(kind="greedy-length"), False),
     "fixed": (PolicyConfig(kind="fixed"), False),
@@ -66,10 +65,6 @@ def test_what_goes_on_choosing_wrongly_grows_like_time(name: str) -> None:
 
 def test_full_information_beats_the_bandit() -> None:
     assert regret("hedge")[-1] < 0.1 * regret("lbss")[-1]
-
-
-def test_without_scores_hedge_still_finds_what_suits_each() -> None:
-    assert regret("hedge")[-1] < regret("hedge without scores")[-1] < 0.5 * regret("epsilon-greedy")[-1]
 
 
 def test_prompt_length_chooses_worst() -> None:

@@ -217,9 +217,7 @@ def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
 # ---- what policies make of it
 
 
-@pytest.mark.parametrize(
-    "make", [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains], ids=["hedge", "chain"]
-)
+@pytest.mark.parametrize("make", [partial(Hedge, learning_rate=1000.0), ModelChains], ids=["hedge", "chain"])
 def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring(
     make: Callable[[], AssignmentPolicy],
 ) -> None:
@@ -238,7 +236,7 @@ def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring
 
 # ---- what outlives the policy
 
-MAKERS = [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains]
+MAKERS = [partial(Hedge, learning_rate=1000.0), ModelChains]
 POOL = [PoolMember("late", 8, 0.05), PoolMember("punctual", 8, 0.05)]
 
 

@@ -147,7 +147,7 @@ def test_what_targets_saw_decides_also_for_requests_to_come() -> None:
 
 
 def test_scores_of_all_targets_reach_the_policy() -> None:
-    router = Router(Hedge(exploration=0.0), POOL)
+    router = Router(Hedge(), POOL)
     views = [view(f"r{i}", "a") for i in range(4)]
     router.slot([report(*views)])
     scores = tuple(ScoreCounts(one.request_id, "b", Positions((50,), (49,))) for one in views)
