@@ -6,7 +6,7 @@ from actors.autoscaler import ScaleLog
 from actors.processes import ManagedProcess, ProcessState
 from actors.router import RouterReport
 from actors.target import DrafterCounts, TargetReport
-from cluster.client import ClusterStatus, DrafterStatus
+from cluster.client import ChainStatus, ClusterStatus, DrafterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.drafting_counts import merged
 from router.residency import ModelPool
@@ -22,13 +22,14 @@ def cluster_status(
     models: ModelPool,
     draining: Set[str],
     router: RouterReport | None = None,
+    chains: Sequence[ChainStatus] | None = None,
     scaled: ScaleLog | None = None,
 ) -> ClusterStatus:
     """Args:
     ended: what targets that have ended had counted of drafters, by drafter.
     drafters: every member of the pool, by name.
     members: the members that have a process of their own.
-    router: None: it does not answer.
+    router, chains: None: it does not answer.
     """
     leaving, statuses = draining | models.retiring, []
     for name, drafter in drafters.items():
@@ -44,6 +45,8 @@ def cluster_status(
         planned_by=_planned_by(config),
         notes=router.notes if router is not None else (),
         trial_left_s=router.trial_left_s if router is not None else None,
+        regret=router.regret if router is not None else None,
+        chains=tuple(chains or ()),
         scale_events=scaled.events if scaled is not None else (),
         scale_counts=scaled.counts if scaled is not None else (),
     )

@@ -57,7 +57,8 @@ class Spawner(Protocol):
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process: ...
 
-    async def router(self) -> Process: ...
+    async def control(self, name: str) -> Process:
+        """The router, or the scheduler of chains."""
 
     async def end(self, group: str, give_back: bool = False) -> None:
         """Ends a target or drafter, also one that an earlier supervisor left running, by the name of its group; returns when
@@ -104,10 +105,10 @@ class ManagedProcess:
 class ProcessPool:
     targets: dict[str, ManagedProcess] = field(default_factory=dict)
     drafters: dict[str, ManagedProcess] = field(default_factory=dict)
-    router: ManagedProcess | None = None
+    control: dict[str, ManagedProcess] = field(default_factory=dict)
 
     def all(self) -> list[ManagedProcess]:
-        return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]
+        return [*self.targets.values(), *self.drafters.values(), *self.control.values()]
 
 
 class Tasks:

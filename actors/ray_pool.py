@@ -7,37 +7,37 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from actors.chain_scheduler import ANSWER_S, ChainSlot, ModelChainScheduler, beside
 from actors.drafter import DrafterActor
 from actors.health import RETRY_S
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from actors.rank import RankActor, RankProcesses
 from actors.ray_groups import Groups, named_actors, named_groups
-from actors.router import ModelChainScheduler, RouterActor
-from actors.supervisor import Supervisor
+from actors.router import RouterActor
+from actors.supervisor import CHAINS, ROUTER, Supervisor
 from actors.target import TargetActor
 from cluster.client import MetricsExchange, ReplicaMetrics
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured
 from cluster.placement import drafter_group, drafter_name, target_group, target_name
-from cluster.transport.factory import bracketed
 from cluster.types import ModelInfo, RoutingTable
-from router.assignment import member_name
+from router.assignment import Chain, member_name
 from router.drafter.router import SlotReport
 from router.scaling.report import FleetSize
 
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
-ROUTER = "router"
 KILL_DEADLINE_S = 10.0
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
@@ -59,7 +59,7 @@ class Deployment:
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
-        return f"unix://{self.folder}/{name}.sock" if transport.kind == "unix" else f"grpc://{bracketed(transport.host)}:0"
+        return f"unix://{self.folder}/{name}.sock" if transport.kind == "unix" else f"grpc://{transport.host}:0"
 
 
 class RayProcess:
@@ -180,19 +180,19 @@ class RaySpawner:
     def running(self) -> dict[str, bool]:
         return dict.fromkeys(named_groups(), False) | dict.fromkeys(named_actors(), True)
 
-    async def router(self) -> Process:
-        from router.drafter.policies import build_policy, build_pool, scored_by
+    async def control(self, name: str) -> Process:
+        from router.drafter.policies import build_pool, scored_by
         from router.drafter.router import SLOT_S, Router
         from router.estimates.drift import DriftDetector
 
-        config = self._deployment.config
-        drift = DriftDetector(SLOT_S)
-        policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = Router(policy, pool, drift, scored_by(config.router.policy))
-        kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
-        targets = RayTargets([target_name(replica) for replica in range(config.target.replicas)])
+        config, policy = self._deployment.config, self._deployment.config.router.policy
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
-        return self._get_or_create(kind, ROUTER, options, config, router, targets, True)
+        if name == CHAINS:
+            return self._get_or_create(ModelChainScheduler, CHAINS, options, config, True)
+        make_policy = partial(beside, RayChains())
+        router = Router(make_policy(policy), build_pool(config), DriftDetector(SLOT_S), scored_by(policy))
+        targets = RayTargets([target_name(replica) for replica in range(config.target.replicas)])
+        return self._get_or_create(RouterActor, ROUTER, options, config, router, targets, True, SLOT_S, make_policy)
 
     def _router_group(self) -> str:
         """The first target's group that is placed on nodes; target 0's if none is, since Ray may reschedule it."""
@@ -224,6 +224,33 @@ def _actor(kind: type, **options: Any) -> Any:
     options_of_class: dict[str, Any] = {"concurrency_groups": BLOCKING}  # which Ray's stubs do not know
     remote: Any = ray.remote(**options_of_class)(kind)
     return remote.options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
+
+
+class RayChains:
+    """`actors.chain_scheduler.Chains` over the actor's name."""
+
+    def __init__(self) -> None:
+        self._under_way: Any = None
+
+    def tell(self, slot: ChainSlot) -> None:
+        if self._under_way is not None and not ray.wait([self._under_way], timeout=0)[0]:
+            return
+        with suppress(ValueError):  # not started yet, or being restarted
+            self._under_way = ray.get_actor(CHAINS).judge.remote(slot)
+
+    def ask(self, slot: ChainSlot) -> Mapping[str, Chain] | None:
+        self.tell(slot)
+        if self._under_way is None:
+            return None
+        try:
+            decided: Mapping[str, Chain] | None = ray.get(self._under_way, timeout=ANSWER_S)
+        except GetTimeoutError:  # told nothing more until it has answered
+            return None
+        except RayError as error:
+            logger.warning("the scheduler of chains does not answer: %s", death_cause(error))
+            decided = None
+        self._under_way = None
+        return decided
 
 
 class RayTargets:

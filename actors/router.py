@@ -15,21 +15,27 @@ from typing import Protocol
 from actors.router_memory import RouterMemory
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config, PolicyConfig
+from cluster.histograms import Histogram, HistogramCounts
 from cluster.state import open_store
 from cluster.types import RoutingTable
+from router.assignment import AssignmentPolicy
 from router.drafter.policies import build_policy, scored_by
 from router.drafter.router import SLOT_S, Router, SlotReport
 
 logger = logging.getLogger(__name__)
 
+SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)  # upper bounds of a histogram
+
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """For the cluster's status. ``notes``: faults to show to users. ``trial_left_s``: None without a trial."""
+    """For the cluster's status. ``notes``: faults to show to users. ``trial_left_s``: None without a trial. ``regret``: of
+    the slots since the start in which the policy could estimate it."""
 
     policy: str
     trial_left_s: float | None
     notes: tuple[str, ...]
+    regret: HistogramCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,21 @@ class Targets(Protocol):
 
 
 class RouterActor(LoopActor):
-    """Runs a Router against the targets, slot by slot. ``remembers``: the configured state store keeps what it learns."""
+    """Runs a Router against the targets, slot by slot.
+
+    Args:
+        remembers: the configured state store keeps what it learns.
+        make_policy: of an operator's trial.
+    """
 
     def __init__(
-        self, config: Config, router: Router, targets: Targets, remembers: bool = False, slot_s: float = SLOT_S
+        self,
+        config: Config,
+        router: Router,
+        targets: Targets,
+        remembers: bool = False,
+        slot_s: float = SLOT_S,
+        make_policy: Callable[[PolicyConfig], AssignmentPolicy] = build_policy,
     ) -> None:
         super().__init__(config.observability)
         self._config = config
@@ -66,11 +83,13 @@ class RouterActor(LoopActor):
         self._memory: RouterMemory | None = None
         self._targets = targets
         self._slot_s = slot_s
+        self._make_policy = make_policy
         self._wake = threading.Event()
         self._slot_began_s = time.monotonic()
         self._configured = self._router.policy
         self._asked: tuple[PolicyConfig | None, float] | None = None  # by `try_policy`, for the next slot
         self._trial: _Trial | None = None
+        self._regret = Histogram(SHARES)
 
     def _start_loop(self) -> LoopThread:
         if self._remembers:
@@ -88,6 +107,8 @@ class RouterActor(LoopActor):
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
+            if (regret := self._router.policy.regret()) is not None:
+                self._regret.note(regret)
             if self._memory is not None and self._trial is None:
                 self._memory.save(self._router.policy, clock())
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
@@ -120,10 +141,10 @@ class RouterActor(LoopActor):
     def report(self) -> RouterReport:
         fault = self._memory.fault if self._memory is not None else None
         notes = () if fault is None else (fault,)
-        trial = self._trial
+        trial, regret = self._trial, self._regret.snapshot()
         if trial is None:
-            return RouterReport(self._config.router.policy.kind, None, notes)
-        return RouterReport(trial.kind, max(0.0, trial.until_s - time.monotonic()), notes)
+            return RouterReport(self._config.router.policy.kind, None, notes, regret)
+        return RouterReport(trial.kind, max(0.0, trial.until_s - time.monotonic()), notes, regret)
 
     def load_demand(self) -> dict[str, int]:
         """How many requests the last slot would have given to each drafter that is not in memory."""
@@ -134,7 +155,7 @@ class RouterActor(LoopActor):
         configured = self._config.router.policy
         if asked is not None and (policy := asked[0]) is not None:
             for_s = asked[1]
-            self._router.use(build_policy(policy), scored_by(policy))
+            self._router.use(self._make_policy(policy), scored_by(policy))
             self._trial = _Trial(policy.kind, now_s + for_s)
             logger.warning(
                 "the router uses %s for %.0f s instead of %s: an operator asked", policy.kind, for_s, configured.kind
@@ -147,7 +168,3 @@ class RouterActor(LoopActor):
     def _close_memory(self) -> None:
         if self._memory is not None:
             self._memory.close()
-
-
-class ModelChainScheduler(RouterActor):
-    """The router of the policy `chain`; its process has a name of its own."""

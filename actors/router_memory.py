@@ -18,17 +18,18 @@ RECALL_S = 1.0  # longest wait of the first slot for the store
 
 
 class RouterMemory:
-    """Called by the router's thread, which waits for the store in the first slot only: another thread accesses it.
+    """Called by the thread that decides, which waits for the store in the first slot only: another thread accesses it.
+    ``kind``: of the policy; None: the configured one.
 
     An unavailable store is logged once and tried again every period; ``fault`` holds the reason. A stored snapshot is read
     before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
     """
 
-    def __init__(self, store: StateStore, config: Config) -> None:
+    def __init__(self, store: StateStore, config: Config, kind: str | None = None) -> None:
         self._store = store
         # What was learned holds for one target model and one policy.
         model = hashlib.sha256(config.model.name.encode()).hexdigest()[:16]
-        self._key = f"router/{config.router.policy.kind}/{model}"
+        self._key = f"router/{kind or config.router.policy.kind}/{model}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-memory")
         self._exchange: Future[str | None] | None = None  # under way; its result is the fault
         # The store's thread sets these during an exchange.

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 TARGET_TIMEOUT_FACTOR = 10
 DRAIN_POLL_S = 0.1
 ABORTED_S = 3.0  # for the requests that gateways end; a target that hangs does not abort them
+ROUTER, CHAINS = "router", "chain-scheduler"  # the processes that decide
 SENT_S = 0.5  # from a gateway's abort to the client, through the proxy
 DIRECTORY_WAIT_S = 60.0  # longest wait of one `directory` call
 
@@ -128,18 +129,23 @@ class Supervisor:
     async def status(self) -> ClusterStatus:
         """Processes that do not answer within their deadline count as silent."""
         self.start()
-        reports, router = await asyncio.gather(self.reports(), self._call_router("report", deadline_s=REPORT_DEADLINE_S))
+        reports, router, chains = await asyncio.gather(
+            self.reports(),
+            self._call_control(ROUTER, "report", deadline_s=REPORT_DEADLINE_S),
+            self._call_control(CHAINS, "report", deadline_s=REPORT_DEADLINE_S),
+        )
         model = self._directory.model
         name = model.name if model is not None else self._config.model.public_names[0]
         drafters, models = self._pool.drafters, self._loader.models
         leaving = self._draining | self._resizer.leaving
         reports = [self._last_reports.counted(report) for report in reports]
         ended, known = self._last_reports.ended, self._drafters
-        return cluster_status(self._config, name, reports, ended, known, drafters, models, leaving, router, self._scaled)
+        scaled = self._scaled
+        return cluster_status(self._config, name, reports, ended, known, drafters, models, leaving, router, chains, scaled)
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
-        return await self._call_router("try_policy", policy, for_s) is not None
+        return await self._call_control(ROUTER, "try_policy", policy, for_s) is not None
 
     def pids(self) -> dict[str, int]:
         """Process ids of the ready processes, by name."""
@@ -246,18 +252,20 @@ class Supervisor:
         if info.draining and self._config.target.scales and member.name not in (target_name(0), *self._resizer.leaving):
             self._resizer.begin_leaving(member.name)  # as an earlier supervisor had begun
         await self._membership_changed(info.model)
-        if self._pool.router is None:
+        if not self._pool.control:
             self._start_pool(info.model)
 
     def _start_pool(self, model: ModelInfo) -> None:
-        """Starts drafters and router."""
+        """Starts the drafters and what decides about them."""
         self._loader.models.start(time.monotonic())
         for name, config in self._drafters.items():
             if not config.is_colocated:  # else it runs in each target's process
                 self._start_drafter(name, config, model)
-        restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
-        self._pool.router = ManagedProcess("router", self._spawner.router, self._router_ready, restarts)
-        self._supervise(self._pool.router)
+        for name in (CHAINS, ROUTER):
+            restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
+            spawn = partial(self._spawner.control, name)
+            self._pool.control[name] = ManagedProcess(name, spawn, self._control_ready, restarts)
+            self._supervise(self._pool.control[name])
         if self._config.scaling.policy != "none":
             self._tasks.start(self._autoscaler.run(), "autoscaling")
         if self._loader.models.tenants:
@@ -298,24 +306,24 @@ class Supervisor:
         ready = [d.process for d in self._pool.drafters.values() if d.process and d.state is ProcessState.READY]
         await asyncio.gather(*(self._call(process, "set_addresses", self._directory.addresses) for process in ready))
 
-    async def _router_ready(self, member: ManagedProcess, info: Any) -> None:
+    async def _control_ready(self, member: ManagedProcess, info: Any) -> None:
         await self._update_router()
 
     async def _update_router(self) -> None:
         models = self._loader.models
         if self._config.target.scales:
-            await self._call_router("set_targets", tuple(self._pool.targets))
-        await self._call_router("set_draining", frozenset(self._draining | self._resizer.leaving) | models.retiring)
+            await self._call_control(ROUTER, "set_targets", tuple(self._pool.targets))
+        await self._call_control(ROUTER, "set_draining", frozenset(self._draining | self._resizer.leaving) | models.retiring)
         if models.tenants:
             offered = models.offered(time.monotonic()) - self._draining
-            await self._call_router("set_offered", offered, models.on_fallback)
+            await self._call_control(ROUTER, "set_offered", offered, models.on_fallback)
 
-    async def _call_router(self, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-        """The router's answer; None while it is not ready."""
-        router = self._pool.router
-        if router is None or router.process is None or router.state is not ProcessState.READY:
+    async def _call_control(self, name: str, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
+        """The answer of the router or the scheduler of chains; None while it is not ready."""
+        member = self._pool.control.get(name)
+        if member is None or member.process is None or member.state is not ProcessState.READY:
             return None
-        return await self._call(router.process, method, *args, deadline_s=deadline_s)
+        return await self._call(member.process, method, *args, deadline_s=deadline_s)
 
     # ---- `actors.drafter_loader.DrafterProcesses`
 
@@ -324,7 +332,7 @@ class Supervisor:
         return await asyncio.gather(*(self._last_reports.ask(member, supervision) for member in self._pool.targets.values()))
 
     async def load_demand(self) -> Mapping[str, int]:
-        return await self._call_router("load_demand") or {}
+        return await self._call_control(ROUTER, "load_demand") or {}
 
     def load(self, name: str) -> None:
         self._supervise(self._pool.drafters[name])
@@ -351,7 +359,7 @@ class Supervisor:
     def add_drafter(self, name: str, config: DrafterConfig) -> None:
         """Without effect before the first target is ready: the pool starts then."""
         self._drafters[name] = config
-        if self._pool.router is not None and self._directory.model is not None:
+        if self._pool.control and self._directory.model is not None:
             self._start_drafter(name, config, self._directory.model)
 
     async def remove(self, name: str) -> None:

@@ -24,7 +24,7 @@ from cluster.transport.factory import connect
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 
-ACTORS = ("TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor", "ServeReplica")
+ACTORS = ("TargetActor", "DrafterActor", "RouterActor", "ModelChainScheduler", "PoolSupervisor", "ServeReplica")
 NUM_HOSTILE = 40
 NUM_UNSOUND = 400  # maximum per faulty peer; its link is closed before
 UNLINK_S = 30.0

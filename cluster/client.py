@@ -99,6 +99,14 @@ class ScaleCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class ChainStatus:
+    """A candidate chain, the drafter next to the target last, and its predicted time per token (SpecRouter's T_eff)."""
+
+    chain: tuple[str, ...]
+    per_token_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """Shown by ``outrider status`` and exported by ``/metrics``."""
 
@@ -110,6 +118,8 @@ class ClusterStatus:
     planned_by: tuple[str, ...] = ()  # the planner's policies of length, verification and overlap, and what else is on
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
+    regret: HistogramCounts | None = None  # of the router, by slot, as of `router.assignment.AssignmentPolicy`
+    chains: tuple[ChainStatus, ...] = ()  # the fastest of the candidates, whatever the policy
     scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
     scale_counts: tuple[ScaleCounts, ...] = ()
     num_resumed: int = 0  # by this process of the API: how often another target continued a request whose target was lost

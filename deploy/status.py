@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
+from cluster.client import ChainStatus, ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
 from cluster.slo import summed
 from deploy.chat_client import ServerFailed, connect, get
 
@@ -27,6 +27,7 @@ STATE_STYLES = {
 }
 UNKNOWN = "-"
 NUM_CHANGES = 4  # of numbers of replicas that are shown
+NUM_CHAINS = 4
 
 _STATUS = TypeAdapter(ClusterStatus)
 
@@ -86,6 +87,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
     return Group(
         title,
         *([Text("planned by " + ", ".join(status.planned_by), style="dim")] if status.planned_by else ()),
+        *([Text(_chains(status.chains), style="dim")] if status.chains else ()),
         Text(_acceptance(status.drafters) + _prefix_hits(status.targets)),
         blank,
         _targets(status.targets),
@@ -99,6 +101,11 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         *(Text(note, style="red") for note in status.notes),
         *(Text(f"{d.name} is {d.state}: {d.reason}", style="red") for d in status.drafters if d.reason is not None),
     )
+
+
+def _chains(chains: tuple[ChainStatus, ...]) -> str:
+    fastest = (f"{' > '.join((*one.chain, 'target'))} {one.per_token_ms:.1f} ms" for one in chains[:NUM_CHAINS])
+    return "chains by predicted time per token: " + ", ".join(fastest)
 
 
 def _change(event: ScaleEvent) -> str:

@@ -103,8 +103,8 @@ class PretendedSpawner:
         assert addresses
         return self._born(name, ProcessInfo(200))
 
-    async def router(self) -> Process:
-        return self._born("router", ProcessInfo(300))
+    async def control(self, name: str) -> Process:
+        return self._born(name, ProcessInfo(300))
 
     async def end(self, group: str, give_back: bool = False) -> None:
         name = group.removeprefix("drafter-")

@@ -40,7 +40,7 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
 
     monkeypatch.setattr(ray_pool.ray, "get_actor", nobody)
     monkeypatch.setattr(ray_pool.ray, "remote", lambda **_: lambda kind: SimpleNamespace(options=options_of))
-    await spawner.router()
+    await spawner.control("router")
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]
     assert options["num_cpus"] == 0

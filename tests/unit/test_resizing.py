@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 from actors import ray_groups, resizer
 from actors.drafter_loader import SILENT
 from actors.ray_pool import Deployment, PoolSupervisor
-from actors.supervisor import Supervisor
+from actors.supervisor import CHAINS, Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import TargetStatus
 from cluster.config import Config, DrafterConfig, NgramOptions, ScalingConfig, TargetConfig
@@ -42,7 +42,7 @@ def spawner() -> PretendedSpawner:
 async def supervisor(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(CONFIG, spawner)
     supervisor.start()
-    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router", CHAINS})
     yield supervisor
     await supervisor.stop()
     assert not any(process.alive for lives in spawner.lives.values() for process in lives)
@@ -56,7 +56,7 @@ def _report(spawner: PretendedSpawner, name: str, num_running: int, num_drafted:
 async def test_replicas_join_within_their_bounds(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
     wanted = supervisor.resize(FleetSize(9, {"ngram": 9}))
     assert (wanted.num_targets, wanted.num_drafters) == (3, {"ngram": 3})
-    everyone = {"target-0", "target-1", "target-2", "ngram", "ngram/1", "ngram/2", "router"}
+    everyone = {"target-0", "target-1", "target-2", "ngram", "ngram/1", "ngram/2", "router", CHAINS}
     await eventually(lambda: set(supervisor.pids()) == everyone)
     names = ("target-0", "target-1", "target-2")
     await eventually(lambda: ("set_targets", (names,)) in spawner.now("router").calls)
@@ -75,7 +75,7 @@ async def test_a_target_that_leaves_ends_when_its_requests_have(supervisor: Supe
     assert spawner.now("target-1").alive
     _report(spawner, "target-1", num_running=0)
     await eventually(lambda: spawner.given_back == ["target-1"])
-    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router", CHAINS})
     assert [target.name for target in (await supervisor.status()).targets] == ["target-0"]
     assert len(spawner.lives["target-1"]) == 1
 
@@ -106,7 +106,7 @@ async def test_a_drafter_that_leaves_is_left_by_its_requests_first(
     _report(spawner, "target-0", num_running=1, num_drafted=0)
     await eventually(lambda: spawner.given_back == ["drafter-ngram/1"])
     supervisor.resize(FleetSize(1, {"ngram": 0}))  # to zero
-    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router"})
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "router", CHAINS})
     assert not (await supervisor.status()).drafters
 
 
@@ -151,7 +151,7 @@ async def test_a_supervisor_in_the_place_of_another_goes_on_with_what_runs(spawn
     supervisor = Supervisor(CONFIG, spawner)
     try:
         await supervisor.ready()
-        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-2", "ngram/1", "router"})
+        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-2", "ngram/1", "router", CHAINS})
     finally:
         await supervisor.stop()
 
@@ -161,7 +161,7 @@ async def test_a_restarted_supervisor_takes_over_what_runs_before_it_resizes(spa
     supervisor = Supervisor(CONFIG, spawner)
     try:
         supervisor.resize(FleetSize(3))
-        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "target-2", "ngram", "router"})
+        await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "target-2", "ngram", "router", CHAINS})
     finally:
         await supervisor.stop()
 
@@ -186,7 +186,7 @@ async def test_a_target_goes_on_leaving_under_a_restarted_supervisor(spawner: Pr
         assert supervisor._resizer.leaving == {"target-1"}
         _report(spawner, "target-1", num_running=0)
         await eventually(lambda: spawner.given_back == ["target-1"])
-        assert set(supervisor.pids()) == {"target-0", "router"}
+        assert set(supervisor.pids()) == {"target-0", "router", CHAINS}
     finally:
         await supervisor.stop()
 
@@ -202,7 +202,7 @@ async def test_a_target_that_leaves_before_it_is_ready_does_not_block_the_start(
     supervisor = Supervisor(config, spawner)
     try:
         supervisor.start()
-        await eventually(lambda: {"target-0", "router"} <= supervisor.pids().keys())
+        await eventually(lambda: {"target-0", "router", CHAINS} <= supervisor.pids().keys())
         supervisor.resize(FleetSize(1))
         async with asyncio.timeout(10):
             assert (await supervisor.ready()).addresses == ("grpc://node:0",)

@@ -9,9 +9,9 @@ import pytest
 
 from actors import supervisor as supervisor_module
 from actors.processes import Process, ProcessEnded, ProcessState
-from actors.supervisor import Supervisor
+from actors.supervisor import CHAINS, Supervisor
 from actors.target import DrafterCounts, TargetReport
-from cluster.client import TargetStatus
+from cluster.client import ChainStatus, TargetStatus
 from cluster.config import (
     Config,
     DrafterConfig,
@@ -47,7 +47,7 @@ async def test_everything_starts_and_the_directory_names_all_targets(
     supervisor.start()
     directory = await supervisor.ready()
     assert (directory.model, set(directory.addresses)) == (MODEL, {"grpc://node:0"})
-    await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "ngram", "ngram/1", "router"})
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "ngram", "ngram/1", "router", CHAINS})
 
 
 async def test_a_drafter_that_dies_is_started_again_at_once(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
@@ -76,7 +76,7 @@ async def test_a_drafter_that_hangs_is_killed_and_replaced(
 
 async def test_a_busy_target_is_given_more_time_than_a_drafter(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
     supervisor.start()
-    await eventually(lambda: len(supervisor.pids()) == 5)
+    await eventually(lambda: len(supervisor.pids()) == 6)
     for name in ("target-0", "ngram"):
         spawner.now(name).unread = 0.2  # four times the deadline of a drafter, less than half of a target's
     await eventually(lambda: len(spawner.lives["ngram"]) > 1)
@@ -120,7 +120,7 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
     supervisor: Supervisor, spawner: PretendedSpawner
 ) -> None:
     supervisor.start()
-    await eventually(lambda: len(supervisor.pids()) == 5)
+    await eventually(lambda: len(supervisor.pids()) == 6)
     before = await supervisor.ready()
     waiting = asyncio.create_task(supervisor.directory(before))
     spawner.now("target-1").die("node lost")
@@ -340,14 +340,14 @@ async def test_the_reason_of_a_drafter_that_is_not_ready_is_in_the_status(
 async def test_a_mistake_of_whoever_starts_processes_ends_nothing_for_good(
     supervisor: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn, failures = spawner.router, [KeyError("no such group")]
+    spawn, failures = spawner.control, [KeyError("no such group")]
 
-    async def router() -> Process:
-        if failures:
+    async def control(name: str) -> Process:
+        if failures and name == "router":
             raise failures.pop()
-        return await spawn()
+        return await spawn(name)
 
-    monkeypatch.setattr(spawner, "router", router)
+    monkeypatch.setattr(spawner, "control", control)
     supervisor.start()
     await eventually(lambda: "router" in supervisor.pids())
 
@@ -365,12 +365,14 @@ async def test_a_router_that_was_restarted_learns_who_drains(supervisor: Supervi
         await supervisor.set_draining("nagram", True)
 
 
-async def test_status_sums_over_the_targets(supervisor: Supervisor) -> None:
+async def test_status_sums_over_the_targets(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
     supervisor.start()
-    await eventually(lambda: len(supervisor.pids()) == 5)
+    await eventually(lambda: len(supervisor.pids()) == 6)
+    spawner.now(CHAINS).report = (ChainStatus(("ngram",), 12.0),)
     status = await supervisor.status()
-    assert (status.model, status.policy, status.table_version) == ("tiny", "epsilon-greedy", 6)
+    assert (status.model, status.policy, status.table_version) == ("tiny", "hedge", 6)
     assert [target.num_waiting for target in status.targets] == [2, 2]
+    assert status.chains == (ChainStatus(("ngram",), 12.0),)
     ngram = status.drafters[0]
     assert (ngram.kind, ngram.num_requests, ngram.num_proposed, ngram.num_accepted) == ("ngram", 2, 80, 60)
     assert ngram.reply_ms == pytest.approx(2.0)
@@ -382,7 +384,7 @@ async def test_drain_waits_for_what_is_under_way_and_not_for_ever(
     monkeypatch.setattr(supervisor_module, "ABORTED_S", 0.1)
     monkeypatch.setattr(supervisor_module, "SENT_S", 0.0)
     known = await supervisor.ready()
-    await eventually(lambda: len(supervisor.pids()) == 5)
+    await eventually(lambda: len(supervisor.pids()) == 6)
     assert not await supervisor.drain(0.3)
     assert (await supervisor.directory(known)).ends  # so that gateways end what is left
     for name in ("target-0", "target-1"):
@@ -396,7 +398,7 @@ async def test_targets_and_router_are_asked_for_the_status_at_the_same_time(
 ) -> None:
     """Each answers when the other has been asked, too."""
     supervisor.start()
-    await eventually(lambda: len(supervisor.pids()) == 5)
+    await eventually(lambda: len(supervisor.pids()) == 6)
     both = asyncio.Barrier(2)
 
     def waiting(process: PretendedProcess, method: str) -> Callable[..., Any]:
