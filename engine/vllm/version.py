@@ -19,8 +19,7 @@ def chosen_engine(config: Config) -> Config:
     if target.engine != "auto":
         return config
     engine = "native"
-    is_served = target.block_len % 32 == 0 and target.early_exit == "off" and target.dtype != "as-shipped"
-    if is_served and target.device != "cpu" and torch_has_cuda():
+    if torch_has_cuda() and target.device != "cpu" and target.block_len % 32 == 0 and target.early_exit == "off":
         with suppress(InvalidField):
             require_vllm()
             import torch

@@ -213,7 +213,7 @@ class QuotedPrice:
     """A price that is told to drafters. It stays while the true one is within ``share`` of it, or within ``least``: a price
     that moves about a threshold would make lengths flap, and each change is a message."""
 
-    def __init__(self, share: float, least: float) -> None:
+    def __init__(self, share: float = 0.0, least: float = 0.0) -> None:
         self._share, self._least = share, least
         self.value = 0.0
 

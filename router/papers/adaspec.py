@@ -19,7 +19,7 @@ from cluster.types import DraftTerms
 from router.assignment import drafter_of
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.ranking import throughputs
-from router.drafting.value import DraftingValue, QuotedPrice, drafting_s
+from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice, drafting_s
 from router.drafting.verification import PassRows, VerifyContext
 from router.estimates.decayed import LASTING, DecayedMean
 from router.plan import UNKNOWN_DRAFTER, SequenceView
@@ -38,9 +38,9 @@ class AdaSpec(DraftLengths):
     def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
         super().__init__(max_lens)
         self._confidence = DecayedMean(LASTING)
-        self._quoted_row = QuotedPrice(_SHARE, 1 / 64)
-        self._quoted_second = QuotedPrice(_SHARE, 0.0)
-        self._quoted_confidence = QuotedPrice(0.0, 0.02)
+        self._quoted_row = QuotedPrice(_SHARE, 1 / PRICE_STEPS)
+        self._quoted_second = QuotedPrice(_SHARE)
+        self._quoted_confidence = QuotedPrice(least=0.02)
         self._ready: list[SequenceView] = []
 
     def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
@@ -108,4 +108,4 @@ def _drafting_s(ready: Sequence[SequenceView], context: VerifyContext) -> float:
     times_s = [
         drafting_s(name, views.get(name, UNKNOWN_DRAFTER), len(lens), max(lens), cost) for name, lens in proposals.items()
     ]
-    return max(times_s, default=0.0)
+    return max([0.0, *times_s])

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.cost_model import Floats
-from router.drafting.ranking import throughputs
+from router.drafting.ranking import Floats, throughputs
 from router.drafting.verification import PassRows, VerifyContext
 from router.plan import SequenceView
 

@@ -10,8 +10,8 @@ Where this differs from the paper:
 
 - epsilon is 1, the bonus token, which every round commits. With a small epsilon, a round without an accepted token costs
   orders of magnitude more than any other, and the process fits those rounds alone.
-- The paper leaves kernel and beta open: a squared exponential in s and log2 b, partitions apart; beta_n = 0.2 log(2 n)
-  (Kandasamy et al., 2015).
+- The paper leaves kernel and beta open: a squared exponential in s and the octave of b, partitions apart; beta_n =
+  0.2 log(2 n) (Kandasamy et al., 2015).
 - Posteriors are updated for at most MAX_UPDATES requests a round, in turn: others keep their length for some rounds.
 """
 
@@ -19,51 +19,51 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import log2, sqrt
+from math import sqrt
 
 import numpy as np
 
 from cluster.types import DraftTerms
-from router.cost_model import Floats
+from router.drafter.matching import Floats
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.value import DraftingValue
 from router.plan import SequenceView
 
 MAX_UPDATES = 4
 _LEN_SCALE = 2.0  # of the kernel, draft tokens
-_BATCH_SCALE = 1.0  # of the kernel, doublings of the batch
 _NOISE = 1.0  # variance of a round's J about its mean, in units of the variance of all
 _BETA = 0.2
-_SLACK = 256  # requests that may be remembered beyond twice the live ones
 
 
 @dataclass(slots=True)
 class _Arms:
-    """The bandit of one request. Rounds: length, log2 of the batch, J."""
+    """The bandit of one request. Rounds: length, octave of the batch, J."""
 
     drafter: str
     length: int  # chosen
     drafted_len: int  # chosen for the proposal under way
-    rounds: dict[str, deque[tuple[float, float, float]]] = field(default_factory=dict)  # by partition
+    rounds: dict[str, deque[tuple[int, int, float]]] = field(default_factory=dict)  # by partition
     num_rounds: int = 0
 
 
 class Faser(DraftLengths):
-    """``max_lens`` as of the base."""
+    """``max_lens`` as of the base. ``window``: rounds of a request that count."""
 
-    def __init__(self, max_lens: Mapping[str, int] | None = None, window: int = 32) -> None:
+    _octave: int  # of the number of decoding requests, as of the last budgets
+
+    def __init__(self, max_lens: Mapping[str, int], window: int) -> None:
         super().__init__(max_lens)
         self._window = window
         self._arms: dict[str, _Arms] = {}
         self._due: dict[str, None] = {}  # requests with new rounds, oldest first
-        self._num_decoding, self._partition = 1, ""
+        self._partition = ""
         self._of_length: dict[int, DraftTerms] = {}
 
     def budgets(self, sequences: Iterable[SequenceView], value: DraftingValue) -> dict[str, DraftTerms]:
         sequences = list(sequences)
-        self._num_decoding, self._partition = max(1, len(decoding(sequences))), value.partition
+        self._octave, self._partition = len(decoding(sequences)).bit_length(), value.partition
         self._choose()
-        if len(self._arms) > 2 * len(sequences) + _SLACK:  # some were aborted
+        if len(self._arms) > len(sequences):  # some were aborted
             live = {sequence.request_id for sequence in sequences}
             self._arms = {key: arms for key, arms in self._arms.items() if key in live}
             self._due = {key: None for key in self._due if key in live}
@@ -79,7 +79,6 @@ class Faser(DraftLengths):
         return budgets
 
     def learn(self, feedback: PassFeedback) -> None:
-        log_batch = log2(self._num_decoding)
         for commit in feedback.commits:
             request_id = commit.request_id
             arms, judgement = self._arms.get(request_id), feedback.judgements.get(request_id)
@@ -93,7 +92,7 @@ class Faser(DraftLengths):
                 if rounds is None:
                     rounds = arms.rounds[self._partition] = deque(maxlen=self._window)
                 # The committed tokens are s a and the bonus token.
-                rounds.append((arms.drafted_len, log_batch, feedback.round_s / max(1, len(commit.token_ids))))
+                rounds.append((arms.drafted_len, self._octave, feedback.round_s / len(commit.token_ids)))
                 arms.num_rounds += 1
                 arms.drafted_len = arms.length
                 self._due[request_id] = None
@@ -116,33 +115,33 @@ class Faser(DraftLengths):
             return
         longest = [self.max_len(arms.drafter) for arms in due]
         tried = [list(arms.rounds[self._partition]) for arms in due]
-        bounds = lower_bounds(tried, max(longest), log2(self._num_decoding), [arms.num_rounds for arms in due])
+        bounds = lower_bounds(tried, max(longest), self._octave, [arms.num_rounds for arms in due])
         for arms, length, row in zip(due, longest, bounds, strict=True):
             arms.length = 1 + int(np.argmin(row[:length]))
 
 
 def lower_bounds(
-    tried: Sequence[Sequence[tuple[float, float, float]]], longest: int, log_batch: float, num_rounds: Sequence[int]
+    tried: Sequence[Sequence[tuple[int, int, float]]], longest: int, octave: int, num_rounds: Sequence[int]
 ) -> Floats:
     """(requests, longest): mu - sqrt(beta_n) sigma of lengths 1 .. ``longest``, in standard deviations of J.
 
     Args:
-        tried: rounds of each request, at least one: length, log2 of the batch, J.
-        log_batch: of the present batch.
+        tried: rounds of each request, at least one: length, octave of the batch, J.
+        octave: of the present batch.
         num_rounds: n of each request.
     """
     cells = [_cells(rounds) for rounds in tried]
     num = max(map(len, cells))
-    data = np.zeros((len(tried), num, 4))  # length, log2 of the batch, standardised J, rounds
+    data = np.zeros((len(tried), num, 4))  # length, octave, standardised J, rounds
     for i, of_request in enumerate(cells):
         data[i, : len(of_request)] = of_request
-    lens, log_batches, targets, counts = (data[..., k] for k in range(4))
+    lens, octaves, targets, counts = (data[..., k] for k in range(4))
     is_round = (counts > 0).astype(np.float64)
-    among = _kernel(lens[:, :, None] - lens[:, None, :], log_batches[:, :, None] - log_batches[:, None, :])
-    among *= is_round[:, :, None] * is_round[:, None, :]
+    among = _kernel(lens[:, :, None] - lens[:, None, :], octaves[:, :, None] - octaves[:, None, :])
+    among *= is_round[:, None, :]
     among += np.eye(num) * (_NOISE / np.maximum(counts, 1.0))[:, :, None]
     candidates = np.arange(1.0, longest + 1)
-    towards = _kernel(lens[:, :, None] - candidates, (log_batches - log_batch)[:, :, None]) * is_round[:, :, None]
+    towards = _kernel(lens[:, :, None] - candidates, (octaves - octave)[:, :, None]) * is_round[:, :, None]
     solved = np.linalg.solve(among, np.concatenate([targets[:, :, None], towards], axis=2))
     mean = np.einsum("rnm,rn->rm", towards, solved[:, :, 0])
     variance = np.maximum(1.0 - np.einsum("rnm,rnm->rm", towards, solved[:, :, 1:]), 0.0)
@@ -151,18 +150,18 @@ def lower_bounds(
     return bounds
 
 
-def _cells(rounds: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float, float]]:
+def _cells(rounds: Sequence[tuple[int, int, float]]) -> list[tuple[float, float, float, float]]:
     """Rounds of one length and octave of the batch as one: length, octave, mean standardised J, and their number."""
     costs = [cost for _, _, cost in rounds]
     mean = sum(costs) / len(costs)
     spread = max(sqrt(sum([(cost - mean) ** 2 for cost in costs]) / len(costs)), 1e-9)
-    sums: dict[tuple[float, int], tuple[float, int]] = {}
-    for length, log_batch, cost in rounds:
-        total, num = sums.get((length, round(log_batch)), (0.0, 0))
-        sums[length, round(log_batch)] = total + cost, num + 1
+    sums: dict[tuple[int, int], tuple[float, int]] = {}
+    for length, octave, cost in rounds:
+        total, num = sums.get((length, octave), (0.0, 0))
+        sums[length, octave] = total + cost, num + 1
     return [(length, octave, (total / num - mean) / spread, num) for (length, octave), (total, num) in sums.items()]
 
 
-def _kernel(lens: Floats, log_batches: Floats) -> Floats:
-    kernel: Floats = np.exp(-0.5 * ((lens / _LEN_SCALE) ** 2 + (log_batches / _BATCH_SCALE) ** 2))
+def _kernel(lens: Floats, octaves: Floats) -> Floats:
+    kernel: Floats = np.exp(-0.5 * ((lens / _LEN_SCALE) ** 2 + octaves**2))
     return kernel

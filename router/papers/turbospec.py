@@ -37,23 +37,20 @@ class TurboSpec(DraftLengths):
         return DraftTerms(min(self._best_len, self.max_len(drafter)))
 
     def _argmax(self, ready: list[SequenceView], value: DraftingValue) -> int:
-        num_of = Counter(sequence.drafter for sequence in ready)
-        longest = max((self.max_len(drafter) for drafter in num_of if drafter is not None), default=0)
+        num_of = Counter(sequence.drafter for sequence in ready if sequence.drafter is not None)
         context = sum(sequence.committed_len for sequence in ready)
 
         def goodput(length: int) -> float:
-            tokens, num_rows, draft_s = 0.0, 0, 0.0
+            tokens, num_rows, draft_s = float(len(ready)), len(ready), 0.0
             for drafter, num in num_of.items():
-                own_len = 0 if drafter is None else min(length, self.max_len(drafter))
-                num_rows += num * (own_len + 1)
-                tokens += num
-                if drafter is not None and own_len:
+                if own_len := min(length, self.max_len(drafter)):
                     view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
+                    num_rows += num * own_len
                     tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
                     draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, value.cost))
             return tokens / (draft_s + value.cost.step_s(num_rows, context))
 
-        return max(range(longest + 1), key=goodput)
+        return max(range(max(map(self.max_len, num_of), default=0) + 1), key=goodput)
 
 
 class GoodputVerification:

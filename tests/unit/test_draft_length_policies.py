@@ -382,6 +382,25 @@ def test_adaspec_tells_what_a_row_and_a_second_cost_at_the_plain_rate_and_the_me
     assert budget.expected_confidence == pytest.approx(0.5, abs=0.02)
 
 
+def test_adaspec_sends_prices_again_only_where_they_moved() -> None:
+    """By more than a tenth, a row price also by more than a 64th of a token; a confidence by more than 0.02."""
+    lengths = policy(DraftLengthConfig(kind="adaspec"))
+
+    def quoted(plain_s: float, row_price: float) -> DraftTerms:
+        cost = TableCost((1, 2), (plain_s, plain_s * (1.0 + row_price)))
+        return lengths.budgets([view("a")], DraftingValue(cost, GOOD))["a"]
+
+    prices = [quoted(0.01, price).row_price for price in (0.02, 0.0355, 0.0357, 0.5, 0.46, 0.44)]
+    assert prices == pytest.approx([0.02, 0.02, 0.0357, 0.5, 0.5, 0.44])
+    rates = [quoted(seconds, 0.5).second_price for seconds in (0.01, 0.0092, 0.009)]
+    assert rates == pytest.approx([100.0, 100.0, 1 / 0.009])
+    expected = []
+    for num, confidence in ((5, 0.5), (1, 0.56), (1, 0.66)):  # means of 0.5, 0.51 and 0.531
+        lengths.learn(PassFeedback([], {"a": Judgement("d", (confidence,) * num, 0)}, 0.01, 0.02))
+        expected.append(quoted(0.01, 0.5).expected_confidence)
+    assert expected == pytest.approx([0.5, 0.5, 0.5314], abs=1e-4)
+
+
 def test_faser_bounds_the_cost_of_a_length_by_a_gaussian_process() -> None:
     """Equation 3 at length 2 and another batch, by the inverse of a matrix of two rows, and of one for the second request.
 
@@ -392,13 +411,74 @@ def test_faser_bounds_the_cost_of_a_length_by_a_gaussian_process() -> None:
     determinant = 1.5 * 2.0 - far**2
     mean = near * ((2.0 - far) * -sqrt(0.5) + (1.5 - far) * sqrt(2.0)) / determinant
     variance = 1.0 - near**2 * (2.0 + 1.5 - 2.0 * far) / determinant
-    tried = [[(1.0, 0.0, 0.01), (1.0, 0.0, 0.01), (3.0, 0.0, 0.04)], [(3.0, 0.0, 0.02)]]
-    bounds = lower_bounds(tried, 3, 1.0, [3, 1])
+    tried = [[(1, 1, 0.01), (1, 1, 0.01), (3, 1, 0.04)], [(3, 1, 0.02)]]
+    bounds = lower_bounds(tried, 3, 2, [3, 1])
+    assert bounds.shape == (2, 3)
     assert bounds[0, 1] == pytest.approx(mean - sqrt(0.2 * log(6) * variance))
     assert bounds[1, 1] == pytest.approx(-sqrt(0.2 * log(2) * (1.0 - near**2 / 2.0)))
 
 
+def test_faser_keeps_batches_apart_and_trusts_what_it_saw_often() -> None:
+    """J of 10 and 30 ms, at the present batch and at its double, are -1 and 1 standard deviations."""
+    far = exp(-1 / 2)
+    ((_, bound),) = lower_bounds([[(2, 1, 0.01), (2, 2, 0.03)]], 2, 1, [2])
+    variance = 1.0 - 2.0 / (4.0 - far**2)
+    assert bound == pytest.approx((far - 1.0) / (2.0 - far) - sqrt(0.2 * log(4) * variance))
+    # Of 19 rounds of one length, the mean has a variance of 1/19.
+    ((often,),) = lower_bounds([[(1, 1, 0.01)] * 19], 1, 1, [19])
+    assert often == pytest.approx(-sqrt(0.2 * log(38) / 20))
+
+
 class TestFaser:
+    def test_it_begins_with_half_the_longest_draft_and_forgets_who_left(self) -> None:
+        lengths = build_draft_lengths(DraftLengthConfig(kind="faser"), {"d": 8, "short": 2, "one": 1})
+        batch, everybody = DraftingValue(FLAT, GOOD), [view("a"), view("b", "short"), view("c", "one"), view("e", None)]
+        assert lens(lengths.budgets(everybody, batch)) == {"a": 4, "b": 1, "c": 1}
+        lengths.learn(passed({"a": 0}, 4))
+        assert lens(lengths.budgets(everybody, batch))["a"] != 4
+        lengths.budgets(everybody[1:], batch)
+        assert lens(lengths.budgets(everybody, batch))["a"] != 4, "as many may be live as are remembered"
+        lengths.budgets(everybody[1:3], batch)
+        assert lens(lengths.budgets(everybody, batch))["a"] == 4
+
+    def test_it_learns_of_its_own_proposals_alone(self) -> None:
+        lengths, batch = policy(DraftLengthConfig(kind="faser")), DraftingValue(FLAT, GOOD)
+        lengths.budgets([view("a")], batch)
+        for feedback in (passed({"a": 0}, drafter="e"), passed({"a": 0}, drafted=0)):
+            lengths.learn(feedback)
+            assert lens(lengths.budgets([view("a")], batch)) == {"a": 4}
+        lengths.learn(passed({"a": 0}))
+        assert lens(lengths.budgets([view("a")], batch)) != {"a": 4}, "control"
+
+    def test_each_drafter_has_lengths_of_its_own(self) -> None:
+        lengths, batch = policy(DraftLengthConfig(kind="faser")), DraftingValue(FLAT, GOOD)
+        drafted = {"a": 0, "b": 0}
+        for _ in range(40):
+            asked = lens(lengths.budgets([view("a"), view("b", "short")], batch))
+            for name, drafter in (("a", "d"), ("b", "short")):
+                if drafted[name]:
+                    lengths.learn(passed({name: drafted[name]}, drafted[name], 0.01 + 0.001 * drafted[name], drafter))
+            drafted = asked
+        assert drafted["a"] >= 6
+        assert drafted["b"] == 2
+
+    def test_a_length_that_was_best_in_a_small_batch_is_taken_again_there(self) -> None:
+        """Alone nothing is right, and a draft token takes 3 ms; beside fifteen others all are right."""
+        lengths, batch = policy(DraftLengthConfig(kind="faser", window=200)), DraftingValue(FLAT, GOOD)
+        others, drafted, seen = [view(f"r{i}", None) for i in range(15)], 0, []
+        for number in range(84):
+            crowded = 40 <= number < 80
+            asked = lengths.budgets([view("a"), *(others if crowded else [])], batch)["a"].num_tokens
+            if drafted:
+                lengths.learn(
+                    passed({"a": drafted if crowded else 0}, drafted, 0.01 + 0.003 * drafted / (3 if crowded else 1))
+                )
+            drafted = asked
+            seen.append(asked)
+        assert max(seen[36:40]) == 1
+        assert min(seen[76:80]) >= 7
+        assert max(seen[82:]) == 1
+
     @staticmethod
     def run(num_right: Sequence[int], time_of: float, num_rounds: int = 60) -> int:
         """The commonest length at last, where a round takes 10 ms and ``time_of`` for each draft token; the drafter is right

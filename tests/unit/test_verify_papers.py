@@ -110,6 +110,20 @@ def test_adaspec_counts_the_longest_draft_of_a_drafter() -> None:
     assert lens("adaspec", batch, BATCHED, tpot_s=0.0401) == (1, 0)
 
 
+def test_adaspec_counts_the_slower_of_two_drafters() -> None:
+    """Four tokens in 12 ms, two of another drafter in 6: n tokens of them take 26 + 2 n ms."""
+    batch = [decoding("x", PROPOSALS[0]), replace(decoding("y", (0.3, 0.2)), drafter="e")]
+    assert lens("adaspec", batch, ROUND, tpot_s=0.0281) == (1, 0)
+
+
+def test_adaspec_drafts_for_a_request_whose_prompt_is_under_way() -> None:
+    """Beside one that decodes with another drafter: a pass of two rows in 14 ms, after a draft for one in 3."""
+    prompt = replace(decoding("x", ()), computed_len=3)
+    value = DraftingValue(BATCHED, DRAFTERS, limits=RoundLimits(tpot_s=0.0171))
+    lengths = build_draft_lengths(DraftLengthConfig(kind="adaspec"), {"d": 8, "e": 8})
+    assert lengths.budgets([prompt, replace(decoding("y", ()), drafter="e")], value)["x"].num_tokens == 1
+
+
 @pytest.mark.parametrize(("tpot_s", "longest"), [(0.027, 0), (0.0281, 1)])
 def test_adaspec_drafts_for_the_requests_of_a_drafter_together(tpot_s: float, longest: int) -> None:
     """A token for each: a pass of 6 rows in 22 ms, after drafts for the two requests with this drafter in 6."""
