@@ -40,7 +40,7 @@ from engine.loading import prepare_partition
 from engine.models.prepare import ensure_model
 from engine.threads import in_own_thread
 from profiler.interleaved import TimingBudget
-from profiler.profile_store import save_profile
+from profiler.profile import save_profile
 
 OFF, ON, AUTO = "off", "on", "auto"
 RULES = {OFF: "barrier", ON: "frontier", AUTO: "gain"}

@@ -21,9 +21,8 @@ from engine.model_facts import read_facts
 from engine.models.prepare import resolve_model
 from profiler.hardware import here, num_cores
 from profiler.latency import FORMS
-from profiler.profile import Profile, Surface
+from profiler.profile import Profile, Surface, save_profile, usable_profile
 from profiler.profile_plot import plot_profile
-from profiler.profile_store import save_profile, usable_profile
 
 
 def run(config: Config, plot: Path, quick: bool) -> None:

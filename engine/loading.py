@@ -29,8 +29,7 @@ from engine.tensor_parallel.rounds import Follower
 from engine.vllm.environment import prepare_environment
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
-from profiler.profile import WHOLE_DEVICE, Identity, Profile, ProfiledCost
-from profiler.profile_store import usable_profile
+from profiler.profile import WHOLE_DEVICE, Identity, Profile, ProfiledCost, usable_profile
 from router.cost_model import ROWS, CostModel, TableCost, padded
 
 logger = logging.getLogger(__name__)

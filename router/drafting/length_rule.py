@@ -7,23 +7,23 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 - A request that joins a batch which is drafted anyway costs its rows, and what it adds to the time of the batch. One whose
   acceptance is not worth that gets a budget of 0 tokens, until prices fall or a trial is due. Where it adds no time none
   does: rows that are not worth their price are neither proposed nor verified.
-- Objectives weigh row prices, and bound the drafts that a pass waits for (`router/drafting/length_objectives.py`).
+- A row of a request that falls behind its objective costs it less, by its weight, and costs the others more: rows cost what
+  they did on average. No draft makes a round that awaits it longer than every stream can bear for the tokens it commits.
 - Whether drafters on the target's device pay is decided by their gate (`break_even.py`) and, in a cascade, for
   each expensive member, not here. Their drafts are as long as gains most, by the profiled time of a batch of drafts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cluster.types import NO_DRAFTS, DraftTerms
 from router.drafting.length import DraftLengths, PassFeedback, decoding
-from router.drafting.length_objectives import longest_draft, weighted
-from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
+from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance, expected_tokens
 from router.estimates.decayed import DecayedMean
 from router.estimates.trial import Exploration
 from router.plan import UNKNOWN_DRAFTER, SequenceView
-from router.planning.slo import NO_LIMITS
+from router.planning.slo import NO_LIMITS, Stream
 
 _SHARE = 0.1  # quoted prices of time stay while the true ones are so near
 _LEAST_PER_S = 0.5  # tokens per second
@@ -35,6 +35,7 @@ _TRIAL_TOKENS = 16.0  # what was learned of a request before a trial counts for 
 _TRIAL_ROUNDS = 8  # in which one request tries a drafter that pays for none
 _RESUME = 1.1  # a request resumes where its acceptance exceeds the break-even so far
 _RETAIN = 0.9  # share of its price that a drafter in use must gain
+_WEIGHT_STEPS = 4  # in each unit of a weight: a row price that changes is a message
 _SLACK = 256  # requests that may be remembered beyond twice the live ones
 
 
@@ -212,3 +213,52 @@ class Outrider(DraftLengths):
             self._paused.discard(request_id)
         else:
             budgets[request_id] = terms.plain
+
+
+def weighted(
+    budgets: Mapping[str, DraftTerms],
+    drafted: Sequence[SequenceView],
+    weights: Mapping[str, float],
+    longest: Mapping[str, int],
+) -> dict[str, DraftTerms]:
+    """Budgets of the decoding requests ``drafted`` by weight and drafter, others as they are. Equal ones are one object.
+
+    Args:
+        weights: of requests that fall behind, above 1.
+        longest: the most draft tokens of a drafter; others are not limited.
+    """
+    found, changed = dict(budgets), dict[tuple[DraftTerms, float, int], DraftTerms]()
+    steps = {request_id: round(_WEIGHT_STEPS * weight) for request_id, weight in weights.items()}
+    total = sum([steps.get(sequence.request_id, _WEIGHT_STEPS) for sequence in drafted])
+    mean = round(total / max(1, len(drafted)))  # in steps, too: else each change would be one of all prices
+    for sequence in drafted:
+        budget, drafter = budgets[sequence.request_id], sequence.drafter
+        if drafter is None or not budget.num_tokens:
+            continue
+        num_tokens = min(budget.num_tokens, longest.get(drafter, budget.num_tokens))
+        weight = steps.get(sequence.request_id, _WEIGHT_STEPS) / mean
+        one = changed.get((budget, weight, num_tokens))
+        if one is None:
+            row_price = min(1.0, budget.row_price / weight)
+            one = changed[budget, weight, num_tokens] = replace(budget, num_tokens=num_tokens, row_price=row_price)
+        found[sequence.request_id] = one
+    return found
+
+
+def longest_draft(
+    streams: Iterable[Stream], acceptance_of: Callable[[str], float], round_s: Callable[[int], float], max_len: int
+) -> int:
+    """The most draft tokens, up to ``max_len``, with which no stream falls behind on average, but for those that do at any
+    length. At least 1: what streams cannot bear may cost others the length of their drafts, but not the drafts.
+
+    Args:
+        acceptance_of: probability that a draft token of a request is right; 0 without drafts.
+        round_s: time of a round that awaits drafts of so many tokens.
+    """
+    seconds = [round_s(length) for length in range(max_len + 1)]
+    longest = max_len
+    for stream in streams:
+        acceptance = acceptance_of(stream.request_id)
+        bearable = (n for n in range(longest, -1, -1) if seconds[n] <= stream.round_s(expected_tokens(acceptance, n)))
+        longest = max(1, next(bearable, longest))
+    return longest

@@ -16,7 +16,7 @@ a = tau (n - 1) - e seconds:
 - Where drafts compete for rows, in verification and in the row price that its drafter is told, a request weighs as much as
   it must be faster than plain decoding to be on time in 16 tokens.
 - A round that awaits drafts may take tau for each token that it is expected to commit, and half of what the request is ahead
-  (`router/drafting/length_objectives.py`).
+  (`router/drafting/length_rule.py`).
 - An objective that can no longer be met does not count, so that it costs others nothing.
 """
 

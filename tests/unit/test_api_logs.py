@@ -95,7 +95,7 @@ PROCESSES: dict[str, Callable[[Config], object]] = {
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-@pytest.mark.parametrize("package", ["drafters.loop", "router.estimates.drift", "profiler.profile_store", "engine.round"])
+@pytest.mark.parametrize("package", ["drafters.loop", "router.estimates.drift", "profiler.profile", "engine.round"])
 async def test_every_process_of_the_deployment_writes_json_if_asked(process: str, package: str, stderr: StringIO) -> None:
     with redirect_stderr(stderr):
         PROCESSES[process](Config())

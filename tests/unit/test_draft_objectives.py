@@ -7,7 +7,7 @@ import pytest
 from cluster.config import DraftLengthConfig
 from cluster.types import DraftTerms
 from router.cost_model import TableCost
-from router.drafting.length_objectives import longest_draft, weighted
+from router.drafting.length_rule import longest_draft, weighted
 from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue
 from router.plan import DrafterView, SequenceView

@@ -7,8 +7,7 @@ import psutil
 import pytest
 
 from profiler import hardware
-from profiler.cgroups import cpu_quota, free_memory_bytes
-from profiler.hardware import available_memory_bytes, num_cores
+from profiler.hardware import available_memory_bytes, cpu_quota, free_memory_bytes, num_cores
 
 GB = 2**30
 # As in a container with a namespace of its own, as on a host with systemd, and version 1 in a container without a namespace.

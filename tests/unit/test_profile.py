@@ -28,6 +28,7 @@ from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing
 from profiler.latency import Kind, Linear
 from profiler.profile import (
+    REFUSED_PREFIX,
     DrafterProfile,
     Identity,
     Profile,
@@ -38,10 +39,11 @@ from profiler.profile import (
     parts_of_drafter,
     pool_costs,
     read_profile,
+    save_profile,
+    usable_profile,
     with_measured_costs,
 )
 from profiler.profile_plot import plot_profile
-from profiler.profile_store import REFUSED_PREFIX, save_profile, usable_profile
 from tests.support.memory_store import MemoryStateStore
 
 NGRAM = DrafterConfig(name="lookup", options=NgramOptions())

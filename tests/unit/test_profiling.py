@@ -40,8 +40,7 @@ from engine.target_probe import TargetProbe
 from profiler.interleaved import TimingBudget
 from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
-from profiler.profile import pool_costs
-from profiler.profile_store import save_profile
+from profiler.profile import pool_costs, save_profile
 from router.assignment import NothingLearned, PoolMember, RequestView
 from router.drafter.router import Router, SlotReport
 from router.plan import Span
