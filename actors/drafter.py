@@ -66,7 +66,7 @@ class DrafterActor(LoopActor):
         from engine.threads import in_own_thread
 
         limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity, max_outcomes=config.num_outcomes)
-        host, calls = None, None
+        host = calls = states = None
         if isinstance(config.options, HiddenStateOptions):
             from drafters.hidden_states.received import StateCalls, remote_host
 
@@ -74,7 +74,8 @@ class DrafterActor(LoopActor):
             calls = StateCalls(self._name, states, self._mailbox)
         drafter = in_own_thread(lambda: make_drafter(config, self._target, host, proposers=self._proposers))
         loop = DrafterLoop(self._name, drafter, self._mailbox, limits, spare_share=SPARE_SHARE)
-        loop.sessions.linked = None if calls is None else calls.linked
+        if calls is not None and states is not None:
+            loop.sessions.linked, loop.take_waited_s = calls.linked, states.take_waited_s
         spans = open_spans(self._observability, self._name)
         if spans is not None:
             loop.sessions.spans = DraftSpans(spans, self._name)

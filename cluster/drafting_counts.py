@@ -30,6 +30,9 @@ class DraftingCounts:
     reply_s: HistogramCounts = _NO_TIMES  # from the commit to the arrival of the proposal
     batch_s: HistogramCounts = _NO_TIMES  # of drafting a batch, as the drafter measures it
     outcomes: OutcomeReport = NO_OUTCOMES  # that the drafter prepared
+    link_s: HistogramCounts = _NO_TIMES  # that a batch of drafts waited for hidden states on the tensor link
+    num_fed: int = 0  # tokens whose hidden states were sent
+    fed_bytes: int = 0
 
     @property
     def verified_at(self) -> list[int]:
@@ -48,8 +51,6 @@ NO_DRAFTS = DraftingCounts()
 class DraftingTally:
     """Owned by the round; other threads may call ``counts``. The lists are indexed by length, as in DraftingCounts."""
 
-    __slots__ = ("accepted", "batch_s", "drafted", "hold_s", "outcomes", "reply_s", "verified")
-
     def __init__(self) -> None:
         self.drafted = [0] * (MAX_DRAFT_LEN + 1)
         self.verified = [0] * (MAX_DRAFT_LEN + 1)
@@ -57,6 +58,8 @@ class DraftingTally:
         self.hold_s = Histogram(SHORT_S)
         self.reply_s = Histogram(SHORT_S)
         self.batch_s = Histogram(SHORT_S)
+        self.link_s = Histogram(SHORT_S)
+        self.num_fed = self.fed_bytes = 0
         self.outcomes = NO_OUTCOMES
 
     def note_drafted(self, draft_len: int) -> None:
@@ -81,6 +84,9 @@ class DraftingTally:
             self.reply_s.snapshot(),
             self.batch_s.snapshot(),
             self.outcomes,
+            self.link_s.snapshot(),
+            self.num_fed,
+            self.fed_bytes,
         )
 
 
@@ -99,6 +105,9 @@ def merged(counts: Sequence[DraftingCounts]) -> DraftingCounts:
         summed([one.reply_s for one in counts]) or _NO_TIMES,
         summed([one.batch_s for one in counts]) or _NO_TIMES,
         reduce(OutcomeReport.plus, [one.outcomes for one in counts], NO_OUTCOMES),
+        summed([one.link_s for one in counts]) or _NO_TIMES,
+        sum([one.num_fed for one in counts]),
+        sum([one.fed_bytes for one in counts]),
     )
 
 

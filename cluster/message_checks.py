@@ -144,9 +144,9 @@ def budget_fault(budget: Budget) -> str | None:
 
 
 def timing_fault(timing: DraftTiming) -> str | None:
-    if 1 <= timing.num_requests <= MAX_COUNT and 0.0 < timing.seconds <= MAX_REPORT_S:
+    if 1 <= timing.num_requests <= MAX_COUNT and 0.0 < timing.seconds <= MAX_REPORT_S >= timing.waited_s >= 0.0:
         return None
-    return f"a batch of drafts for {timing.num_requests} requests in {timing.seconds} s"
+    return f"a batch of drafts for {timing.num_requests} requests in {timing.seconds} s after {timing.waited_s} s"
 
 
 def outcome_fault(report: OutcomeReport) -> str | None:

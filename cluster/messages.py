@@ -106,10 +106,12 @@ class LevelReport:
 
 @record
 class DraftTiming:
-    """A batch of drafts for ``num_requests`` requests, of any target, took ``seconds``."""
+    """A batch of drafts for ``num_requests`` requests, of any target, took ``seconds``, and before them ``waited_s`` for
+    hidden states on a tensor link."""
 
     num_requests: int
     seconds: float
+    waited_s: float = 0.0
 
 
 @record

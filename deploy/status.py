@@ -95,6 +95,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         *_objectives(status.targets),
         _drafters(status.drafters, before.drafters if before else ()),
         *(Text(_outcomes(d)) for d in status.drafters if d.counts.outcomes.num_commits),
+        *(Text(_fed(d)) for d in status.drafters if d.counts.num_fed),
         blank,
         _processes(status.drafters),
         *(Text(_change(event), style="dim") for event in status.scale_events[-NUM_CHANGES:]),
@@ -180,6 +181,14 @@ def _outcomes(drafter: DrafterStatus) -> str:
     counts = drafter.counts.outcomes
     own, hits = (_share(num, counts.num_commits) for num in (counts.num_own, counts.num_hits))
     return f"{drafter.name}: of {counts.num_commits:,} verifications {own} as guessed, {hits} another prepared outcome"
+
+
+def _fed(drafter: DrafterStatus) -> str:
+    """Of one that a tensor link brings hidden states."""
+    counts = drafter.counts
+    wait_ms = 1e3 * counts.link_s.total / max(1, sum(counts.link_s.counts))
+    each = f"{counts.fed_bytes / counts.num_fed / 1e3:,.1f} KB each"
+    return f"{drafter.name}: hidden states of {counts.num_fed:,} tokens, {each}; a batch of drafts waits {wait_ms:.2f} ms"
 
 
 def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import DraftTiming, LevelReport, OutcomeReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
-from cluster.types import Proposal
+from cluster.types import MAX_DRAFT_LEN, Proposal
 from drafters.counterfactual import score_shadows
 from drafters.protocol import Demand, Drafter
 from drafters.session import Prepared, Session, TargetPeer
@@ -65,6 +65,8 @@ class DrafterLoop:
         self._ahead_len = ahead_len
         self._num_drafting = 0  # requests of the batch under way
         self._num_steps = 1  # tokens of its longest draft
+        self._reads_prompt = False  # so that its time tells nothing of other batches
+        self.take_waited_s: Callable[[], float] = lambda: 0.0  # for hidden states from the target, since the last call
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
         self._stops: DraftStops | None = None  # for drafters that do not end drafts themselves
@@ -106,7 +108,11 @@ class DrafterLoop:
                 for peer, session in self.sessions.unanswered()
                 if session.ahead or session.exhausted or not session.draft_len
             ]
-            timings = (DraftTiming(self._num_drafting, now_s - began_s),) if now_s > began_s else ()
+            waited_s = self.take_waited_s()
+            seconds = now_s - began_s - waited_s
+            timings = (
+                (DraftTiming(self._num_drafting, seconds, waited_s),) if seconds > 0.0 and not self._reads_prompt else ()
+            )
             self._send_proposals(found, {}, now_s, timings)
         elif work == "scored":
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
@@ -191,6 +197,10 @@ class DrafterLoop:
 
     def _draft(self, batch: Sequence[tuple[Session | Prepared, int]]) -> None:
         self._num_drafting = len(batch)
+        sessions = [one for one, _ in batch if isinstance(one, Session)]
+        self._reads_prompt = any(one.committed_len - one.drafted_len > MAX_DRAFT_LEN + 1 for one in sessions)
+        for session in sessions:
+            session.drafted_len = session.committed_len
         demands = [one.demand(num_tokens) for one, num_tokens in batch]
         drafts = self._drafter.propose(demands)
         lens = [len(draft.token_ids) for draft in drafts]

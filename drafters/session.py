@@ -46,6 +46,7 @@ class Session:
     answered_s: float = 0.0  # when the proposal was sent
     prepared: list["Prepared"] = field(default_factory=list)  # drafts for outcomes of the verification under way
     num_considered: int = 0  # positions of ahead at which outcomes were considered
+    drafted_len: int = 0  # committed length at the last draft
 
     @property
     def committed_len(self) -> int:

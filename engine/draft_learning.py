@@ -10,6 +10,7 @@ from cluster.types import FREE_DRAFTERS, Commit, Proposal
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later
 from engine.draft_state import Candidate, DraftState
+from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
 from engine.telemetry import ObservedCommit, Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
@@ -69,6 +70,13 @@ class DraftLearning:
         with self._observing:
             self._telemetry.drafter(drafter).num_unsound += num
 
+    def fed(self, drafter: str, feed: FeatureFeed) -> None:
+        """What its feed has sent since the last call."""
+        with self._observing:
+            tally = self._telemetry.drafter(drafter).tally
+            tally.num_fed, tally.fed_bytes = tally.num_fed + feed.num_sent, tally.fed_bytes + feed.num_bytes
+            feed.num_sent = feed.num_bytes = 0
+
     def received(
         self,
         drafter: str,
@@ -102,6 +110,8 @@ class DraftLearning:
             lens = [num for one in message.proposals if (num := len(one.token_ids))]
             for timing in message.timings:
                 stats.drafted(timing.num_requests, timing.seconds, lens)
+                if timing.waited_s:
+                    stats.tally.link_s.note(timing.waited_s)
             was_awaited = not after_pass or self._colocated.shares_device(drafter)
             for sequence, proposal, is_taken in offers:
                 # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.

@@ -230,6 +230,8 @@ class DrafterSessions:
                     outbox.flush_releases(self.table.version)
             except LinkClosed as gone:
                 self.link_down(outbox.link, str(gone))
+            if outbox.feed is not None:
+                self.learning.fed(name, outbox.feed)
 
     # ---- which drafter follows which request
 

@@ -39,6 +39,7 @@ class FeatureFeed:
         self._told: dict[str, int] = {}  # rows that exist
         self._idle: set[str] = set()  # those that it does not draft for
         self._dropped: set[str] = set()
+        self.num_sent = self.num_bytes = 0  # tokens whose states were sent, and their size
 
     def connect(self, link: TensorLink) -> None:
         """From any thread. What is fed before goes with the next message. After ``close`` it closes the link."""
@@ -69,10 +70,14 @@ class FeatureFeed:
             rows = rows[:, self._columns]
         whole = tuple(self._part(key, self._told[key] if key in found else self._sent[key]) for key in due)
         frame = Frame(whole, message.releases, rows if found else None)
-        if (due or message.releases) and not link.send(frame) and due:
+        is_sent = bool(due or message.releases) and link.send(frame)
+        if is_sent:
+            self.num_bytes += frame.num_bytes
+        elif due:
             self._dropped |= found
             found.clear()
             link.send(Frame(tuple(self._part(key, self._sent[key]) for key in due), message.releases))
+        self.num_sent += sum(self._told[key] - self._sent[key] for key in found)
         self._sent |= {key: self._told[key] for key in found}
 
     def _part(self, key: str, stop: int) -> Part:

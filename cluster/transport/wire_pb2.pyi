@@ -265,12 +265,14 @@ class LevelReport(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., busy_s: _Optional[float] = ..., num_lost: _Optional[int] = ..., verified: _Optional[_Iterable[_Union[Verified, _Mapping]]] = ...) -> None: ...
 
 class DraftTiming(_message.Message):
-    __slots__ = ("num_requests", "seconds")
+    __slots__ = ("num_requests", "seconds", "waited_s")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     seconds: float
-    def __init__(self, num_requests: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, num_requests: _Optional[int] = ..., seconds: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class OutcomeReport(_message.Message):
     __slots__ = ("num_commits", "num_own", "num_hits", "num_prepared")

@@ -74,6 +74,7 @@ class ReceivedStates:
         self._rows: OrderedDict[str, _Rows] = OrderedDict()  # read least recently first
         self._arrived = threading.Condition()
         self._is_late = False  # the last wait was in vain, and nothing has come since
+        self._waited_s = 0.0
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -105,9 +106,11 @@ class ReceivedStates:
     def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], Tensor]:
         """As of ``FeatureSource``; waits WAIT_S at most for what is under way."""
         with self._arrived:
-            end_s = time.monotonic() + (0.0 if self._is_late else self._wait_s)
+            began_s = time.monotonic()
+            end_s = began_s + (0.0 if self._is_late else self._wait_s)
             while not all(map(self._is_told, spans)) and not self._is_late:
                 self._is_late = not self._arrived.wait(max(0.0, end_s - time.monotonic()))
+            self._waited_s += time.monotonic() - began_s
             held = [self._holds(span) for span in spans]
             found = [span for span, is_held in zip(spans, held, strict=True) if is_held]
             for span in found:
@@ -115,6 +118,11 @@ class ReceivedStates:
             parts = [self._rows[span.request_id][span.start : span.stop] for span in found]
             width = len(self._layers) * self._embedding.shape[1]
             return held, torch.cat(parts) if parts else self._embedding.new_empty(0, width)
+
+    def take_waited_s(self) -> float:
+        """What was waited for rows since the last call. On the thread that reads them."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def _is_told(self, span: FeatureSpan) -> bool:
         rows = self._rows.get(span.request_id)

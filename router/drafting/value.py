@@ -107,13 +107,13 @@ class DraftingValue:
 
 
 def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
-    """Seconds of a batch of drafts of ``length`` tokens: as profiled, or as measured if that is less: a cascade is profiled
-    as its most expensive member, and measured times contain catching up. Before both, in proportion to replies."""
+    """Seconds of a batch of drafts of ``length`` tokens, with the transit of its replies: as measured; before that as
+    profiled; before both in proportion to replies."""
     profiled_s = cost.draft_s(drafter_of(drafter), num_requests, length)
-    known_s = measured_s(drafter, view, num_requests, length, cost)
-    if profiled_s is None:
-        return known_s or view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
-    return min(profiled_s, known_s) if known_s else profiled_s
+    known_s = measured_s(drafter, view, num_requests, length, cost) or profiled_s
+    if known_s is None:
+        return view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
+    return known_s + (view.transit_s or 0.0)
 
 
 def measured_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:

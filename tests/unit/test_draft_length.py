@@ -1,5 +1,7 @@
 """How far requests are drafted for, and what a row costs."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.types import Commit, DraftTerms
@@ -144,17 +146,16 @@ def test_the_price_of_a_row_does_not_swing_with_each_pass_at_a_knee() -> None:
     assert all(0.3 * beyond < price < 0.7 * beyond for price in prices[32:])
 
 
-def test_a_first_batch_of_drafts_that_catches_up_does_not_end_drafting() -> None:
-    """It took ten times as long as profiled: its drafter read the prompts first. Without a profile that is what is known."""
-
+def test_drafts_take_as_long_as_measured_with_the_transit_of_replies_and_before_that_as_profiled() -> None:
     class Profiled(TableCost):
         def draft_s(self, drafter: str, batch: int, draft_len: int) -> float:  # type: ignore[override]
             return 0.001 * draft_len
 
-    flat = (1, 64), (0.01, 0.01)
-    first = DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=1.0, draft_len=8.0)
-    for cost, pays in ((Profiled(*flat), True), (TableCost(*flat), False)):
-        value = DraftingValue(cost, {"d": first}, tokens_per_s=400.0)
-        assert value.pays("d", 4, 0, 8) is pays
-    seldom = DraftingValue(Profiled(*flat), {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.002, batch=4.0, draft_len=8.0)})
-    assert seldom.draft_s("d", 4, 4) == pytest.approx(0.001), "a cascade whose most expensive member is seldom queried"
+    cost, usual = Profiled((1, 64), (0.01, 0.01)), DrafterView(0.08, 3.0, 0.8, batch=4.0, draft_len=8.0)
+
+    def drafting_s(**measured: float) -> float:
+        return DraftingValue(cost, {"d": replace(usual, **measured)}).draft_s("d", 4, 4)
+
+    assert drafting_s() == pytest.approx(0.004)
+    assert drafting_s(draft_s=0.002) == pytest.approx(0.001), "a cascade whose most expensive member is seldom queried"
+    assert drafting_s(draft_s=0.08, transit_s=0.01) == pytest.approx(0.05), "a drafter that became slow, on a distant device"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.messages import Budget, LevelReport, Open
+from cluster.messages import Budget, DraftTiming, LevelReport, Open
 from cluster.transport.base import LinkUp
 from cluster.types import DraftTerms, Proposal
 from drafters.loop import DrafterLoop
@@ -100,6 +100,22 @@ def test_a_budget_that_comes_alone_holds_from_the_next_proposal_on(ahead_len: in
     bench.mail(budgets=(Budget("a", DraftTerms(3)),))
     bench.settle()
     assert [p.token_ids for p in bench.link.take()] == [(12, 13, 14)], "a commit that nothing was said to"
+
+
+def test_times_are_of_batches_without_a_prompt_and_beside_waits_for_hidden_states() -> None:
+    bench = Bench()
+    bench.loop.take_waited_s = lambda: 0.25
+
+    def timings() -> list[DraftTiming]:
+        work = bench.loop.begin(bench.now_s)
+        bench.loop.finish(work, bench.now_s, bench.now_s + 1.0)
+        return [timing for message in bench.link.sent for timing in message.timings]
+
+    bench.open("a", 80)
+    assert timings() == []
+    bench.extend("a", 80, 80)
+    bench.open("b", 10)
+    assert timings() == [DraftTiming(2, 0.75, 0.25)]
 
 
 def test_an_empty_draft_is_said_too() -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
 from cluster.drafting_counts import NO_DRAFTS
 from cluster.errors import LinkClosed
+from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from deploy import status as status_module
 from deploy.api.app import create_app
@@ -118,11 +119,17 @@ def test_the_newest_changes_of_replicas_are_shown_with_their_reasons() -> None:
     assert "need 2.5" not in text  # an older one
 
 
-def test_what_a_drafter_had_prepared_is_shown_where_it_prepares() -> None:
-    counts = dataclasses.replace(NO_DRAFTS, outcomes=OutcomeReport(1200, 600, 240, 5000))
+def test_what_a_drafter_had_prepared_and_was_sent_is_shown_where_there_is_any() -> None:
+    link_s = Histogram((0.001,))
+    link_s.note(0.0004)
+    link_s.note(0.0012)
+    outcomes = OutcomeReport(1200, 600, 240, 5000)
+    counts = dataclasses.replace(NO_DRAFTS, outcomes=outcomes, link_s=link_s.snapshot(), num_fed=1000, fed_bytes=3_456_000)
     text = shown(render(dataclasses.replace(STATUS, drafters=(dataclasses.replace(STATUS.drafters[0], counts=counts),))))
     assert "ngram: of 1,200 verifications 50% as guessed, 20% another prepared outcome" in text
+    assert "ngram: hidden states of 1,000 tokens, 3.5 KB each; a batch of drafts waits 0.80 ms" in text
     assert "verifications" not in shown(render(STATUS))
+    assert "hidden states" not in shown(render(STATUS))
 
 
 def test_recent_acceptance_is_of_the_time_between() -> None:

@@ -88,7 +88,7 @@ SEEDS: tuple[Frame, ...] = (
         (DraftScore("request-1", 4, 1, 2),),
         ("request-2",),
         (LevelReport("small", 3, 9, 0.1, 1, (Verified("ngram", (4, 3), (3, 1), 8, 6),)),),
-        (DraftTiming(2, 0.01),),
+        (DraftTiming(2, 0.01, 0.002),),
         (OutcomeReport(5, 2, 1, 8),),
     ),
     SubmitRound(
