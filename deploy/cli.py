@@ -287,7 +287,7 @@ def train(
         int, typer.Option("--tokens", min=1, help="Answer tokens to generate, at temperatures 0 and 0.7.")
     ] = 1_000_000,
     begin_with: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Continue a dspark drafter: a folder, or a shipped one's name.")
+        str | None, typer.Option(metavar="FOLDER", help="Continue a block drafter: a folder, or a shipped one's name.")
     ] = None,
     adapter_rank: Annotated[
         int | None,
@@ -296,14 +296,14 @@ def train(
     num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,
     num_layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the drafter.")] = 2,
-    block_size: Annotated[int, typer.Option("--block", min=1, max=64, help="Tokens that dspark drafts per block.")] = 7,
+    block_size: Annotated[int, typer.Option("--block", min=1, max=64, help="Tokens of a block.")] = 7,
     vocabulary: Annotated[int, typer.Option(min=2, help="Size of the draft vocabulary.")] = 16384,
     budget_minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time limit for generating answers and training together.")
     ] = None,
-    head: Annotated[str, typer.Option(help="Sequential head of dspark: markov, gated or rnn.")] = "markov",
+    head: Annotated[str, typer.Option(help="Sequential head of a block drafter: markov, gated or rnn.")] = "markov",
     speculators: Annotated[
-        bool, typer.Option("--speculators", help="Write dspark or dflash in the speculators format.")
+        bool, typer.Option("--speculators", help="Write a block drafter in the speculators format.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run every step on little data, in minutes on a CPU.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,

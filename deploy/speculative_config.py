@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.config import HIDDEN_STATE_FORMS
 from cluster.errors import InvalidField
 
 FLAG = "--speculative-config"
@@ -13,9 +14,10 @@ METHODS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ngram": ("ngram", {"prompt_lookup_max": "max_match_len", "prompt_lookup_min": "min_match_len"}),
     "suffix": ("suffix", {"suffix_decoding_max_tree_depth": "max_match_len"}),
     "draft_model": ("model", {"model": "model"}),
-    "dspark": ("dspark", {"model": "path"}),
+    **{kind: (kind, {"model": "path"}) for kind, form in HIDDEN_STATE_FORMS.items() if not form.is_proposed},
 }
-PROPOSERS = ("eagle", "eagle3", "mtp", "dflash")  # that stay vLLM's own; and those of one model's MTP heads, as mimo_mtp
+PROPOSED = [kind for kind, form in HIDDEN_STATE_FORMS.items() if form.is_proposed]
+PROPOSERS = ("eagle", "mtp", *PROPOSED)  # that stay vLLM's own; and those of one model's MTP heads, as mimo_mtp
 # Of vLLM's proposers and rejection sampler, without a counterpart: a draft token is accepted if the target samples it.
 _WITHOUT = {
     *("rejection_sample_method", "draft_sample_method", "enforce_eager", "disable_padded_drafter_batch", "moe_backend"),

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from cluster.config import (
+    HIDDEN_STATE_FORMS,
     Config,
     DrafterOptions,
-    HiddenStateKind,
     HiddenStateOptions,
     LayersOptions,
     ModelConfig,
@@ -26,11 +26,10 @@ ADAPTERS, ADAPTER_SUFFIX = "adapters", ".safetensors"  # of a block drafter: its
 _TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
-_ARCHITECTURES: Mapping[str, HiddenStateKind] = {"dspark": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
 _OPTIONS: Mapping[str, Callable[..., DrafterOptions]] = {
     "table": TableOptions,
     "layers": LayersOptions,
-    **{kind: partial(HiddenStateOptions, kind=kind) for kind in get_args(HiddenStateKind)},
+    **{kind: partial(HiddenStateOptions, kind=kind) for kind in HIDDEN_STATE_FORMS},
 }
 
 
@@ -110,4 +109,4 @@ def kind_of_config(raw: Mapping[str, Any]) -> str | None:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         return None
-    return next((kind for part, kind in _ARCHITECTURES.items() if part in str(architectures[0]).lower()), "layers")
+    return next((kind for kind in HIDDEN_STATE_FORMS if kind in str(architectures[0]).lower()), "layers")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.config import HIDDEN_STATE_FORMS
 from drafters.shipped import kind_of
 from engine.models.hub import cache_folder
 
@@ -51,14 +52,15 @@ def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:
                 what = f"{name} in the hub's cache is a speculator ({method}) for {model}"
                 yield Speculator(what, {"method": method, "model": name}, "vllm")
                 break
-            if kind_of(snapshot) == "dspark" and _fits(config, target):
-                what = f"{name} in the hub's cache is a DSpark drafter of {model}'s shape"
-                yield Speculator(what, {"method": "dspark", "model": name})
+            kind = kind_of(snapshot)
+            if kind in HIDDEN_STATE_FORMS and _fits(config, target):
+                what = f"{name} in the hub's cache is a {kind} drafter of {model}'s shape"
+                yield Speculator(what, {"method": kind, "model": name})
                 break
 
 
 def _fits(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
-    """Whether a DSpark drafter reads hidden states like the target's."""
+    """Whether a drafter reads hidden states like the target's."""
     pairs = (("num_target_layers", "num_hidden_layers"), ("hidden_size", "hidden_size"), ("vocab_size", "vocab_size"))
     return all(drafter.get(own) == target.get(of_target) for own, of_target in pairs)
 

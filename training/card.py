@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from cluster.config import HIDDEN_STATE_FORMS
 from engine.models.prepare import CATALOGUE
 from training.confidences import DIAGRAM
 from training.corpus import TargetAnswer
@@ -17,10 +18,8 @@ from training.recipe import TrainOptions
 CARD, FIGURES = "README.md", "evaluation.json"
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 
-_KINDS = {
-    "dspark": "a block drafter on the target's hidden states (DSpark)",
-    "dflash": "a block drafter on the target's hidden states without a sequential head (DFlash)",
-    "eagle3": "an autoregressive head on the target's hidden states (EAGLE-3), in the speculators format",
+_KINDS: dict[str, str] = {
+    **{kind: form.what for kind, form in HIDDEN_STATE_FORMS.items()},
     "layers": "a few layers of the target, autoregressive",
     "table": "a table of the target's continuations of the last few tokens",
 }
@@ -115,7 +114,7 @@ def _confidences(data: CardData) -> str:
 def _settings(options: TrainOptions) -> dict[str, Any]:
     if options.drafter == "table":
         return {"seed": options.seed}
-    shape = {"block": options.block_size, "head": options.head} if options.drafter == "dspark" else {}
+    shape = {"block": options.block_size, "head": options.head} if options.form and options.form.has_heads else {}
     rates = {"epochs": options.num_epochs, "learning rate": options.learning_rate}
     return {"seed": options.seed, "layers": options.num_layers, **shape, **rates}
 
@@ -123,14 +122,15 @@ def _settings(options: TrainOptions) -> dict[str, Any]:
 def _how(options: TrainOptions) -> str:
     begin_with = options.begin_with
     start = f"the drafter {begin_with.name}" if begin_with else "a ridge regression of the target's final hidden states"
-    return {
-        "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
-        f"Initialised from {start}. {_STORED}",
-        "dflash": f"{_DISTILLED}. Initialised from {start}. {_STORED}",
-        "eagle3": f"{_DISTILLED}, over its own states. Initialised from {start}. Weights are a moving average, in bfloat16.",
-        "layers": f"{_DISTILLED}. Initialised from the target's own layers. {_STORED}",
-        "table": "Counted, with shares shrunk towards those of the shorter context.",
-    }[options.drafter]
+    if (form := options.form) is None:
+        return {
+            "layers": f"{_DISTILLED}. Initialised from the target's own layers. {_STORED}",
+            "table": "Counted, with shares shrunk towards those of the shorter context.",
+        }[options.drafter]
+    if not form.drafts_blocks:
+        return f"{_DISTILLED}, over its own states. Initialised from {start}. Weights are a moving average, in bfloat16."
+    heads = ", and the confidence head on the expected acceptance (DSpark, equations 8 to 12)" * form.has_heads
+    return f"{_DISTILLED}{heads}. Initialised from {start}. {_STORED}"
 
 
 def _data(data: CardData) -> str:

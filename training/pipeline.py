@@ -51,10 +51,9 @@ from training.recipe import (
     MIN_HELD_OUT,
     TrainOptions,
     batch_plan,
-    block_config,
-    eagle_config,
     held_out_share,
     kept_layers,
+    network_config,
     reader_layers,
 )
 from training.warm_start import warm_start
@@ -256,7 +255,7 @@ class _Run:
         pairs = zip(self._reader.read(sample), sample, strict=True)
         mean, std = standardisation([states.features[answer.prompt_len - 1 :] for states, answer in pairs])
         described = options, config, vocabulary, self.target.info.tokenizer_fingerprint
-        shape = self._initial or (eagle_config if options.drafter == "eagle3" else block_config)(*described)
+        shape = self._initial or network_config(*described)
         if isinstance(shape, EagleConfig) or options.speculators:  # whose projection of the features has no bias
             size = (mean.square() + std.square()).sqrt()[: shape.feature_size]
             mean, std = torch.zeros_like(size), size
@@ -328,7 +327,7 @@ class _Run:
 
     def _judged(self, folder: Path, answers: Sequence[TargetAnswer], rounds: Sequence[Round]) -> list[JudgedDraft]:
         """``rounds``: of the answers, uncalibrated. A second replay of a block drafter tells the margins of its drafts."""
-        if self.options.drafter != "dspark":
+        if not (self.options.form and self.options.form.has_heads):
             return [JudgedDraft(one.confidences, one.num_accepted) for one in rounds]
         again = evaluate(folder, self.target, self._reader, answers, DRAFT_LENS[-1], TELLING_MARGINS)
         return [

@@ -2,20 +2,19 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from cluster.config import HIDDEN_STATE_FORMS, TRAINED_KINDS, HiddenStateForm, HiddenStateKind
 from cluster.errors import InvalidField
-from drafters.hidden_states.config import BlockConfig, EagleConfig, MarkovKind
+from drafters.hidden_states.config import BlockConfig, EagleConfig, MarkovKind, NetworkConfig
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 from training.batches import BatchPlan
 from training.work_folder import check_apart
 
-DrafterKind = Literal["dspark", "dflash", "eagle3", "layers", "table"]
-KINDS: tuple[DrafterKind, ...] = ("dspark", "dflash", "eagle3", "layers", "table")
 HeadKind = Literal["markov", "gated", "rnn"]
 HEADS: dict[HeadKind, MarkovKind] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # names in config.json
 STORED: WeightsKind = "int8"  # matrices of a trained drafter
@@ -23,7 +22,7 @@ PERSISTENCE = 0.45  # of a block in training (see BatchPlan): somewhat above the
 HELD_OUT = 0.08  # of the prompts
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts
 _CHOICES = {
-    "drafter": KINDS,
+    "drafter": TRAINED_KINDS,
     "head": tuple(HEADS),
     "dtype": ("bfloat16", "float32"),  # of the target; int8 would teach its rounding errors
     "device": ("auto", "cpu", "cuda"),  # CUDA_VISIBLE_DEVICES selects the GPU
@@ -34,7 +33,7 @@ _MINIMA = {"num_tokens": 1, "num_prompts": 0, "num_epochs": 1, "num_layers": 1, 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     model: str
-    drafter: DrafterKind
+    drafter: str  # kind
     out: Path
     work: Path
     prompts: tuple[Path, ...] = ()
@@ -46,7 +45,7 @@ class TrainOptions:
     num_layers: int = 2
     block_size: int = 7
     vocabulary: int = 16384
-    head: HeadKind = "markov"  # the sequential head of dspark
+    head: HeadKind = "markov"  # the sequential head of a block drafter
     markov_rank: int = 128
     anchor_rank: int = 512
     budget_minutes: float | None = None  # for writing and training together
@@ -72,18 +71,19 @@ class TrainOptions:
         for field in ("learning_rate", "budget_minutes"):
             if (value := getattr(self, field)) is not None and value <= 0:
                 raise InvalidField(field, value, "must be more than 0")
-        if self.begin_with is not None and self.drafter != "dspark":
-            raise InvalidField("begin_with", self.begin_with.name, f"is for dspark drafters, not for {self.drafter}")
+        if self.begin_with is not None and not (self.form and self.form.has_heads):
+            raise InvalidField("begin_with", self.begin_with.name, f"is for drafters with heads, not for {self.drafter}")
         if self.adapter_rank is not None and self.begin_with is None:
             raise InvalidField("adapter_rank", self.adapter_rank, "is for a drafter to begin with: give one")
-        if self.speculators and (self.drafter not in ("dspark", "dflash", "eagle3") or self.begin_with is not None):
-            raise InvalidField("speculators", True, "is for a new drafter of kind dspark, dflash or eagle3")
+        if self.speculators and (self.form is None or self.begin_with is not None):
+            raise InvalidField("speculators", True, "is for a new drafter on hidden states")
         if not self.prompts and not self.num_prompts:
             raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
 
     @property
-    def reads_hidden_states(self) -> bool:
-        return self.drafter not in ("layers", "table")
+    def form(self) -> HiddenStateForm | None:
+        """None: it reads no hidden states."""
+        return HIDDEN_STATE_FORMS.get(cast(HiddenStateKind, self.drafter))
 
     def resolved(self) -> "TrainOptions":
         """With ``quick``: every step at a size that takes minutes on a CPU."""
@@ -107,7 +107,7 @@ class TrainOptions:
 def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
     """Positions of one answer are similar, so a batch takes a few from each of many answers."""
     on_gpu = device.type == "cuda"
-    if options.reads_hidden_states:
+    if options.form is not None:
         max_rows, max_positions = (16384, 8192) if on_gpu else (4096, 900)
         return BatchPlan(max_rows, max_positions, options.block_size, PERSISTENCE)
     return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
@@ -131,7 +131,7 @@ def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
 
 def reader_layers(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
     """Those whose states training reads, ascending, with the last."""
-    reads_inputs = options.speculators or options.drafter == "eagle3"
+    reads_inputs = options.speculators or (options.form is not None and not options.form.drafts_blocks)
     return eagle_layers(num_layers) if reads_inputs else feature_layers(num_layers)
 
 
@@ -142,9 +142,17 @@ def eagle_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(layer, num_layers - 1) - 1 for layer in inputs} | {num_layers - 1}))
 
 
-def eagle_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> EagleConfig:
+def network_config(
+    options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str
+) -> NetworkConfig:
+    """Of a new drafter on hidden states."""
+    form = options.form
+    assert form is not None
+    kind = cast(HiddenStateKind, options.drafter)
+    if form.drafts_blocks:
+        return _block_config(options, kind, form.has_heads, target, vocabulary, fingerprint)
     return EagleConfig(
-        kind="eagle3",
+        kind=kind,
         shape=replace(target.truncated(options.num_layers), tied_embeddings=False),
         target_layer_ids=eagle_layers(target.num_layers)[:-1],
         target_hidden_size=target.hidden_size,
@@ -155,14 +163,21 @@ def eagle_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tenso
     )
 
 
-def block_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> BlockConfig:
+def _block_config(
+    options: TrainOptions,
+    kind: HiddenStateKind,
+    has_heads: bool,
+    target: DecoderConfig,
+    vocabulary: Tensor | None,
+    fingerprint: str,
+) -> BlockConfig:
     layers = feature_layers(target.num_layers)
     num_in = (len(layers) + 1) * target.hidden_size
-    is_dspark, is_ours, shape = options.drafter == "dspark", not options.speculators, target.truncated(options.num_layers)
+    is_ours, shape = not options.speculators, target.truncated(options.num_layers)
     if not is_ours:  # whose layers are Qwen3's, whatever the target is
         shape = replace(shape, architecture="qwen3", qk_norm=True, qkv_bias=False, out_bias=False, mlp_bias=False)
     return BlockConfig(
-        kind="dflash" if options.drafter == "dflash" else "dspark",
+        kind=kind,
         target_hidden_size=target.hidden_size,
         shape=shape,
         num_target_layers=target.num_layers,
@@ -170,10 +185,10 @@ def block_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tenso
         mask_token_id=0,
         target_layer_ids=layers if is_ours else eagle_layers(target.num_layers)[:-1],
         reads_whole_vocabulary=not is_ours,
-        markov_rank=min(options.markov_rank, target.hidden_size) * is_dspark,
+        markov_rank=min(options.markov_rank, target.hidden_size) * has_heads,
         markov_kind=HEADS[options.head],
-        has_confidence=is_dspark,
-        confidence_with_markov=is_dspark,
+        has_confidence=has_heads,
+        confidence_with_markov=has_heads,
         shares_embedding=is_ours,
         draft_token_ids=None if vocabulary is None else tuple(vocabulary.tolist()),
         fc_bias=is_ours,

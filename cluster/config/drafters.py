@@ -73,6 +73,28 @@ class LayersOptions(Section):
 HiddenStateKind = Literal["dspark", "dflash", "eagle3", "peagle"]
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStateForm:
+    """What tells kinds of drafters on hidden states apart, beside their layouts (`drafters/hidden_states/formats.py`)."""
+
+    what: str
+    drafts_blocks: bool = False  # else token by token
+    has_heads: bool = False  # a sequential and a confidence head
+    is_trained: bool = True  # by `outrider train`
+    is_proposed: bool = False  # by vLLM itself, where its --speculative-config names it
+
+
+HIDDEN_STATE_FORMS: dict[HiddenStateKind, HiddenStateForm] = {
+    "dspark": HiddenStateForm("a block drafter on the target's hidden states (DSpark)", True, True),
+    "dflash": HiddenStateForm(
+        "a block drafter on the target's hidden states without a sequential head (DFlash)", True, is_proposed=True
+    ),
+    "eagle3": HiddenStateForm("an autoregressive head on the target's hidden states (EAGLE-3)", is_proposed=True),
+    "peagle": HiddenStateForm("EAGLE-3 at several positions at once (P-EAGLE)", is_trained=False),
+}
+TRAINED_KINDS = (*(kind for kind, form in HIDDEN_STATE_FORMS.items() if form.is_trained), "layers", "table")
+
+
 class HiddenStateOptions(Section):
     """A drafter on the target's hidden states: of `outrider train`, in vLLM's speculators format, or as its authors release
     it."""

@@ -22,7 +22,7 @@ from training.frozen import FrozenTarget
 from training.hidden_state_student import HiddenStateStudent
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import HEADS, DrafterKind, HeadKind, TrainOptions, block_config, eagle_config
+from training.recipe import HEADS, HeadKind, TrainOptions, network_config
 from training.regression import Moments
 from training.warm_start import warm_start
 
@@ -99,7 +99,7 @@ def dspark(
     )
     mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
-    return BlockStudent(block_config(options, target.model.config, None, ""), target, mean, std)
+    return BlockStudent(network_config(options, target.model.config, None, ""), target, mean, std)
 
 
 def regress(
@@ -160,7 +160,7 @@ def test_eagle_learns_beyond_its_regression(
 ) -> None:
     """Its regression knows the features before the anchor alone: what the anchor implies, its layer learns."""
     options = TrainOptions("", "eagle3", Path("out"), Path("work"), num_layers=1, block_size=BLOCK)
-    config = eagle_config(options, target.model.config, None, "")
+    config = network_config(options, target.model.config, None, "")
     size = torch.cat([reading.features for reading in readings.read(learned)]).square().mean(0).sqrt()[: config.feature_size]
     torch.manual_seed(0)
     student = EagleStudent(config, target, torch.zeros_like(size), size)
@@ -179,13 +179,13 @@ def test_block_drafters_without_our_parts_learn(
     learned: list[TargetAnswer],
     unseen: AnswerBatch,
     tmp_path: Path,
-    kind: DrafterKind,
+    kind: str,
 ) -> None:
     """Beyond what their layers, the target's own, know at first. A saved one is the same."""
     options = TrainOptions(
         "", kind, Path("out"), Path("work"), num_layers=1, block_size=BLOCK, markov_rank=MARKOV_RANK, speculators=True
     )
-    config = block_config(options, target.model.config, None, "")
+    config = network_config(options, target.model.config, None, "")
     size = torch.cat([reading.features for reading in readings.read(learned)]).square().mean(0).sqrt()[: config.feature_size]
     torch.manual_seed(0)
     student = BlockStudent(config, target, torch.zeros_like(size), size)

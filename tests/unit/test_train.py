@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cluster.config import TRAINED_KINDS
 from cluster.errors import InvalidField
 from deploy.cli import app
 from drafters.shipped import kind_of
@@ -26,7 +27,7 @@ from tests.support.waiting import DEADLINE_S
 from tests.support.word_model import write_wordy_model
 from training.distributed import World
 from training.pipeline import Result, train
-from training.recipe import KINDS, DrafterKind, HeadKind, TrainOptions
+from training.recipe import HeadKind, TrainOptions
 from training.work_folder import WorkFolder, exclusive
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wordy_model(tmp_path_factory.mktemp("wordy") / "model")
 
 
-def options(model: Path, folder: Path, drafter: DrafterKind = "dspark", **changes: Any) -> TrainOptions:
+def options(model: Path, folder: Path, drafter: str = "dspark", **changes: Any) -> TrainOptions:
     small = TrainOptions(
         model=str(model),
         drafter=drafter,
@@ -124,7 +125,7 @@ def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """One work folder, one drafter of each kind."""
     folder = tmp_path_factory.mktemp("trained")
     found: dict[str, Result] = {}
-    for drafter in KINDS:
+    for drafter in TRAINED_KINDS:
         result = train(options(wordy, folder, drafter), HERE, Silent())
         assert result is not None
         found[drafter] = result
@@ -159,7 +160,7 @@ def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict
 
 @pytest.mark.parametrize("drafter", ["dspark", "dflash"])
 def test_block_drafters_are_trained_in_the_speculators_format(
-    wordy: Path, trained: tuple[Path, dict[str, Result]], drafter: DrafterKind
+    wordy: Path, trained: tuple[Path, dict[str, Result]], drafter: str
 ) -> None:
     """In the speculators format, whose layers are those of Qwen3; evaluated as loaded from there. Whether they learn is
     checked in ``test_distillation``."""

@@ -8,10 +8,10 @@ import pytest
 from training.card import CARD, CardData, write_card
 from training.corpus import TargetAnswer
 from training.evaluation import Acceptance
-from training.recipe import DrafterKind, TrainOptions
+from training.recipe import TrainOptions
 
 
-def card(folder: Path, drafter: DrafterKind, learned: list[TargetAnswer], **options: Any) -> str:
+def card(folder: Path, drafter: str, learned: list[TargetAnswer], **options: Any) -> str:
     asked = TrainOptions("target", drafter, Path("/somewhere/mine"), Path("/somewhere/work"), **options)
     found = [Acceptance(7, temperature, 10, 1.5, (0.5,), {"d": 1.5}) for temperature in (0.0, 0.7)]
     confidences = {
@@ -30,7 +30,7 @@ def answer(key: str, *sources: str) -> TargetAnswer:
 
 
 @pytest.mark.parametrize("drafter", ["dspark", "layers"])
-def test_the_card_names_the_path_of_the_folder(drafter: DrafterKind, tmp_path: Path) -> None:
+def test_the_card_names_the_path_of_the_folder(drafter: str, tmp_path: Path) -> None:
     text = card(tmp_path, drafter, [answer("a")])
     assert f"kind: {drafter}, path: ./mine" in text
     assert "/somewhere" not in text

@@ -25,7 +25,7 @@ from training.feature_cache import InMemory
 from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import TrainOptions, block_config, eagle_config, feature_layers, kept_layers, reader_layers
+from training.recipe import TrainOptions, feature_layers, kept_layers, network_config, reader_layers
 from training.warm_start import warm_start
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def student(
         "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=anchor_rank
     )
     vocabulary = choose_vocabulary(answers, 150, 257)
-    config = block_config(options, target.model.config, vocabulary, fingerprint)
+    config = network_config(options, target.model.config, vocabulary, fingerprint)
     mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
     return BlockStudent(config, target, mean, std)
@@ -161,7 +161,7 @@ def test_a_warm_start_from_another_shape_is_refused(
     with pytest.raises(InvalidField, match="must be the folder of a drafter of kind dspark, got 'layers'"):
         warm_start(replace(options, begin_with=tmp_path / "layers"), target)
     for kind in ("layers", "table"):
-        with pytest.raises(InvalidField, match=f"begin_with: is for dspark drafters, not for {kind}"):
+        with pytest.raises(InvalidField, match=f"begin_with: is for drafters with heads, not for {kind}"):
             replace(options, drafter=kind)
 
 
@@ -238,7 +238,7 @@ def test_a_saved_eagle_drafts_as_it_was_trained(target: FrozenTarget, answers: l
     options = TrainOptions("", "eagle3", Path("out"), Path("work"), num_layers=1, block_size=3)
     layers = reader_layers(options, target.model.config.num_layers)
     readings = HiddenStateReader(target, layers, InMemory(2**24), max_pass_tokens=64)
-    config = eagle_config(options, target.model.config, choose_vocabulary(answers, 150, 257), "print")
+    config = network_config(options, target.model.config, choose_vocabulary(answers, 150, 257), "print")
     std = 0.1 + torch.rand(config.feature_size)
     torch.manual_seed(0)
     trained = EagleStudent(config, target, torch.zeros_like(std), std)
