@@ -146,9 +146,6 @@ class BesideChains:
         if self._policy is not None:
             self._policy.restore(snapshot)
 
-    def regret(self) -> float | None:
-        return self._policy.regret() if self._policy is not None else None
-
 
 def beside(chains: Chains, config: PolicyConfig) -> AssignmentPolicy:
     """The configured policy in a cluster with a scheduler of chains."""

@@ -45,7 +45,6 @@ def cluster_status(
         planned_by=_planned_by(config),
         notes=router.notes if router is not None else (),
         trial_left_s=router.trial_left_s if router is not None else None,
-        regret=router.regret if router is not None else None,
         chains=tuple(chains or ()),
         scale_events=scaled.events if scaled is not None else (),
         scale_counts=scaled.counts if scaled is not None else (),

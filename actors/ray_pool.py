@@ -30,6 +30,7 @@ from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured
 from cluster.placement import drafter_group, drafter_name, target_group, target_name
+from cluster.transport.factory import bracketed
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import Chain, member_name
 from router.drafter.router import SlotReport
@@ -59,7 +60,7 @@ class Deployment:
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
-        return f"unix://{self.folder}/{name}.sock" if transport.kind == "unix" else f"grpc://{transport.host}:0"
+        return f"unix://{self.folder}/{name}.sock" if transport.kind == "unix" else f"grpc://{bracketed(transport.host)}:0"
 
 
 class RayProcess:

@@ -15,7 +15,6 @@ from typing import Protocol
 from actors.router_memory import RouterMemory
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config, PolicyConfig
-from cluster.histograms import Histogram, HistogramCounts
 from cluster.state import open_store
 from cluster.types import RoutingTable
 from router.assignment import AssignmentPolicy
@@ -24,18 +23,14 @@ from router.drafter.router import SLOT_S, Router, SlotReport
 
 logger = logging.getLogger(__name__)
 
-SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)  # upper bounds of a histogram
-
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """For the cluster's status. ``notes``: faults to show to users. ``trial_left_s``: None without a trial. ``regret``: of
-    the slots since the start in which the policy could estimate it."""
+    """For the cluster's status. ``notes``: faults to show to users. ``trial_left_s``: None without a trial."""
 
     policy: str
     trial_left_s: float | None
     notes: tuple[str, ...]
-    regret: HistogramCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,6 @@ class RouterActor(LoopActor):
         self._configured = self._router.policy
         self._asked: tuple[PolicyConfig | None, float] | None = None  # by `try_policy`, for the next slot
         self._trial: _Trial | None = None
-        self._regret = Histogram(SHARES)
 
     def _start_loop(self) -> LoopThread:
         if self._remembers:
@@ -107,8 +101,6 @@ class RouterActor(LoopActor):
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
-            if (regret := self._router.policy.regret()) is not None:
-                self._regret.note(regret)
             if self._memory is not None and self._trial is None:
                 self._memory.save(self._router.policy, clock())
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
@@ -141,10 +133,10 @@ class RouterActor(LoopActor):
     def report(self) -> RouterReport:
         fault = self._memory.fault if self._memory is not None else None
         notes = () if fault is None else (fault,)
-        trial, regret = self._trial, self._regret.snapshot()
+        trial = self._trial
         if trial is None:
-            return RouterReport(self._config.router.policy.kind, None, notes, regret)
-        return RouterReport(trial.kind, max(0.0, trial.until_s - time.monotonic()), notes, regret)
+            return RouterReport(self._config.router.policy.kind, None, notes)
+        return RouterReport(trial.kind, max(0.0, trial.until_s - time.monotonic()), notes)
 
     def load_demand(self) -> dict[str, int]:
         """How many requests the last slot would have given to each drafter that is not in memory."""

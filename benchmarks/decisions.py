@@ -75,7 +75,7 @@ def run(options: BenchOptions) -> BenchResult:
         figures[f"plain_python_ms.{num}"] = plain_python_ms(num, num_rounds, cost, has_drafter=False)
         figures[f"not_queried_python_ms.{num}"] = plain_python_ms(num, num_rounds, cost, has_drafter=True)
     decisions = {
-        f"a slot of {NUM_REQUESTS} requests, {NUM_DRAFTERS} drafters, {NUM_PLACES} places, hedge": slot,
+        f"a slot of {NUM_REQUESTS} requests, {NUM_DRAFTERS} drafters, {NUM_PLACES} places": slot,
         f"the plan of {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each": plan,
         f"the same beside {NUM_PROMPTS} prompts": beside_prompts,
         "plan, budgets and learning of a round": round_,

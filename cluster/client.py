@@ -118,7 +118,6 @@ class ClusterStatus:
     planned_by: tuple[str, ...] = ()  # the planner's policies of length, verification and overlap, and what else is on
     notes: tuple[str, ...] = ()  # problems, one line each
     trial_left_s: float | None = None  # until the policy of the file returns; None: ``policy`` is the file's
-    regret: HistogramCounts | None = None  # of the router, by slot, as of `router.assignment.AssignmentPolicy`
     chains: tuple[ChainStatus, ...] = ()  # the fastest of the candidates, whatever the policy
     scale_events: tuple[ScaleEvent, ...] = ()  # the newest, in order
     scale_counts: tuple[ScaleCounts, ...] = ()

@@ -144,12 +144,6 @@ def _effects() -> list[dict[str, Any]]:
     price = f"({reserved['gpu']} * $gpu_hour + {reserved['cpu']} * $cpu_hour) / 3600"
     return [
         _graph(
-            "Router regret",
-            "Share of the tokens per second of the best drafters that the chosen ones miss, as the policy hedge estimates.",
-            "percentunit",
-            [(" / ".join(f"sum(rate({PREFIX}router_regret_ratio_{part}{RANGE}))" for part in ("sum", "count")), "mean")],
-        ),
-        _graph(
             "Speed-up over no drafting",
             "Predicted time of the same decoding without drafts, over its time with drafts.",
             "none",

@@ -1,7 +1,7 @@
 """Upper bound of a drafter's memory, from its configuration and the headers of its files, for admission before loading.
 
 Weights count in the dtype that they are held in (``engine.dtypes.held_dtype``): int8 with a scale per row, the head apart
-from the embedding even if they are one in the file. No torch.
+from the embedding even if they are one in the file, and as shipped the bytes of their blocks. No torch.
 """
 
 import json
@@ -27,9 +27,10 @@ from cluster.config import (
     VllmOptions,
 )
 from cluster.errors import ModelUnavailable
-from engine.dtypes import choose_dtype, held_dtype
+from engine.dtypes import AS_SHIPPED, choose_dtype, held_dtype
 from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
+from engine.models.manifest import TENSORS
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -46,7 +47,7 @@ TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
 VLLM_LORA_RANK = 16  # unless max_lora_rank is set
 _EMBEDDING_PLACES = 3  # of tokens, which vLLM counts twice, and of logits
-DTYPE_BYTES: dict[str, int] = {"int8": 1, "as-shipped": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: dict[str, int] = {"int8": 1, "as-shipped": 4, "bfloat16": 2, "float16": 2, "float32": 4}  # of activations
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # as safetensors names them
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -213,30 +214,34 @@ def _table_bytes(name_or_path: str) -> int:
 def _weights(options: ModelOptions | LayersOptions | HiddenStateOptions, on_gpu: bool, target: str) -> tuple[int, int]:
     """(bytes stored, bytes held)"""
     from drafters.shipped import find_drafter
-    from engine.models.prepare import resolve_model
+    from engine.models.prepare import resolve_model, shipped_file
 
     folder = resolve_model(options.model) if isinstance(options, ModelOptions) else find_drafter(options.path)
-    shapes = _shapes(folder)
+    shapes, element = _shapes(folder), _element(options.dtype, on_gpu, allows_int8=not isinstance(options, ModelOptions))
+    shipped = {name: num_bytes for name, (_, num_bytes) in _gguf_tensors(folder).items()}
+    files = (shipped_file(folder),) if shipped else folder.glob("*.safetensors")
     if isinstance(options, ModelOptions):
         num_layers = load_config(folder).num_layers if options.num_layers is None else options.num_layers
         left_out = {name for name in shapes if name.startswith("model.layers.") and int(name.split(".")[2]) >= num_layers}
         shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
         shapes.setdefault(_HEAD, shapes.get(_EMBEDDING, (0, 0)))
+        shipped.setdefault(_HEAD, shipped.get(_EMBEDDING, element))
     elif isinstance(options, LayersOptions):
         config = load_config(folder)
         resolve_model(target if options.target == "auto" else options.target)
         (num_out,) = shapes.pop("draft_token_ids", (config.vocab_size,))
         shapes |= {_EMBEDDING: (config.vocab_size, config.hidden_size), _HEAD: (num_out, config.hidden_size)}
-    element = _element(options.dtype, on_gpu, allows_int8=not isinstance(options, ModelOptions))
     held = 0
     for name, shape in shapes.items():
         if len(shape) != 2:
             held += 4 * prod(shape)  # norms in fp32
+        elif held_dtype(options.dtype) == AS_SHIPPED:
+            held += int(prod(shape) * shipped.get(name, element))
         elif name == _EMBEDDING:
             held += prod(shape) * max(element, 2)
         else:
             held += prod(shape) * element + (4 * shape[0] if element == 1 else 0)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")), held
+    return sum(file.stat().st_size for file in files), held
 
 
 def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
@@ -248,8 +253,10 @@ def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in the safetensors files of a folder. Raises ModelUnavailable."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    """Shape of each tensor in the safetensors files of a folder, or of its GGUF file. Raises ModelUnavailable."""
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, (shape, _) in _gguf_tensors(folder).items()}
+    if shapes:
+        return shapes
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="np") as file:
@@ -257,3 +264,9 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
     return shapes
+
+
+def _gguf_tensors(folder: Path) -> dict[str, tuple[list[int], float]]:
+    """Shapes, and bytes of a weight as shipped, of the GGUF file that a folder was made from. {}: of none."""
+    path = folder / TENSORS
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -51,6 +51,8 @@ def held_dtype(dtype: str) -> str:
         return dtype
     if kernels_fault() is None:
         return "bfloat16" if dtype == "auto" else dtype
+    if dtype == AS_SHIPPED:
+        return FLOAT32
     return "bfloat16" if cpu_level().has_bf16_products else "float32"
 
 

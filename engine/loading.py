@@ -18,7 +18,7 @@ from engine.dtypes import resolve_dtypes
 from engine.early_exit import EarlyExit
 from engine.factory import load_target as load_native
 from engine.model_facts import max_model_len, read_facts
-from engine.models.prepare import ensure_model, resolve_model
+from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from engine.partition import Partition, core_sets, green_contexts
@@ -170,7 +170,7 @@ def _proposer(config: Config) -> dict[str, Any]:
         for part in parts_of(drafter.options):
             if isinstance(part, VllmOptions):
                 model = part.speculative.get("model")
-                found = {} if model is None else {"model": str(resolve_model(str(model), "vllm"))}
+                found = {} if model is None else {"model": str(ensure_model(str(model), engine="vllm"))}
                 return {**part.speculative, **found}
     return {}
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cluster.errors import ModelUnavailable
 from profiler.reliability import auroc, expected_calibration_error
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 from router.estimates.confidence_scaling import logit, sigmoid
 
 FILE = "calibration.json"  # in a drafter's folder

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 
 NUM_FOLDS = 5
 MIN_POINTS = 4

@@ -173,11 +173,6 @@ class AssignmentPolicy(Protocol):
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for a snapshot of something else; nothing is changed then."""
 
-    def regret(self) -> float | None:
-        """Of the last assignment: by which share of the tokens per second that the requests would get from the best drafter
-        of each, as estimated, those of the chosen ones fall short. Want of places, the cost of a change and exploration are
-        in it. None: there was no request, or the policy does not estimate what drafters without the request would bring."""
-
 
 # The members to keep in step with requests that others draft for, and to score; of a pool and its number of requests.
 Scored = Callable[[Sequence[PoolMember], int], Sequence[PoolMember]]
@@ -206,14 +201,7 @@ def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
     return (seen for seen in observations if seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 
-class NoRegret:
-    """Of policies that do not know it."""
-
-    def regret(self) -> float | None:
-        return None
-
-
-class NothingLearned(NoRegret):
+class NothingLearned:
     """The learning part of policies that learn nothing."""
 
     def observe(

@@ -9,6 +9,9 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that are measured and reported; extrapolated beyond
 
 

@@ -177,8 +177,8 @@ class ServingScenario(_Pool):
     max_hold_ms: NonNegative = 50.0
     policies: tuple[PolicyConfig, ...] = (
         PolicyConfig(),
+        PolicyConfig(kind="hedge"),
         PolicyConfig(kind="lbss"),
-        PolicyConfig(kind="epsilon-greedy"),
         PolicyConfig(kind="greedy-length"),
     )
 

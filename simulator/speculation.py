@@ -4,18 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cluster.config import DraftLengthConfig
 from cluster.types import Slo
-from router.cost_model import CostModel
+from router.cost_model import CostModel, Floats
 from router.drafter.seats import Fixed
 from router.plan import SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 from router.planning.slo import RoundLimits
 from simulator.simulation import ClusterSpec, Load, SimulationResult, simulate
-
-Floats = NDArray[np.float64]
 
 
 class VerificationAlone(StepPlanner):

@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import ModelUnavailable
 from cluster.transport import factory
 from engine.cpu_setup import configure_cpu
+from engine.models.manifest import MANIFEST, TENSORS
 from engine.models.prepare import CATALOGUE, ensure_model
 from tests.support.simulated_network import EncodingNetwork
 
@@ -53,13 +54,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder() -> Path:
-    """SmolLM2-135M-Instruct, prepared once in the user's cache folder. Skips without its package."""
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct in bf16 safetensors, as any Hugging Face folder. Skips without its package."""
     try:
         CATALOGUE[MODEL].source()
     except ModelUnavailable as missing:
         pytest.skip(str(missing))
-    return ensure_model(MODEL)
+    folder = tmp_path_factory.mktemp("model") / MODEL
+    folder.mkdir()
+    for file in ensure_model(MODEL, engine="vllm").iterdir():
+        if file.name not in (MANIFEST, TENSORS):
+            (folder / file.name).symlink_to(file)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def run(options: BenchOptions) -> BenchResult:
     arms = chosen_arms(options.quick, families)
     notes = [f"{family} was not measured: {why}" for family, why in missing.items()]
     with tempfile.TemporaryDirectory(prefix="outrider-compare-") as scratch:
-        files = ModelFiles(options.model, ensure_model(options.model), _gguf(), Path(scratch))
+        files = ModelFiles(options.model, ensure_model(options.model, engine="vllm"), _gguf(), Path(scratch))
         console.print(f"compare: starting {len({arm.server for arm in arms})} servers", highlight=False)
         with running(arms, files) as servers:
             bench = _Bench(options, arms, servers, files, console)

@@ -130,7 +130,7 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
         PARTS[0]: _Variant(lbss),
         PARTS[1]: _Variant(lbss, packed=True),
         PARTS[2]: _Variant(lbss, packed=True, num_micro_batches=scenario.micro_batches),
-        "outrider": _Variant(PolicyConfig(), True, None, "outrider"),
+        "outrider": _Variant(PolicyConfig(kind="hedge"), True, None, "outrider"),
         "greedy": _Variant(PolicyConfig(kind="greedy-length")),
         "epsilon-greedy": _Variant(scenario.epsilon_greedy),
     }

@@ -46,14 +46,14 @@ class Rule(Section):
 
 
 class PolicyConfig(Rule):
-    """The policy that assigns drafters to requests: ours, or one of `router/papers/`."""
+    """The policy that assigns drafters to requests: of `router/drafter/`, or one of `router/papers/`."""
 
-    kind: Literal["fixed", "greedy-length", "epsilon-greedy", "lbss", "hedge", "chain"] = "hedge"
+    kind: Literal["fixed", "greedy-length", "epsilon-greedy", "lbss", "hedge", "chain"] = "epsilon-greedy"
     # fixed: drafters, nearest to the target last; each verifies the proposals of the one before it, in the last one's
     # process. []: the target alone; None: the first drafter of the list that has capacity.
     chain: tuple[Name, ...] | None = None
     table: ClassVar = {
-        "epsilon-greedy": {"epsilon": Parameter(0.05, 0.0, 1.0)},  # share of requests, per slot, with a random drafter
+        "epsilon-greedy": {"epsilon": Parameter(0.02, 0.0, 1.0)},  # share of requests, per slot, with a random drafter
         "lbss": {  # alpha: slots of an exploration phase; beta: slots that a request keeps a drawn drafter
             "exploration_slots": Parameter(16, 1, 2**31 - 1),
             "chunk_slots": Parameter(2, 1, 2**31 - 1),

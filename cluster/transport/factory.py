@@ -70,7 +70,7 @@ def _with_host(address: str, replaced: tuple[str, ...], host: str) -> str:
 
 def bracketed(host: str) -> str:
     """A host as part of an address: IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _transport(address: str, tls: TlsConfig | None) -> Any:

@@ -44,9 +44,9 @@ class Admission:
 
     def divide(self, num_replicas: int) -> None:
         """Its limits become those of one of so many replicas. What runs already goes on."""
-        settings = self._settings
-        limits = settings.max_concurrent, settings.max_queued
-        self._max_concurrent, self._max_queued = (limit * settings.num_replicas // num_replicas for limit in limits)
+        of, known = self._settings, self._settings.num_replicas
+        self._max_concurrent = (of.max_concurrent_requests or of.max_concurrent * known) // num_replicas
+        self._max_queued = (of.max_queued_requests or of.max_queued * known) // num_replicas
         self._admit()
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:

@@ -251,12 +251,6 @@ METRICS = (
     # Targets.
     _whole("routing_table_version", "gauge", "Version of the newest routing table.", lambda s: s.table_version),
     _whole(
-        "router_regret_ratio",
-        "histogram",
-        "By slot: share of the best drafters' tokens per second that the chosen ones miss, as the policy hedge estimates.",
-        lambda s: s.regret,
-    ),
-    _whole(
         "requests_resumed",
         "counter",
         "Requests continued at another target, after a loss.",

@@ -45,9 +45,9 @@ class UnloadAdapterRequest(Strict):
 POLICY = "/v1/outrider/policy"
 # `chain` is missing: its drafters are started for it.
 _POLICIES: dict[str, PolicyConfig] = {
-    "hedge": PolicyConfig(),
+    "epsilon-greedy": PolicyConfig(),
+    "hedge": PolicyConfig(kind="hedge"),
     "lbss": PolicyConfig(kind="lbss"),
-    "epsilon-greedy": PolicyConfig(kind="epsilon-greedy"),
     "greedy-length": PolicyConfig(kind="greedy-length"),
     "fixed": PolicyConfig(kind="fixed"),
     "off": PolicyConfig(kind="fixed", chain=()),
@@ -60,7 +60,7 @@ TryPolicy = Callable[[PolicyConfig | None, float], Awaitable[bool]]
 class PolicyTrialRequest(Strict):
     """``instead_of``: the policy that the caller saw, so that two operators do not overwrite each other unseen."""
 
-    policy: Literal["hedge", "lbss", "epsilon-greedy", "greedy-length", "fixed", "off"] | None  # None: end the trial
+    policy: Literal["epsilon-greedy", "hedge", "lbss", "greedy-length", "fixed", "off"] | None  # None: end the trial
     instead_of: str
     for_s: Annotated[float, Field(ge=10, le=3600)] = 300.0
 

@@ -34,6 +34,8 @@ class ApiSettings:
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
     max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for admission
+    max_concurrent_requests: int | None = None  # the former of all replicas together; None: ``num_replicas`` times as many
+    max_queued_requests: int | None = None  # and the latter
     max_n: int = MAX_CHOICES
     max_sequences: int = 64  # of one call
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # fields of SamplingParams

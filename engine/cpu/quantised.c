@@ -41,7 +41,7 @@ typedef struct {
 
 /* Whether scales may be float16 here. */
 int quantised_halves(void) {
-#if __F16C__
+#if __F16C__ && __AVX2__ /* some CPUs have F16C alone */
     return 1;
 #else
     return 0;

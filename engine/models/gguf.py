@@ -1,90 +1,95 @@
-"""Converts a GGUF file to a Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``. A process of its own, as it
-takes three times the memory of the result. Writes progress to standard output, as lines ``FRACTION WHAT``.
+"""Makes a Hugging Face folder of a GGUF file: ``python -m engine.models.gguf SOURCE FOLDER [weights]``. A process of its
+own, for what it imports. Writes progress to standard output, as lines ``FRACTION WHAT``.
 
 Configuration, tokenizer and chat template come from the file's metadata, whose keys are llama.cpp's."""
 
 import json
-import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import save_file
+
 from cluster.errors import ModelUnavailable
 from engine.models.config import Llama3Scaling, RopeConfig, frequencies_of, parse_config
+from engine.models.gguf_file import ROPE_FACTORS, GgufFile, GgufTensors
+from engine.models.manifest import TENSORS
+from engine.models.quantised import shipped_bytes
+from engine.models.weights import INDEX, SINGLE
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 # As llama.cpp names them; Mistral and SmolLM are llama, too.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_AGAIN = "download or copy it again"
-_ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later, by which rotary frequencies are divided
+LARGEST_PART = 2**31  # bytes of a file of weights, which are held until it is written
 _ENDS = ("eos", "eot", "eom")
-_LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe")  # begin with BOS unless the file says otherwise, as in llama.cpp
+# As in llama.cpp, begin with BOS unless the file says otherwise, and take a word that is a token whole.
+_LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 _GPT2_SPLITS = ("default", "gpt-2", "gpt2", "smollm")  # beside those that transformers knows by name
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as ``engine.models.weights`` joins them
 
 
-def convert(source: Path, folder: Path) -> None:
-    """Writes bf16 safetensors, configuration, tokenizer and chat template. transformers undoes the quantization and
-    llama.cpp's order of the rotary dimensions. Raises ModelUnavailable: which value of the file cannot be served."""
-    metadata, shapes = read_header(source)
-    config = config_of(metadata, shapes, rope_factors(source, shapes))
+def convert(source: Path, folder: Path, *, with_weights: bool) -> None:
+    """Writes configuration, tokenizer, chat template and the list of tensors, and ``with_weights`` bf16 safetensors for
+    vLLM. Raises ModelUnavailable: which value of the file cannot be served."""
+    file = GgufFile(source)
+    config = config_of(file)
     parse_config(config)
-    _say(0.0, "importing transformers")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-
-    _say(0.1, "reading the tokenizer")
+    _say(0.0, "reading the tokenizer")
     tokenizer_of(source, config["max_position_embeddings"]).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _say(0.35, "restoring the weights")
-    model = AutoModelForCausalLM.from_pretrained(
-        str(source.parent),
-        gguf_file=source.name,
-        config=AutoConfig.from_pretrained(folder),
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-        local_files_only=True,
-    )
-    _say(0.95, "writing the weights")
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    (folder / TENSORS).write_text(json.dumps(dict(_tensors(file))))
+    if with_weights:
+        _write_weights(file, folder)
 
 
-def read_header(source: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Metadata, of whose texts in lists only the number is read, and shapes of tensors, as torch has them. Raises
-    ModelUnavailable: the file is none, of another kind, or not whole."""
-    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
-
-    try:
-        with source.open("rb") as file:
-            magic, version = file.read(4), file.read(4)
-        if magic != b"GGUF":
-            raise ModelUnavailable(f"{source} is no GGUF file: it begins with {magic!r}")
-        if version[:2] == b"\0\0":
-            raise ModelUnavailable(f"{source} is big-endian; convert it with `gguf-convert-endian {source} little`")
-        metadata, _ = read_gguf_metadata(str(source))
-        header = GgufHeader.from_file(str(source))
-        end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise ModelUnavailable(f"{source} is cut off or damaged in its header; {_AGAIN}") from error
-    except (OSError, ValueError) as error:
-        raise ModelUnavailable(f"{source} cannot be read: {error}") from error
-    if (num_parts := metadata.get("split.count", 1)) > 1:
-        raise ModelUnavailable(f"{source} is one of {num_parts} parts; join them with `llama-gguf-split --merge`")
-    if end > (size := source.stat().st_size):
-        raise ModelUnavailable(f"{source} is cut off: it has {size:,} bytes of {end:,}; {_AGAIN}")
-    return metadata, {tensor.name: tensor.shape for tensor in header.tensors}
+def _tensors(file: GgufFile) -> Iterator[tuple[str, tuple[tuple[int, ...], float]]]:
+    """Shape of each tensor, and bytes of each of its weights in memory, as shipped."""
+    for name, info in file.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        parent, _, own = module.rpartition(".")
+        group = next((group for group in _JOINED if own in group), (own,))
+        found = [file.tensors.get(f"{parent}.{one}.{suffix}") for one in group]
+        yield name, (info.shape, shipped_bytes({one.kind for one in found if one is not None}))
 
 
-def config_of(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: tuple[float, ...] = ()
-) -> dict[str, Any]:
-    """The ``config.json`` of a file. ``factors``: its tensor of frequencies. Raises ModelUnavailable: an architecture or
-    scaling that the native engine does not compute, or a missing value."""
+def _write_weights(file: GgufFile, folder: Path) -> None:
+    source, num_bytes = GgufTensors(file, torch.bfloat16), 0
+    parts: list[list[str]] = [[]]
+    shapes = {name: info.shape for name, info in file.tensors.items() if name != ROPE_FACTORS}
+    for name, shape in shapes.items():
+        if num_bytes > LARGEST_PART:
+            parts, num_bytes = [*parts, []], 0
+        parts[-1].append(name)
+        num_bytes += 2 * prod(shape)
+    names = (
+        [SINGLE] if len(parts) == 1 else [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    )
+    for i, (path, part) in enumerate(zip(names, parts, strict=True)):
+        _say(0.1 + 0.9 * i / len(parts), "writing the weights")
+        tensors: dict[str, torch.Tensor] = {}
+        for name in part:
+            tensor = source.read(name, shapes[name])
+            assert isinstance(tensor, torch.Tensor)
+            tensors[name] = tensor.to(torch.bfloat16).contiguous()
+        save_file(tensors, folder / path, metadata={"format": "pt"})
+    if len(parts) > 1:
+        of = {name: path for path, part in zip(names, parts, strict=True) for name in part}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The ``config.json`` of a file. Raises ModelUnavailable: an architecture or scaling that the native engine does not
+    compute, or a missing value."""
+    metadata, tensors = file.metadata, file.tensors
+    factors = tuple(file.floats(ROPE_FACTORS).tolist()) if ROPE_FACTORS in tensors else ()
     family = metadata.get("general.architecture")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -101,7 +106,7 @@ def config_of(
         return {
             "architectures": [FAMILIES[family]],
             "model_type": family,
-            "vocab_size": shapes["token_embd.weight"][0],
+            "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
             "hidden_size": key["embedding_length"],
             "intermediate_size": metadata[f"{family}.feed_forward_length"],
             "num_hidden_layers": key["block_count"],
@@ -112,8 +117,8 @@ def config_of(
             "rms_norm_eps": round(metadata[f"{family}.attention.layer_norm_rms_epsilon"], 12),  # was fp32
             "max_position_embeddings": key["context_length"],
             "rope_parameters": _rope(metadata, family, head_dim, factors),
-            "attention_bias": family == "qwen2" or "blk.0.attn_q.bias" in shapes,
-            "tie_word_embeddings": "output.weight" not in shapes,
+            "attention_bias": family == "qwen2" or "model.layers.0.self_attn.q_proj.bias" in tensors,
+            "tie_word_embeddings": "lm_head.weight" not in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(ends)) if len(set(ends)) > 1 else next(iter(ends), None),
             "dtype": "bfloat16",
@@ -138,7 +143,7 @@ def _rope(metadata: Mapping[str, Any], family: str, head_dim: int, factors: tupl
     scaling = Llama3Scaling(max(factors), 1.0, 4.0, 8192)  # as all of Llama 3.1 to 3.3; the file has only its result
     plain, stretched = (frequencies_of(head_dim, RopeConfig(theta, llama3=one)) for one in (None, scaling))
     if any(abs(a / b / factor - 1) > 1e-3 for a, b, factor in zip(plain, stretched, factors, strict=True)):
-        raise ModelUnavailable(f"{_ROPE_FACTORS} scales the frequencies otherwise than Llama 3, which is not supported")
+        raise ModelUnavailable(f"{ROPE_FACTORS} scales the frequencies otherwise than Llama 3, which is not supported")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -147,15 +152,6 @@ def _rope(metadata: Mapping[str, Any], family: str, head_dim: int, factors: tupl
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_len,
     }
-
-
-def rope_factors(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, ...]:
-    """Of each rotated pair; (): the file has none."""
-    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
-
-    if _ROPE_FACTORS not in shapes:
-        return ()
-    return tuple(load_gguf_state_dict(GgufHeader.from_file(str(source)))[_ROPE_FACTORS][...].float().tolist())
 
 
 def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
@@ -182,7 +178,12 @@ def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     if family.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
-    begins = kind == "gpt2" and split in _LLAMA3_SPLITS and "bos_token" in settings
+    begins = kind == "gpt2" and split in _LLAMA3_SPLITS
+    if begins:
+        tokenizer.model.ignore_merges = True
+    if kind == "llama":
+        _spell_spaces(tokenizer, prefix=content.get("add_prefix_space", True))
+    begins = begins and "bos_token" in settings
     first = [settings["bos_token"]] if settings.pop("add_bos_token", begins) else []
     last = [settings["eos_token"]] if settings.pop("add_eos_token", False) else []
     if first or last:
@@ -192,6 +193,17 @@ def tokenizer_of(source: Path, max_len: int) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_len, **settings)
 
 
+def _spell_spaces(tokenizer: "Tokenizer", *, prefix: bool) -> None:
+    """As sentencepiece does, and llama.cpp: a text, also one behind a control token, begins with a space more."""
+    from tokenizers import decoders, normalizers
+
+    spaces = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    tokenizer.pre_tokenizer = None
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+
+
 def _say(fraction: float, what: str) -> None:
     print(fraction, what, file=sys.__stdout__, flush=True)
 
@@ -199,6 +211,6 @@ def _say(fraction: float, what: str) -> None:
 if __name__ == "__main__":
     try:
         with redirect_stdout(sys.stderr):  # standard output is for progress only
-            convert(Path(sys.argv[1]), Path(sys.argv[2]))
+            convert(Path(sys.argv[1]), Path(sys.argv[2]), with_weights="weights" in sys.argv[3:])
     except ModelUnavailable as refused:
         sys.exit(str(refused))

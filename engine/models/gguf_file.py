@@ -1,5 +1,6 @@
 """Reads GGUF files in place: tensors are memory-mapped bytes of their blocks, which processes share."""
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,24 +15,27 @@ from cluster.errors import ModelUnavailable
 from engine.models.quantised import BLOCKS, QuantisedMatrix
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
+ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later, by which rotary frequencies are divided
+_AGAIN = "download or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    name: str  # llama.cpp's
     shape: tuple[int, ...]  # outputs first, as torch has it
     kind: int  # ggml's number of the type
     offset: int  # of the first byte, in the file
@@ -39,81 +43,99 @@ class TensorInfo:
 
 
 class GgufFile:
-    """One file, mapped as long as this or a tensor of it lives. Raises ModelUnavailable: it is none, or cut off."""
+    """One file, mapped as long as this or a tensor of it lives. ``metadata``: of texts in lists only their number;
+    ``tensors``: by Hugging Face's names. Raises ModelUnavailable: it is none, of another kind, or not whole."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
+        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
         self.path = path
         try:
-            reader = GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError, ArithmeticError) as error:
-            raise ModelUnavailable(f"{path} is not a whole GGUF file ({error!r})") from error
-        self._bytes: NDArray[np.uint8] = reader.data
-        self._fields = reader.fields
-        self.tensors = {
-            one.name: TensorInfo(
-                tuple(map(int, reversed(one.shape))), int(one.tensor_type), int(one.data_offset), one.n_bytes
-            )
-            for one in reader.tensors
-        }
-
-    def value(self, key: str) -> Any:
-        """Of the metadata; None: there is none."""
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+            with path.open("rb") as file:
+                magic, version = file.read(4), file.read(4)
+            if magic != b"GGUF":
+                raise ModelUnavailable(f"{path} is no GGUF file: it begins with {magic!r}")
+            if version[:2] == b"\0\0":
+                raise ModelUnavailable(f"{path} is big-endian; convert it with `gguf-convert-endian {path} little`")
+            self.metadata: Mapping[str, Any] = read_gguf_metadata(str(path))[0]
+            header = GgufHeader.from_file(str(path))
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            raise ModelUnavailable(f"{path} is cut off or damaged in its header; {_AGAIN}") from error
+        except (OSError, ValueError) as error:
+            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+        if (num_parts := self.metadata.get("split.count", 1)) > 1:
+            raise ModelUnavailable(f"{path} is one of {num_parts} parts; join them with `llama-gguf-split --merge`")
+        self._bytes = np.memmap(path, np.uint8, "r")
+        found = [
+            TensorInfo(of.name, of.shape, of.ggml_type, header.data_start + of.offset, of.nbytes) for of in header.tensors
+        ]
+        if (end := max((info.offset + info.num_bytes for info in found), default=0)) > len(self._bytes):
+            raise ModelUnavailable(f"{path} is cut off: it has {len(self._bytes):,} bytes of {end:,}; {_AGAIN}")
+        self.tensors = {self._name(info.name): info for info in found}
 
     def blocks(self, name: str) -> NDArray[np.uint8] | None:
         """The bytes of a quantised matrix, [outputs, bytes of a row]. None: it is not quantised. Raises KeyError."""
         info = self.tensors[name]
-        if info.kind not in BLOCKS:
-            return None
-        return self._raw(info).reshape(info.shape[0], -1)
+        return self._raw(info).reshape(info.shape[0], -1) if info.kind in BLOCKS else None
 
     def floats(self, name: str) -> torch.Tensor:
         """A tensor of floats, fp32. Raises KeyError, and ModelUnavailable: its type is not supported."""
         info = self.tensors[name]
         if info.kind not in _FLOATS:
-            raise ModelUnavailable(f"{self.path}: tensor {name} has ggml's type {info.kind}, which is not supported")
+            raise ModelUnavailable(f"{self.path}: tensor {info.name} has ggml's type {info.kind}, which is not supported")
         return torch.from_numpy(self._raw(info).copy()).view(_FLOATS[info.kind]).view(info.shape).float()
 
     def _raw(self, info: TensorInfo) -> NDArray[np.uint8]:
         return np.asarray(self._bytes[info.offset : info.offset + info.num_bytes])
 
+    def _name(self, own: str) -> str:
+        """Hugging Face's name of a tensor, by llama.cpp's. Raises ModelUnavailable: one that would not be computed with."""
+        if own == ROPE_FACTORS:
+            return own
+        match own.split("."):
+            case [module, suffix] if module in _MODULES:
+                return f"{_MODULES[module]}.{suffix}"
+            case ["blk", index, module, suffix] if module in _LAYER_MODULES:
+                return f"model.layers.{index}.{_LAYER_MODULES[module]}.{suffix}"
+        raise ModelUnavailable(f"{self.path}: the tensor {own} is not supported")
+
 
 class GgufTensors:
-    """``engine.models.weights.TensorSource`` over a GGUF file: quantised matrices stay as they lie there."""
+    """``engine.models.weights.TensorSource`` over a GGUF file. ``dtype``: that quantised matrices are restored to; None:
+    they stay as they lie there."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, dtype: torch.dtype | None = None) -> None:
         self._file = file
+        self._dtype = dtype
 
     @cached_property
     def _interleaved(self) -> Mapping[str, int]:
         """Heads of the projections whose rotary pairs llama.cpp puts side by side."""
-        if self._file.value("general.architecture") != "llama":
+        about = self._file.metadata
+        if about.get("general.architecture") != "llama":
             return {}
-        heads = int(self._file.value("llama.attention.head_count"))
-        return {"attn_q": heads, "attn_k": int(self._file.value("llama.attention.head_count_kv") or heads)}
+        heads = int(about["llama.attention.head_count"])
+        return {"q_proj": heads, "k_proj": int(about.get("llama.attention.head_count_kv") or heads)}
 
     def read(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> "torch.Tensor | QuantisedMatrix":
-        """As ``TensorSource.read``. Raises ModelUnavailable also for columns of a matrix."""
-        own = _own_name(name)
-        info = self._file.tensors.get(own)
+        """As ``TensorSource.read``. Columns of a quantised matrix need a ``dtype``."""
+        info = self._file.tensors.get(name)
         if info is None or info.shape != shape:
             found = "no such tensor" if info is None else f"the shape {info.shape}"
-            raise ModelUnavailable(f"{self._file.path}: {name} ({own}) should have the shape {shape}; it has {found}")
-        if columns is not None and len(columns) < shape[-1]:
-            raise ModelUnavailable(f"{self._file.path}: quantised weights as shipped are not divided over ranks")
-        order = self._order(own, shape[0])
+            raise ModelUnavailable(f"{self._file.path}: {name} should have the shape {shape}; it has {found}")
+        order = self._order(name, shape[0])
         if rows is not None and len(rows) < shape[0]:
             order = np.arange(shape[0])[rows.start : rows.stop] if order is None else order[rows.start : rows.stop]
-        blocks = self._file.blocks(own)
+        wanted = slice(None) if columns is None else slice(columns.start, columns.stop)
+        blocks = self._file.blocks(name)
         if blocks is None:
-            floats = self._file.floats(own)
-            return floats if order is None else floats[torch.from_numpy(order)]
-        return QuantisedMatrix(info.kind, blocks if order is None else blocks[order], shape[-1])
+            floats = self._file.floats(name)
+            floats = floats if order is None else floats[torch.from_numpy(order)]
+            return floats if columns is None else floats[..., wanted]
+        matrix = QuantisedMatrix(info.kind, blocks if order is None else blocks[order], shape[-1])
+        return matrix if self._dtype is None else matrix.dequantised(self._dtype)[:, wanted]
 
     def _order(self, name: str, num_rows: int) -> NDArray[np.int64] | None:
         """The file's rows in the order of Hugging Face's; None: they are."""
@@ -121,12 +143,3 @@ class GgufTensors:
         if heads is None:
             return None
         return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _own_name(name: str) -> str:
-    """llama.cpp's name of a tensor, by Hugging Face's."""
-    module, _, suffix = name.rpartition(".")
-    if module in _NAMES:
-        return f"{_NAMES[module]}.{suffix}"
-    _, _, index, part = module.split(".", 3)
-    return f"blk.{index}.{_LAYER_NAMES[part]}.{suffix}"

@@ -79,7 +79,8 @@ def chosen_file(name: HubName, files: Iterable[str]) -> str:
     """The GGUF file that ``name`` means. Raises ModelUnavailable: none, or several; lists what there is."""
     assert name.gguf is not None
     known = sorted(file for file in files if file.endswith(GGUF) and "mmproj" not in file.lower())
-    tag = re.compile(rf"(.*[-._/])?{re.escape(name.gguf)}(-\d+-of-\d+|/[^/]*)?\.gguf", re.IGNORECASE)
+    before = r"(.*([-./]|(?<!Q\d)(?<!Q\d_K)_))?"  # not within a quantization, whose parts are joined by _
+    tag = re.compile(rf"{before}{re.escape(name.gguf)}(-\d+-of-\d+|/[^/]*)?\.gguf", re.IGNORECASE)
     found = [file for file in known if file == name.gguf or tag.fullmatch(file)]
     if parts := [part[1] for file in found if (part := _PART.search(file))]:
         raise ModelUnavailable(

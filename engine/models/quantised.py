@@ -5,7 +5,8 @@
 Block layouts are ggml's, by its number of the type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from cluster.errors import ModelUnavailable
 
+_DEQUANTISED = 2**20  # weights that a thread restores at once
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -168,9 +170,32 @@ class QuantisedMatrix:
         ((kind, raw),) = self._parts
         return torch.from_numpy(_read(kind, raw[token_ids.numpy()]).dequantised())
 
-    def dequantised(self) -> torch.Tensor:
-        """fp32 [outputs, inputs]"""
-        return torch.from_numpy(self.blocks().dequantised())
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[outputs, inputs], by threads, each of which holds a few rows in fp32."""
+        whole, num, at = torch.empty(self.shape, dtype=dtype), max(1, _DEQUANTISED // self.shape[1]), 0
+        jobs: list[tuple[int, Bytes, torch.Tensor]] = []
+        for kind, raw in self._parts:
+            jobs += [(kind, raw[i : i + num], whole[at + i : at + min(i + num, len(raw))]) for i in range(0, len(raw), num)]
+            at += len(raw)
+
+        def restore(job: tuple[int, Bytes, torch.Tensor]) -> None:
+            kind, raw, out = job
+            out.copy_(torch.from_numpy(_read(kind, raw).dequantised()))
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(restore, jobs))
+        return whole
+
+
+def shipped_bytes(kinds: Collection[int]) -> float:
+    """Of a weight as ``engine.cpu.quantised`` keeps matrices of these types that are one product."""
+    if not all(kind in BLOCKS for kind in kinds):
+        return 4.0
+    ones = [(kind, BLOCKS[kind]) for kind in kinds]
+    rows = [QuantisedMatrix(kind, np.zeros((1, 256 // of.num_weights * of.num_bytes), np.uint8), 256) for kind, of in ones]
+    blocks = QuantisedMatrix.joined(rows).blocks()
+    num_factors = 1 if blocks.minimum is None else 2
+    return blocks.bits / 8 + num_factors * (2 if blocks.halves else 4) / int(blocks.q.shape[2])
 
 
 def _read(kind: int, raw: Bytes) -> Blocks:

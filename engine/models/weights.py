@@ -20,6 +20,7 @@ from cluster.errors import ModelUnavailable
 from engine.models.config import DecoderConfig
 from engine.models.gguf_file import GgufFile, GgufTensors
 from engine.models.int8 import COLUMNS, SCALE, Int8Matrix
+from engine.models.prepare import weights_file
 from engine.models.quantised import QuantisedMatrix
 from engine.tensor_parallel.sharding import Shard, shard_of
 
@@ -271,10 +272,13 @@ class SafetensorsFolder:
 def open_weights(
     folder: Path, config: DecoderConfig, dtype: torch.dtype, shard: Shard | None = None
 ) -> Iterator[DenseWeights]:
-    """The weights in ``folder`` as ``dtype``, or a shard of them, readable while the context is open. Raises
-    ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says which."""
+    """The weights in ``folder``, or of the GGUF file that it was made from, as ``dtype``, or a shard of them, readable while
+    the context is open. Raises ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says
+    which."""
     with ExitStack() as stack:
-        yield DenseWeights(config, SafetensorsFolder(folder, stack), dtype, shard)
+        file = weights_file(folder)
+        source = SafetensorsFolder(folder, stack) if file is None else GgufTensors(GgufFile(file), dtype)
+        yield DenseWeights(config, source, dtype, shard)
 
 
 def shipped_weights(file: Path, config: DecoderConfig) -> "TensorWeights":

@@ -19,7 +19,8 @@ def chosen_engine(config: Config) -> Config:
     if target.engine != "auto":
         return config
     engine = "native"
-    if torch_has_cuda() and target.device != "cpu" and target.block_len % 32 == 0 and target.early_exit == "off":
+    is_served = target.block_len % 32 == 0 and target.early_exit == "off" and target.dtype != "as-shipped"
+    if is_served and target.device != "cpu" and torch_has_cuda():
         with suppress(InvalidField):
             require_vllm()
             import torch

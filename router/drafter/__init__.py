@@ -1,1 +1,1 @@
-"""Which drafter a request gets: policies, matching, and the slot of the router."""
+"""Which drafter a request gets: policies, and the slot of the router."""

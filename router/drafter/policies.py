@@ -15,10 +15,11 @@ from router.assignment import (
     without_lookups,
 )
 from router.cost_model import CostModel
-from router.drafter.hedge import Hedge
+from router.drafter.epsilon_greedy import EpsilonGreedy
 from router.drafter.seats import Fixed
+from router.papers.not_a_bandit import Hedge
 from router.papers.specrouter import ModelChains
-from router.papers.spin import EpsilonGreedy, GreedyLength, Lbss
+from router.papers.spin import GreedyLength, Lbss
 
 # Made with the parameters of the configuration.
 POLICIES: dict[str, Callable[..., AssignmentPolicy]] = {

@@ -8,13 +8,10 @@ from itertools import accumulate, chain
 from struct import pack
 
 import numpy as np
-from numpy.typing import NDArray
 
+from router.cost_model import Floats
 from router.drafting.verification import VerifyContext, survivals
 from router.plan import SequenceView
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FEW = 64  # draft tokens of a pass, up to which plain Python is faster than numpy
 

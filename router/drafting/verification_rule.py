@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.cost_model import TableCost
-from router.drafting.ranking import Floats, Ints, Ranking
+from router.cost_model import Floats, Ints, TableCost
+from router.drafting.ranking import Ranking
 from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
 from router.plan import SequenceView
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 from router.estimates.decayed import retained
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from pydantic import JsonValue
 
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -1,23 +1,12 @@
-"""Draft times: seconds of a batch of drafts as profiled, and as measured while serving."""
+"""Draft times: seconds of a batch of drafts, as measured while serving."""
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from router.assignment import MemberCosts
 from router.estimates.decayed import LASTING, UNUSUAL, USUAL, DecayedMean
 
 _PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
-
-
-def profiled_s(costs: MemberCosts | None, num_requests: float) -> float:
-    """Seconds of a batch of drafts by one replica; 0 if not profiled."""
-    if costs is None or not costs.draft_s:
-        return 0.0
-    batches, seconds = zip(*costs.draft_s, strict=True)
-    return float(np.interp(num_requests, batches, seconds)) * min(1.0, num_requests)
 
 
 class _Line:

@@ -8,7 +8,7 @@ from struct import pack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 from router.estimates.confidence_scaling import OnlineScaling, num_due
 from router.estimates.decayed import retained
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.drafting.ranking import Floats, throughputs
+from router.cost_model import Floats
+from router.drafting.ranking import throughputs
 from router.drafting.verification import PassRows, VerifyContext
 from router.plan import SequenceView
 

@@ -24,7 +24,7 @@ from math import sqrt
 import numpy as np
 
 from cluster.types import DraftTerms
-from router.drafter.matching import Floats
+from router.cost_model import Floats
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.value import DraftingValue
 from router.plan import SequenceView

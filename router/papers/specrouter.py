@@ -21,7 +21,6 @@ from router.assignment import (
     TARGET_ONLY,
     Chain,
     Levels,
-    NoRegret,
     Observation,
     PoolMember,
     RequestView,
@@ -29,9 +28,8 @@ from router.assignment import (
     drafter_of,
     lessons,
 )
-from router.cost_model import TableCost
+from router.cost_model import Floats, TableCost
 from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
-from router.drafter.matching import Floats, Ints
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
 from router.papers.specrouter_estimates import (
@@ -62,7 +60,7 @@ class ChainSnapshot(AcceptanceSnapshot):
     overruns: OverheadSums
 
 
-class ModelChains(NoRegret):
+class ModelChains:
     """Chains by expected time per token."""
 
     def __init__(
@@ -70,7 +68,7 @@ class ModelChains(NoRegret):
     ) -> None:
         self._max_levels, self._time_weight = max_levels, time_weight
         self._hysteresis, self._calm_slots = hysteresis, calm_slots
-        self._acceptance = AcceptanceModel(np.random.default_rng(0))
+        self._acceptance = AcceptanceModel()
         self._fills = FillRates(MEMORY_ROUNDS)
         self._overheads = ObservedOverheads()
         self._target = UNMEASURED
@@ -133,7 +131,7 @@ class ModelChains(NoRegret):
         self._reset()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        self._acceptance.requests.next_slot()
+        self._acceptance.next_slot([request.request_id for request in requests])
         self._slot += 1
         self._note_failures(requests, pool)
         self._compare_times(requests)
@@ -142,9 +140,9 @@ class ModelChains(NoRegret):
         self._predict(room.members, batch)
         chains: dict[str, Chain] = {}
         if requests:
-            rows = self._acceptance.requests.follow(requests)
+            ids = [request.request_id for request in requests]
             live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
-            predicted_s = self._per_token_s(rows, live, room.members, batch)
+            predicted_s = self._per_token_s(ids, live, room.members, batch)
             overheads = self._overheads.factors()
             per_token_s = predicted_s * [overheads.get((*self._below[name], name), 1.0) for name in room.drafters]
             seconds = self._with_hysteresis(requests, per_token_s, batch, room)
@@ -219,7 +217,7 @@ class ModelChains(NoRegret):
         self._known = known
         self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
         passes = {name: self._pass_factors.corrected(name, base) for name, base in self._passes.items()}
-        rates = {name: self._acceptance.mean_rates(name) for name in names}
+        rates = {name: self._acceptance.mean_rates(member) for name, member in zip(names, drafters, strict=True)}
         by_name = dict(zip(names, drafters, strict=True))
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
         overheads = self._overheads.factors()
@@ -244,13 +242,13 @@ class ModelChains(NoRegret):
             below = self._below[last] = fastest(rounds, self._below.get(last), self._hysteresis)
             self._round_s[last] = round_s[(*below, last)]
 
-    def _per_token_s(self, rows: Ints, live: Sequence[int], drafters: Sequence[PoolMember], batch: int) -> Floats:
+    def _per_token_s(self, ids: Sequence[str], live: Sequence[int], drafters: Sequence[PoolMember], batch: int) -> Floats:
         """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a plain
         one: one token, and no longer, as the planner bounds holds. Sets ``self.per_token_s``, of ``live`` requests."""
         if not drafters:
-            return np.zeros((len(rows), 0))
+            return np.zeros((len(ids), 0))
         names = [drafter_of(member.name) for member in drafters]
-        lens, _ = self._acceptance.expected_lens(rows, drafters)
+        lens, _ = self._acceptance.expected_lens(ids, drafters)
         on_time = self._acceptance.on_time.shares(names)
         round_s = on_time * [self._round_s[name] for name in names] + (1.0 - on_time) * self._target.at(batch)
         num_tokens = 1.0 + on_time * (lens - 1.0)
@@ -276,7 +274,7 @@ class ModelChains(NoRegret):
 
     def _are_known(self, drafters: Sequence[PoolMember]) -> bool:
         """Whether drafts of each drafter that is kept in step were judged."""
-        return bool(self._acceptance.num_drafts([one for one in drafters if one.leads]).all())
+        return all(self._acceptance.num_drafts(one) for one in drafters if one.leads)
 
     def _trial(
         self, requests: Sequence[RequestView], columns: list[int], places: Sequence[int], room: FreeCapacity

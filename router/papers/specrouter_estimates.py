@@ -5,30 +5,29 @@ Here tokens travel, drawn with the same noise. Their rate of agreement lies betw
 SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 
 Overhead: measured over predicted time per token, by chain. Predictions assume a device per model and one shared pass for all
-requests. The ratio counts as far as it exceeds chance (`router.estimates.round_times`), separately for slots in which all
-requests had one chain.
+requests. The ratio counts as far as it exceeds chance, separately for slots in which all requests had one chain.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat, zip_longest
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field, JsonValue
 
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Observation, PoolMember, drafter_of
-from router.cost_model import TableCost, monotone
+from router.cost_model import Floats, TableCost, monotone
 from router.drafter.chains import PROPOSAL_LEN
-from router.drafter.matching import Floats
-from router.estimates.acceptance import PRIOR_ROUNDS
+from router.estimates.acceptance import PRIOR_ROUNDS, PositionCounts, Rates
 from router.estimates.decayed import DecayedMean, DecayedSums
-from router.estimates.round_times import Rounds, SlotSums, significant_share
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
 _KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
 
-Rates = tuple[float, ...]
+_MEMORY_SLOTS = 400.0  # after which measured over predicted times count 1/e
+_NUM_ERRORS = 3.0  # standard errors, that they must be off 1 to be significant
+_FORGOTTEN = 1e-3  # slots
+
 _Pair = tuple[str, str]
 
 
@@ -42,30 +41,22 @@ class Similarities:
     """Agreement of drafters by position, from verifications within chains; remembers about ``memory`` drafts."""
 
     def __init__(self, memory: float) -> None:
-        # By proposer and verifier: drafts that reached each position, those right there, tokens asked for and proposed.
-        self._reached: DecayedSums[_Pair] = DecayedSums(memory)
-        self._right: DecayedSums[_Pair] = DecayedSums(memory)
-        self._asked: DecayedSums[_Pair] = DecayedSums(memory)
+        self._counts: PositionCounts[_Pair] = PositionCounts(memory)  # by proposer and verifier
+        self._asked: DecayedSums[_Pair] = DecayedSums(memory)  # tokens asked for and proposed
 
     def observe(self, verifier: str, verified: Verified) -> None:
         pair = (verified.proposer, verifier)
+        self._counts.add(pair, verified.num_reached, verified.num_right)
         num_drafts = verified.num_reached[0] if verified.num_reached else 0
-        self._reached.add(pair, verified.num_reached, num_drafts)
-        self._right.add(pair, verified.num_right, num_drafts)
         self._asked.add(pair, (verified.num_asked, verified.num_proposed), num_drafts)
 
     def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
         """Agreement by position; ``prior`` while little is known."""
-        pair = (proposer, verifier)
-        reached, right = self._reached.get(pair, 0), self._right.get(pair, 0)
-        counts = zip_longest(reached, right, range(len(prior)), fillvalue=0.0)
-        priors = chain(prior, repeat(prior[-1]))
-        return tuple((b + _STRENGTH * known) / (a + _STRENGTH) for (a, b, _), known in zip(counts, priors, strict=False))
+        return self._counts.rates((proposer, verifier), prior, _STRENGTH)
 
     def is_known(self, proposer: str, verifier: str) -> bool:
         """Whether verified drafts outweigh the prior."""
-        reached = self._reached.get((proposer, verifier), 0)
-        return bool(reached) and reached[0] >= _KNOWN
+        return self._counts.num_drafts((proposer, verifier)) >= _KNOWN
 
     def fill(self, proposer: str, verifier: str, prior: float) -> float:
         """Share of the requested tokens that it proposes; ``prior`` while little is known."""
@@ -111,21 +102,45 @@ FillSums = dict[str, tuple[_Sum, _Sum]]
 OverheadSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
-class ObservedOverheads(SlotSums[Chain | None]):
-    """Measured over predicted time, by the chain that all requests had, or SPREAD. A round is here a predicted second."""
+class Compared(NamedTuple):
+    """Decayed sums over the slots of a chain: predicted and measured seconds."""
+
+    num_slots: float
+    predicted: float
+    measured: float
+    squares: float  # of a slot's measured seconds, over its predicted ones
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.predicted
+
+    @property
+    def residue(self) -> float:
+        """Squared deviation of slots from the mean, over their predicted seconds."""
+        return max(0.0, self.squares - self.ratio * self.measured)
+
+
+class ObservedOverheads(DecayedSums[Chain | None]):
+    """Measured over predicted time, by the chain that all requests had, or SPREAD; fades with each slot."""
+
+    def __init__(self) -> None:
+        super().__init__(_MEMORY_SLOTS)
 
     def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
         """Adds a slot's (predicted, measured) seconds."""
-        self.end_slot({what: seconds for what, seconds in compared.items() if seconds[0] > 0.0})
+        self.fade(1.0, _FORGOTTEN)
+        for what, (predicted, measured) in compared.items():
+            if predicted > 0.0:
+                self.add(what, (1.0, predicted, measured, measured**2 / predicted), 0.0)
 
     def to_json(self) -> list[JsonValue]:
         return [[None if what is SPREAD else list(what), list(sums)] for what, sums in self.sums.items()]
 
     def factors(self) -> dict[Chain | None, float]:
         """Measured over predicted time of everything seen."""
-        known = [Rounds(*sums) for sums in self.sums.values()]
-        off = np.array([one.mean_s - 1.0 for one in known])
-        return dict(zip(self.sums, (1.0 + off * significant_share(off, known)).tolist(), strict=True))
+        known = [Compared(*sums) for sums in self.sums.values()]
+        off = np.array([one.ratio - 1.0 for one in known])
+        return dict(zip(self.sums, (1.0 + off * _significant_share(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:
@@ -236,3 +251,13 @@ class PassTimeFactors:
 
 def _octave(num_rows: float) -> int:
     return round(num_rows).bit_length()
+
+
+def _significant_share(off: Floats, known: Sequence[Compared]) -> Floats:
+    """Share of the deviation ``off`` that counts: 0 where it may be chance."""
+    num_free = sum(one.num_slots for one in known) - len(known)
+    per_second = sum(one.residue for one in known) / num_free if num_free >= 1.0 else np.inf
+    errors = np.array([per_second / one.predicted for one in known])  # squared, of the means
+    shares: Floats = np.maximum(0.0, 1.0 - _NUM_ERRORS**2 * errors / np.maximum(off**2, 1e-300))
+    shares *= np.minimum(1.0, [one.num_slots for one in known])
+    return shares

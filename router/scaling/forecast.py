@@ -2,7 +2,7 @@
 
 The *need* is a number of targets by the demand alone: what the fleet would have to be to meet every objective now. It does
 not depend on what was decided. So each rule of a small set can be followed in thought and judged by what it would have paid
-and refused (full information, as `router/drafter/hedge.py` judges drafters). An expert wants
+and refused (full information, as `router/papers/not_a_bandit.py` judges drafters). An expert wants
 
     ceil(headroom x season x maximum of the need within its window)
 

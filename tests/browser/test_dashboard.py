@@ -111,14 +111,14 @@ def served_drafters(server: ServerProcess) -> list[str]:
 
 def _switch_policy(page: Page) -> None:
     now = page.locator("#policy-now")
-    expect(now).to_contain_text("follows the policy hedge")
+    expect(now).to_contain_text("follows the policy epsilon-greedy")
     page.get_by_label("Try", exact=True).select_option("off")
     expect(page.get_by_role("button", name="Try it")).to_be_disabled()
     page.get_by_label("never their tokens").check()
     page.get_by_role("button", name="Try it").click()
     expect(now).to_contain_text("tries the policy fixed for another", timeout=ANSWER_MS)
     page.get_by_role("button", name="End the trial").click()
-    expect(now).to_contain_text("follows the policy hedge", timeout=ANSWER_MS)
+    expect(now).to_contain_text("follows the policy epsilon-greedy", timeout=ANSWER_MS)
     expect(page.locator("#policy-error")).to_have_text("")
 
 

@@ -19,7 +19,10 @@ PAPERS = {  # router's policy, and the planner's
     "dspark": ("fixed", ("length outrider", "verify dspark-async", "overlap gain", "partition auto")),
     "adaspec": ("fixed", ("length adaspec", "verify adaspec", "overlap barrier", "partition auto")),
     "specrouter": ("chain", ("length outrider", "verify outrider", "overlap gain", "partition auto")),
-    "faser": ("hedge", ("length faser", "verify outrider", "overlap frontier", "early exit auto", "partition auto")),
+    "faser": (
+        "epsilon-greedy",
+        ("length faser", "verify outrider", "overlap frontier", "early exit auto", "partition auto"),
+    ),
 }
 EACH_COMMIT = ("spin", "dspark")
 PROMPTS = [f"Count from {i} to {i + 9}: {', '.join(map(str, range(i, i + 4)))}, " for i in range(0, 100, 5)]

@@ -39,17 +39,17 @@ CONFIGS: list[PolicyConfig] = [
     PolicyConfig(kind="epsilon-greedy", epsilon=0.0),
     PolicyConfig(kind="lbss", exploration_slots=2, chunk_slots=1),
     PolicyConfig(kind="lbss", exploration_slots=4, chunk_slots=2),
-    PolicyConfig(),
+    PolicyConfig(kind="hedge"),
     PolicyConfig(kind="chain"),
     PolicyConfig(kind="chain", max_levels=3),
 ]
-LEARNERS: list[PolicyConfig] = [PolicyConfig(kind="epsilon-greedy"), PolicyConfig(kind="lbss"), PolicyConfig()]
+LEARNERS: list[PolicyConfig] = [PolicyConfig(kind="epsilon-greedy"), PolicyConfig(kind="lbss"), PolicyConfig(kind="hedge")]
 # Those that leave a request where it is as long as nothing is learned.
 CALM: list[PolicyConfig] = [
     PolicyConfig(kind="fixed"),
     PolicyConfig(kind="greedy-length"),
     PolicyConfig(kind="epsilon-greedy", epsilon=0.0),
-    PolicyConfig(),
+    PolicyConfig(kind="hedge"),
 ]
 
 POOLS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7), st.integers(1, 3)), max_size=5)
@@ -211,7 +211,9 @@ def learned(config: PolicyConfig, best: str, num_drafters: int = 3) -> tuple[Jso
 
 
 @pytest.mark.parametrize(
-    "config", [PolicyConfig(kind="epsilon-greedy", epsilon=0.0), PolicyConfig(kind="lbss"), PolicyConfig()], ids=repr
+    "config",
+    [PolicyConfig(kind="epsilon-greedy", epsilon=0.0), PolicyConfig(kind="lbss"), PolicyConfig(kind="hedge")],
+    ids=repr,
 )
 def test_what_was_learned_outlives_the_policy(config: PolicyConfig) -> None:
     for best in ("d0", "d2"):

@@ -12,9 +12,9 @@ from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import FinishReason
 from router.assignment import everybody, nobody
 from router.cost_model import TableCost
+from router.drafter.epsilon_greedy import EpsilonGreedy
 from router.drafter.policies import build_policy, scored_by
 from router.drafter.seats import Fixed
-from router.papers.spin import EpsilonGreedy
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.lock_step import LockStep
@@ -81,7 +81,12 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [PolicyConfig(kind="fixed", chain=()), PolicyConfig(kind="epsilon-greedy"), PolicyConfig(kind="lbss"), PolicyConfig()],
+    [
+        PolicyConfig(kind="fixed", chain=()),
+        PolicyConfig(kind="epsilon-greedy"),
+        PolicyConfig(kind="lbss"),
+        PolicyConfig(kind="hedge"),
+    ],
 )
 @pytest.mark.parametrize("num_blocks", [4096, 24])
 def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, num_blocks: int) -> None:
@@ -306,7 +311,7 @@ def test_hedge_is_ahead_of_lbss_and_of_the_best_single_drafter() -> None:
     load = [SimulatedRequest(f"r{i}", 0.0, 30, 150, family.answer(random, 150, 4)) for i in range(60)]
     length = DraftLengthConfig(kind="fixed", num_tokens=4)
     spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()), draft_length=length)
-    hedge = goodput(spec, PolicyConfig(), load, 8)
+    hedge = goodput(spec, PolicyConfig(kind="hedge"), load, 8)
     assert hedge > goodput(spec, PolicyConfig(kind="lbss"), load, 8)
     assert hedge > best_single(spec, load, 8)
 

@@ -72,7 +72,7 @@ def test_serving_is_compared_with_the_target_alone() -> None:
     small = {"num_targets": 2, "requests_per_s": 3.0, "duration_s": 8.0, "policies": (PolicyConfig(),)}
     study = serving.run(scenario.model_copy(update=small))
     assert study.figures["tpot_speedup.target_alone"] == 1.0
-    assert study.figures["tpot_speedup.hedge"] > 1.2
+    assert study.figures["tpot_speedup.epsilon-greedy"] > 1.2
     assert study.figures["num_gpus"] == 2 * 2 + 8
 
 
@@ -82,7 +82,7 @@ def test_hundreds_of_gpus_are_a_scenario() -> None:
     assert scenario.duration_s >= 3600.0
     study = serving.run(scenario.model_copy(update={"duration_s": 1.0}))
     assert study.figures["num_gpus"] == 222
-    assert study.figures["tpot_speedup.hedge"] > 1.0
+    assert study.figures["tpot_speedup.epsilon-greedy"] > 1.0
     assert "10 requests a second by chance" in study.notes[0]
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.client import ClusterStatus, DrafterStatus, ScaleCounts, TargetStatus
 from cluster.drafting_counts import DraftingTally, merged
 from cluster.errors import LinkClosed
-from cluster.histograms import Histogram, HistogramCounts
+from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from cluster.types import Adapter, Commit, FinishReason, Prefill, Request
 from deploy.api.draft_counts import DraftingCounts
@@ -260,16 +260,6 @@ def test_clients_cannot_make_any_number_of_series() -> None:
 def test_the_page_lists_every_metric() -> None:
     same = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text() == page()
     assert same, "run: outrider metrics list >docs/metrics.md"
-
-
-def test_the_router_s_regret_is_a_histogram_of_slots() -> None:
-    status = ClusterStatus("m", "hedge", 1, (), (), regret=HistogramCounts((0.0, 0.5), (3, 2, 0), 0.4))
-    series = parsed(Metrics(600.0).render(status).decode())
-    assert value(series, "outrider_router_regret_ratio_count") == 5
-    assert value(series, "outrider_router_regret_ratio_sum") == 0.4
-    assert value(series, "outrider_router_regret_ratio_bucket", le="0.5") == 5
-    unknown = parsed(Metrics(600.0).render(replace(status, regret=None)).decode())
-    assert not [name for name, _ in unknown if name.startswith("outrider_router_regret_ratio_")]
 
 
 def test_changes_of_replicas_are_counted_by_direction() -> None:

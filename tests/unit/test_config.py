@@ -315,7 +315,7 @@ def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
         resolve(parsed("transport: {host: unix}"), machines)
     config = resolve(Config(), machines)
     assert (config.transport.kind, config.transport.host) == ("grpc", "node")
-    assert config.router.policy.kind == "hedge"
+    assert config.router.policy.kind == "epsilon-greedy"
 
 
 def test_labels_bound_what_auto_may_take() -> None:

@@ -17,9 +17,9 @@ from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.cost_model import TableCost
-from router.drafter.hedge import Hedge
 from router.estimates.acceptance import OnTimeRates
 from router.estimates.decayed import DecayedMean
+from router.papers.not_a_bandit import Hedge
 from router.papers.specrouter import ModelChains
 from router.plan import Span
 from tests.support.observations import right_at
@@ -217,9 +217,7 @@ def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
 # ---- what policies make of it
 
 
-@pytest.mark.parametrize(
-    "make", [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains], ids=["hedge", "chain"]
-)
+@pytest.mark.parametrize("make", [partial(Hedge, learning_rate=1000.0), ModelChains], ids=["hedge", "chain"])
 def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring(
     make: Callable[[], AssignmentPolicy],
 ) -> None:
@@ -238,7 +236,7 @@ def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring
 
 # ---- what outlives the policy
 
-MAKERS = [partial(Hedge, exploration=0.0, learning_rate=1000.0), ModelChains]
+MAKERS = [partial(Hedge, learning_rate=1000.0), ModelChains]
 POOL = [PoolMember("late", 8, 0.05), PoolMember("punctual", 8, 0.05)]
 
 
@@ -304,7 +302,7 @@ def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(m
     if make is ModelChains:
         assert policy.snapshot() is None
     else:
-        assert kept(policy)["rounds"] == {"new": [1.0, 1.0, 1.0, 1.0]}
+        assert kept(policy)["rounds"] == {"new": [1, 1.0]}
         assert kept(policy)["in_time"] == {}
         make().restore(kept(policy))
 

@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 from cluster.config import Config, ModelConfig
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName
 from deploy.command_line import parse
+from engine.factory import load_model
 from engine.models import gguf
 from engine.models.config import load_config
+from engine.models.gguf_file import GgufFile
 from engine.models.hub import chosen_file
 from engine.models.prepare import ensure_model, resolve_model
 from tests.support.hub import running_hub
@@ -112,17 +115,23 @@ def file(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    metadata, shapes = gguf.read_header(path)
-    return gguf.config_of(metadata, shapes, gguf.rope_factors(path, shapes))
+    return gguf.config_of(GgufFile(path))
 
 
 @pytest.mark.slow
 def test_a_file_is_served_as_its_folder_is(file: Path, tiny_folder: Path) -> None:
-    """Weights in Hugging Face's order, the tokenizer's ids, the chat template and the settings; converted once."""
+    """Weights in Hugging Face's order, the tokenizer's ids, the chat template and the settings; prepared once, and weights
+    are written for vLLM alone."""
     with pytest.raises(ModelUnavailable, match="is not prepared; run `outrider models prepare"):
         resolve_model(str(file))
     folder = ensure_model(str(file))
     assert resolve_model(str(file)) == folder
+    assert not list(folder.glob("*.safetensors"))
+    model = load_model(folder, "float32", num_layers=1)
+    assert model.embedding.equal(load_model(tiny_folder, "float32").embedding)
+    with pytest.raises(ModelUnavailable, match="has no weights that vLLM reads"):
+        resolve_model(str(file), "vllm")
+    assert ensure_model(str(file), engine="vllm") == folder == resolve_model(str(file))
     stamp = (folder / "outrider.json").stat().st_mtime_ns
     assert ensure_model(str(file)) == folder
     assert (folder / "outrider.json").stat().st_mtime_ns == stamp
@@ -187,7 +196,7 @@ def test_a_tokenizer_keeps_digits_apart_as_smollm_does(tiny_folder: Path, tmp_pa
 def test_a_broken_file_is_refused_with_its_reason(file: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelUnavailable, match=message) as refused:
-        gguf.read_header(file)
+        GgufFile(file)
     assert "\n" not in str(refused.value)
 
 
@@ -213,6 +222,62 @@ def test_prompts_of_llama_3_begin_with_bos_as_in_llama_cpp(
 ) -> None:
     tokenizer = gguf.tokenizer_of(write_gguf(tmp_path / "a.gguf", tiny_folder, "llama", split), 512)
     assert (tokenizer("a").input_ids[0] == 257) == begins
+    assert tokenizer.backend_tokenizer.model.ignore_merges == begins
+
+
+WORDS = "the quick brown fox jumps over the lazy dog, and the dog sleeps over there. 12 is not 21; naïve\n"
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+
+
+def sentencepiece_of_llama_2() -> tuple[Tokenizer, list[str], list[float], list[TokenType]]:
+    """A tokenizer as Hugging Face has those of Llama 2 and Mistral, and the pieces, scores and types of its file: pieces of
+    several characters by the order of their merges, then single ones."""
+    trained = Tokenizer(models.BPE())
+    trained.train_from_iterator([WORDS.replace(" ", "\u2581")] * 9, trainers.BpeTrainer(vocab_size=90, show_progress=False))
+    learned = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    joined = list(dict.fromkeys("".join(merge) for merge in merges))
+    pieces = ["<unk>", "<s>", "</s>", *BYTES, *joined, *(one for one in learned["vocab"] if one not in joined)]
+    num_first = 3 + len(BYTES)
+    model = models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>"
+    )
+    whole = Tokenizer(model)
+    whole.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    whole.decoder = decoders.Sequence(steps)
+    whole.add_special_tokens(["<unk>", "<s>", "</s>"])
+    whole.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    scores = [0.0] * num_first + [-float(i) for i in range(len(pieces) - num_first)]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
+    return whole, pieces, scores, types + [TokenType.NORMAL] * (len(pieces) - num_first)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_is_that_of_hugging_face(tmp_path: Path, prefix: bool) -> None:
+    theirs, pieces, scores, types = sentencepiece_of_llama_2()
+    if not prefix:
+        theirs.normalizer = normalizers.Replace(" ", "\u2581")
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours = gguf.tokenizer_of(tmp_path / "a.gguf", 512).backend_tokenizer
+    for text in (WORDS, "  the dog", " ", "", "the</s>the dog<s> quick", "e\u0301 \U0001f600\t<0x41>", "over  there\n\n"):
+        ids = ours.encode(text).ids
+        assert ids == theirs.encode(text).ids, text
+        if prefix or not text.startswith(" "):
+            assert ours.decode(ids) == theirs.decode(ids)
+    assert max(ours.encode(WORDS).ids) > 3 + 256 + 30, "pieces of the vocabulary, not bytes"
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_refused(file: Path, tiny_folder: Path) -> None:
@@ -234,6 +299,12 @@ FILES = ("x-Q4_K_M.gguf", "x-Q4_K_S.gguf", "UD-Q4_K_XL/x.gguf", "Q8_0/x-00001-of
 )
 def test_a_quantization_names_one_file(asked: str, found: str) -> None:
     assert chosen_file(HubName("a/b", None, asked), FILES) == found
+
+
+@pytest.mark.parametrize("asked", ["0", "M", "K_M", "4_K_M", "NL"])
+def test_a_part_of_a_quantization_names_no_file(asked: str) -> None:
+    with pytest.raises(ModelUnavailable, match="no such GGUF file"):
+        chosen_file(HubName("a/b", None, asked), ["x-Q8_0.gguf", "x_Q4_K_M.gguf", "IQ4_NL.gguf"])
 
 
 def test_several_files_parts_and_none_are_told_apart() -> None:

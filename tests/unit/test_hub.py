@@ -17,8 +17,10 @@ from safetensors.numpy import save_file
 from cluster.config import Config, ModelConfig
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName, public_name
+from drafters.vllm_plugin.proposer import _fingerprint_of
 from engine.models.hub import local_folder
 from engine.models.prepare import check_folder, resolve_model
+from engine.models.tokenizer import fingerprint
 from tests.support.hub import TOKEN, TestHub, running_hub
 from tests.support.waiting import DEADLINE_S
 
@@ -63,6 +65,16 @@ def published(tiny_model_folder: Path, tmp_path: Path) -> Path:
 def hub(published: Path) -> Iterator[TestHub]:
     with running_hub({NAME: published}) as hub:
         yield hub
+
+
+def test_a_repository_of_a_tokenizer_alone_is_found(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``vllm serve --tokenizer`` may name; one of GGUF files has neither."""
+    monkeypatch.setattr("engine.models.hub.find", lambda name: published)
+    (published / "config.json").unlink()
+    assert _fingerprint_of(NAME) == fingerprint(published)
+    (published / "tokenizer.json").unlink()
+    with pytest.raises(ModelUnavailable, match=r"has no config\.json"):
+        _fingerprint_of(NAME)
 
 
 def test_a_model_is_downloaded_once_and_then_taken_from_the_cache(hub: TestHub, published: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+from actors.ray_pool import Deployment
+from cluster.config import Config
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
@@ -24,8 +26,12 @@ def _has_ipv6() -> bool:
 pytestmark = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
 
 
-def test_links() -> None:
-    listener = listen(f"grpc://[{HOST}]:0", Mailbox(), Hello(Role.TARGET, "target-0", 10, "tokenizer", "secret"))
+@pytest.mark.parametrize("host", [HOST, f"[{HOST}]"])
+def test_links(host: str) -> None:
+    deployment = Deployment(Config.model_validate({"transport": {"host": host}}), {}, "", "")
+    listener = listen(
+        deployment.target_address("target-0"), Mailbox(), Hello(Role.TARGET, "target-0", 10, "tokenizer", "secret")
+    )
     link = connect(listener.address, Mailbox(), Hello(Role.GATEWAY, "api", 10, "tokenizer", "secret"))
     link.close()
     listener.close()

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -19,10 +18,8 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.drafter.hedge import Hedge
-from router.drafter.router import NEXT_REQUEST
-from router.estimates.acceptance import AcceptanceModel, OnTimeRates
-from router.estimates.decayed import GENERATION_SLOTS
+from router.estimates.acceptance import OnTimeRates
+from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.observations import right_at
 
@@ -152,30 +149,10 @@ def taught(policy: AssignmentPolicy, num_slots: int = 10) -> AssignmentPolicy:
 
 
 def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
-    policy = taught(Hedge(exploration=0.0))
+    policy = taught(Hedge())
     requests = [replace(request, chain=("d0",)) for request in views(8)]
     assert set(policy.assign(requests, pool_of(8, 8)).values()) == {("d1",)}
     assert policy.assign([RequestView("new", 5, 5, ())], pool_of(8, 8)) == {"new": ("d1",)}
-
-
-def test_regret_is_what_the_requests_without_the_best_drafter_miss() -> None:
-    def regret(num_places: int) -> float:
-        policy = taught(Hedge(exploration=0.0, hysteresis=0.0))
-        policy.assign([replace(request, chain=("d0",)) for request in views(8)], pool_of(8, num_places))
-        found = policy.regret()
-        assert found is not None
-        return found
-
-    assert regret(8) == pytest.approx(0.0, abs=1e-9)
-    assert regret(0) > 0.1
-    assert [regret(num) / regret(0) for num in (2, 4)] == pytest.approx([6 / 8, 4 / 8], rel=0.1)
-
-
-def test_without_requests_there_is_no_regret() -> None:
-    policy = Hedge()
-    policy.assign([NEXT_REQUEST], pool_of(8, 8))
-    assert policy.regret() is None
-    assert Lbss().regret() is None  # a bandit does not know it
 
 
 def test_a_tenth_of_a_token_decides_for_new_requests() -> None:
@@ -188,12 +165,12 @@ def test_a_tenth_of_a_token_decides_for_new_requests() -> None:
         chains = policy.assign([RequestView(f"r{i}", 10, 10, ()) for i in range(100)], pool_of(100, 100))
         return Counter(chains.values())["d1",] / len(chains)
 
-    assert share(Hedge(exploration=0.0)) > 0.95
-    assert share(Hedge(exploration=0.0, learning_rate=1.0)) < 0.8
+    assert share(Hedge()) > 0.95
+    assert share(Hedge(learning_rate=1.0)) < 0.8
 
 
 def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
-    policy = Hedge(exploration=0.0, learning_rate=100)
+    policy = Hedge(learning_rate=100)
     slow = Observation("a", "d0", 100, 700, 100, 200, 30.0, Positions((100, 90), (90, 10)))
     fast = Observation("b", "d1", 100, 700, 80, 180, 10.0, Positions((100, 75), (75, 5)))
     for _ in range(3):  # one slot might be chance
@@ -203,7 +180,7 @@ def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
 
 def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_right() -> None:
     """Where it would be right is known from scores, and where nothing came nothing was wrong."""
-    policy = Hedge(exploration=0.0, learning_rate=100)
+    policy = Hedge(learning_rate=100)
     requests = [replace(request, chain=("d0",)) for request in views(8)]
     pool = [replace(member, cost=0.01) for member in pool_of(8, 8)]
     policy.assign(requests, pool)
@@ -256,7 +233,7 @@ def test_only_late_drafts_are_no_wrong_ones() -> None:
 
 
 def test_scarce_places_go_to_the_greatest_sum() -> None:
-    policy = Hedge(exploration=0.0, learning_rate=1000, hysteresis=0.0)
+    policy = Hedge(learning_rate=1000, hysteresis=0.0)
     requests, pool = views(6), pool_of(6, 2)
     policy.assign(requests, pool)
     for _ in range(20):
@@ -266,12 +243,10 @@ def test_scarce_places_go_to_the_greatest_sum() -> None:
     assert [request_id for request_id, chain in chains.items() if chain == ("d1",)] == ["r3", "r4"]
 
 
-@pytest.mark.parametrize("exploration", [0.0, 1e-9])
-def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay(exploration: float) -> None:
-    """Of drafters that are known: trials, which there are with any exploration, do not change that."""
+def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay() -> None:
 
     def moves(costs: MemberCosts | None, committed_len: int = 1000, **changed: float) -> bool:
-        policy = Hedge(exploration=exploration, learning_rate=1000, **{"payback_s": 1.0} | changed)
+        policy = Hedge(learning_rate=1000, **{"payback_s": 1.0} | changed)
         pool = [replace(member, costs=costs) for member in pool_of(4, 4)]
         request = RequestView("r", 10, committed_len, ("d0",))
         policy.assign([request], pool)
@@ -291,37 +266,6 @@ def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay(explora
     assert not moves(dear)  # 0.3 s of catching up within the second in which it must pay
     assert moves(dear, committed_len=10)
     assert moves(dear, payback_s=10.0)
-
-
-def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
-    policy = Hedge(exploration=0.1, learning_rate=1000)
-    requests, pool = [replace(r, chain=("d0",)) for r in views(1000)], pool_of(1000, 1000)
-    policy.assign(requests, pool)
-    for _ in range(3):
-        policy.observe([seen(r.request_id, "d0", 3.0) for r in requests])
-    policy.observe([seen("gone", "d1", 1.1, rounds=300)])
-    tries = Counter(policy.assign(requests, pool).values())
-    assert 60 <= tries["d1",] <= 140
-    scored = [ScoreCounts(r.request_id, "d1", TEN_WRONG) for r in requests]
-    policy.observe([], scored)
-    assert Counter(policy.assign(requests, pool).values())["d1",] == 0  # seen well enough
-
-
-def test_requests_to_come_try_nothing() -> None:
-    """What stands for them is given to all that come during a slot."""
-    policy = Hedge(exploration=1.0)
-    pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
-    policy.observe([seen("r", "d1", 4.0, rounds=50), seen("r", "d0", 1.0, rounds=50)])
-    for _ in range(4):
-        assert policy.assign([RequestView("next", 0, 0, ())], pool) == {"next": ("d1",)}
-
-
-def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
-    model = AcceptanceModel(np.random.default_rng(0))
-    for slot in range(6 * GENERATION_SLOTS):
-        model.requests.next_slot()
-        model.requests.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)])
-    assert len(model.requests) <= 2 * GENERATION_SLOTS * 10
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ from engine.kv_cache import num_blocks_for
 from engine.model_facts import ModelFacts, read_facts
 from engine.model_facts import max_model_len as max_model_len_of
 from engine.models.config import load_config
+from engine.models.prepare import ensure_model
+from tests.support.compiler import needs_compiler
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
 
@@ -210,6 +212,8 @@ def test_every_rank_counts_with_its_part_of_the_weights(tmp_path: Path) -> None:
         ("bfloat16", "avx512", False, "float32"),
         ("int8", "avx2", False, "float32"),
         ("auto", "generic", False, "float32"),
+        ("as-shipped", "avx2", True, "as-shipped"),
+        ("as-shipped", "amx", False, "float32"),
     ],
 )
 def test_the_dtype_that_weights_are_held_in(
@@ -218,6 +222,20 @@ def test_the_dtype_that_weights_are_held_in(
     monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(level, "amx"))
     monkeypatch.setattr(held, "kernels_fault", lambda: None if has_compiler else "no C compiler found")
     assert held_dtype(dtype) == expected
+
+
+@pytest.mark.model
+@needs_compiler
+@pytest.mark.usefixtures("model_folder")
+def test_weights_as_shipped_are_counted_by_their_blocks() -> None:
+    """Layers of 4 bits with two halves for 32 weights, and the head of 8 bits with one, beside the embedding in the file."""
+    counted, wider = (
+        target_footprint(config_of(ensure_model("smollm2-135m"), dtype=dtype)) for dtype in ("as-shipped", "bfloat16")
+    )
+    assert counted.stored_bytes == wider.stored_bytes < 10**8
+    embedding = 49152 * 576
+    layers = wider.weight_bytes / 2 - 2 * embedding
+    assert counted.weight_bytes == pytest.approx(0.625 * layers + 2 * 1.0625 * embedding, rel=0.01)
 
 
 @pytest.mark.model

@@ -30,7 +30,7 @@ def test_each_policy_of_a_paper_is_set_somewhere() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_what_it_says_to_set_is_a_configuration(setting: dict[str, Any]) -> None:
-    assert with_fields(Config(), setting) != Config() or "hedge" in str(setting) or "auto" in str(setting)
+    assert with_fields(Config(), setting) != Config() or "epsilon-greedy" in str(setting) or "auto" in str(setting)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -10,11 +10,12 @@ import pytest
 from cluster.config import CascadeOptions, Config, DrafterConfig, ModelOptions, NgramOptions, PolicyConfig
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
+from router.drafter.epsilon_greedy import EpsilonGreedy, GoodputEstimates
 from router.drafter.policies import POLICIES, build_policy, build_pool
 from router.drafter.router import MAX_CHAINS, next_table
 from router.drafter.seats import Fixed
 from router.estimates.decayed import GENERATION_SLOTS, ExpiringCache
-from router.papers.spin import EpsilonGreedy, GoodputEstimates, GreedyLength
+from router.papers.spin import GreedyLength
 
 
 def view(request_id: str, chain: tuple[str, ...] = (), prompt_len: int = 10) -> RequestView:

@@ -48,7 +48,11 @@ def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     now_s = 0.0
     stop = threading.Event()
     off = PolicyConfig(kind="fixed", chain=())
-    steps: dict[int, tuple[PolicyConfig | None, float]] = {2: (off, 3.0), 8: (PolicyConfig(), 1e6), 9: (None, 0.0)}
+    steps: dict[int, tuple[PolicyConfig | None, float]] = {
+        2: (off, 3.0),
+        8: (PolicyConfig(kind="hedge"), 1e6),
+        9: (None, 0.0),
+    }
 
     def clock() -> float:
         """Of the slots: a second each time that a slot begins and ends."""
@@ -68,8 +72,6 @@ def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
     assert target.tables[-1][1] == "fixed"
     report = actor.report()
     assert report.trial_left_s is None
-    assert report.regret is not None
-    assert sum(report.regret.counts) == 1, "of the one slot in which hedge routed"
 
 
 async def _ask(cluster: Any, body: dict[str, object] | None, headers: dict[str, str], folder: Path, **given: Any) -> Any:

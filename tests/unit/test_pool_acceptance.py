@@ -1,26 +1,28 @@
-"""Acceptance over all requests: shrinkage and forgetting."""
+"""Acceptance over all requests and of each: shrinkage and forgetting."""
 
-import numpy as np
 import pytest
 
-from router.assignment import Positions
-from router.estimates.pool_acceptance import NUM_POSITIONS, PoolAcceptance, counts_of
+from router.assignment import PoolMember, Positions, ScoreCounts
+from router.estimates.acceptance import AcceptanceModel
+from router.estimates.decayed import GENERATION_SLOTS
+
+DRAFT_LEN = 4
 
 
-def learn(known: PoolAcceptance, drafter: str, positions: Positions) -> None:
-    known.add(np.array([known.row(drafter)]), *counts_of([positions]))
+def learn(known: AcceptanceModel, drafter: str, right: float, num: int, request: str = "gone") -> None:
+    """``num`` drafts of which each token is right at rate ``right``."""
+    reached = tuple(round(num * right**i) for i in range(DRAFT_LEN))
+    positions = Positions(reached, tuple(round(num * right ** (i + 1)) for i in range(DRAFT_LEN)))
+    known.observe([], [ScoreCounts(request, drafter, positions)])
 
 
-def rate(known: PoolAcceptance, drafter: str) -> float:
+def member(drafter: str) -> PoolMember:
+    return PoolMember(drafter, 8, 0.1, max_draft_len=DRAFT_LEN)
+
+
+def rate(known: AcceptanceModel, drafter: str) -> float:
     """At the first position."""
-    row = known.row(drafter)
-    return float(known.means()[row, 0])
-
-
-def drafts(right: float, num: int) -> Positions:
-    """``num`` drafts of any length, of which each token is right at rate ``right``."""
-    at = np.arange(NUM_POSITIONS)
-    return Positions(tuple(round(num * right**i) for i in at), tuple(round(num * right ** (i + 1)) for i in at))
+    return known.mean_rates(member(drafter))[0]
 
 
 def test_positions_count_what_was_reached_and_what_was_right() -> None:
@@ -29,17 +31,41 @@ def test_positions_count_what_was_reached_and_what_was_right() -> None:
 
 
 def test_a_drafter_that_nobody_tried_is_like_the_others() -> None:
-    known = PoolAcceptance(1e6)
-    learn(known, "a", drafts(0.8, 1000))
-    learn(known, "b", drafts(0.4, 1000))
+    known = AcceptanceModel()
+    learn(known, "a", 0.8, 1000)
+    learn(known, "b", 0.4, 1000)
     assert rate(known, "a") == pytest.approx(0.8, abs=0.01)
     assert rate(known, "c") == pytest.approx(0.6, abs=0.01)
 
 
 def test_what_is_old_fades() -> None:
-    known = PoolAcceptance(100.0)
+    known = AcceptanceModel()
     for _ in range(50):
-        learn(known, "a", drafts(0.9, 20))
+        learn(known, "a", 0.9, 200)
     for _ in range(20):
-        learn(known, "a", drafts(0.1, 20))
+        learn(known, "a", 0.1, 200)
     assert rate(known, "a") < 0.15
+
+
+def test_a_request_moves_from_the_drafters_mean_to_its_own() -> None:
+    known = AcceptanceModel()
+    known.next_slot(["r"])
+    learn(known, "a", 0.3, 4000)
+    lens = []
+    for num in (0, 8, 200):
+        learn(known, "a", 0.9, num, "r")
+        (own,), (num_rounds,) = known.expected_lens(["r"], [member("a")])
+        lens.append((own.item(), num_rounds.item()))
+    assert lens[0][0] == pytest.approx(1.0 + 0.3 + 0.3**2 + 0.3**3 + 0.3**4, abs=0.05)
+    assert lens == sorted(lens)
+    assert lens[-1][0] > 0.85 * (1.0 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4)
+
+
+def test_of_requests_that_ended_nothing_is_kept_for_long() -> None:
+    known = AcceptanceModel()
+    known.next_slot(["r"])
+    learn(known, "a", 0.9, 500, "r")
+    for _ in range(3 * GENERATION_SLOTS):
+        known.next_slot([])
+    learn(known, "a", 0.1, 20_000)
+    assert known.expected_lens(["r"], [member("a")])[0].item() < 1.2

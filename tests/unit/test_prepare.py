@@ -5,6 +5,8 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from cluster.errors import ModelUnavailable
 from cluster.private_folder import cache_folder
 from deploy.cli import app
 from engine.models import prepare
-from engine.models.manifest import MANIFEST, Manifest
+from engine.models.manifest import MANIFEST, TENSORS, Manifest
 from engine.models.prepare import ModelState, WheelModel, ensure_model, resolve_model, state_of
 from tests.support.tiny_model import write_tiny_model
 
@@ -37,11 +39,12 @@ class Conversions:
         self.count = 0
         self.fails_after_writing: Exception | None = None
 
-    def __call__(self, source: Path, folder: Path, progress: prepare.Progress) -> None:
+    def __call__(self, source: Path, folder: Path, progress: prepare.Progress, *, with_weights: bool) -> None:
         self.count += 1
         assert source.read_bytes() == SOURCE
         progress("copying", 0.5)
         shutil.copytree(self.template, folder, dirs_exist_ok=True)
+        (folder / TENSORS).write_text("{}")
         if self.fails_after_writing is not None:
             raise self.fails_after_writing
 
@@ -111,10 +114,12 @@ def test_the_manifest_records_source_and_result(conversions: Conversions) -> Non
     assert weights.sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_failed_conversion_leaves_nothing(conversions: Conversions, home: Path) -> None:
+@pytest.mark.parametrize("name", [NAME, "toy [1].gguf"])
+def test_a_failed_conversion_leaves_nothing(conversions: Conversions, home: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "toy [1].gguf").write_bytes(SOURCE)
     conversions.fails_after_writing = OSError(28, "No space left on device")
     with pytest.raises(ModelUnavailable, match="No space left on device"):
-        ensure_model(NAME)
+        ensure_model(NAME if name == NAME else str(tmp_path / name))
     assert not (home / "models" / NAME).exists()
     assert _leftovers(home) == []
 
@@ -189,12 +194,30 @@ def test_of_several_that_ask_at_once_one_converts(conversions: Conversions) -> N
 
 
 def test_a_lock_that_is_never_released_is_an_error(conversions: Conversions, home: Path, monkeypatch) -> None:
-    monkeypatch.setattr(prepare, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(prepare, "STALLED_S", 0.0)
     (home / "models").mkdir(parents=True)
     with (home / "models" / f".{NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ModelUnavailable, match="another process has held this lock"):
+        with pytest.raises(ModelUnavailable, match="another process holds this lock"):
             ensure_model(NAME)
+
+
+def test_a_conversion_is_ended_when_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "STALLED_S", 0.2)
+    child = subprocess.Popen(["sleep", "60"], text=True)
+    with child, prepare._killed_when_stalled(child) as alive:
+        alive()
+        assert child.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_what_was_prepared_of_a_file_that_is_gone_is_removed(conversions: Conversions, home: Path, tmp_path: Path) -> None:
+    old, kept = home / "models" / "old", home / "models" / "kept"
+    for folder, file in ((old, tmp_path / "gone.gguf"), (kept, tmp_path / "kept.gguf")):
+        folder.mkdir(parents=True)
+        (folder / file.name).symlink_to(file)
+    (tmp_path / "kept.gguf").write_bytes(b"")
+    ensure_model(NAME)
+    assert (old.exists(), kept.exists()) == (False, True)
 
 
 def test_a_folder_of_the_llama_family_is_accepted(tiny_model_folder: Path) -> None:
@@ -214,7 +237,7 @@ def test_a_name_that_nobody_knows_lists_the_known_ones() -> None:
         ("config.json", b"{", "not valid JSON"),
         ("config.json", json.dumps({"model_type": "gpt2"}).encode(), "'gpt2' is not supported"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("model.safetensors", None, r"no \*\.safetensors file"),
+        ("model.safetensors", None, r"no \*\.safetensors file, nor one GGUF file"),
         ("model.safetensors", b"", "not a whole safetensors file"),
         ("model.safetensors", b"\x00" * 100, "not a whole safetensors file"),
     ],
@@ -244,6 +267,12 @@ def test_a_conversion_that_crashes_says_why(source: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_conversion_that_is_killed_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "STALLED_S", 0.0)
+    with pytest.raises(ModelUnavailable, match="it was killed"):
+        ensure_model(NAME)
+
+
 def test_the_command_line_lists_prepares_and_refuses(conversions: Conversions, home: Path) -> None:
     runner = CliRunner()
     assert "not prepared" in runner.invoke(app, ["models", "list"], env={"COLUMNS": "200"}).stdout
@@ -260,8 +289,7 @@ def test_the_command_line_lists_prepares_and_refuses(conversions: Conversions, h
 
 @pytest.mark.model
 def test_the_embedded_model_is_complete(model_folder: Path) -> None:
-    """The real conversion, in the user's cache: chat template, end of sequence and tokenizer came along."""
+    """The real conversion: chat template, end of sequence and tokenizer came along."""
     generation = json.loads((model_folder / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 2
     assert "<|im_start|>" in (model_folder / "chat_template.jinja").read_text()
-    Manifest.read(model_folder).check_bytes(model_folder)

@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 
 from cluster.errors import ModelUnavailable
 from engine.batch_layout import PackedSpan
-from engine.cpu.build import load_library
+from engine.compiling import load_compiled
+from engine.cpu.build import HEADERS, SOURCES, load_library
 from engine.cpu.quantised import QuantisedLinear
+from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
-from engine.models.gguf_file import GgufFile
-from engine.models.quantised import BLOCKS, QuantisedMatrix
+from engine.models.gguf_file import GgufFile, GgufTensors
+from engine.models.quantised import BLOCKS, QuantisedMatrix, shipped_bytes
 from engine.models.weights import DenseWeights, shipped_weights
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
@@ -82,6 +84,17 @@ def test_products_do_not_depend_on_the_number_of_rows(kind: GGMLQuantizationType
         return product((x / scale).round() * scale)
 
     assert not rows_are_independent(rounded_together, x)
+
+
+@needs_compiler
+@pytest.mark.skipif(not cpu_level().includes(AVX2), reason="it may have no F16C")
+def test_a_cpu_that_has_float16_but_no_avx2_reads_scales_rightly() -> None:
+    matrix = QuantisedMatrix(GGMLQuantizationType.Q4_1, raw_matrix(GGMLQuantizationType.Q4_1, 40), _NUM_IN)
+    sources = [source for source in SOURCES if source.name == "quantised.c"]
+    library = load_compiled("ivybridge", sources, HEADERS, ["-DELEM_BF16=0", "-mno-avx2", "-mavx", "-mf16c"])
+    x = torch.randn(2, _NUM_IN)
+    found, expected = QuantisedLinear(library, matrix, None, torch.float32)(x), x @ matrix.dequantised().T
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-4)
 
 
 @needs_compiler
@@ -184,6 +197,32 @@ def _dense(folder: Path) -> CausalModel:
 
     tensors = load_file(folder / "model.safetensors")
     return CausalModel(config, DenseWeights(config, Source(), torch.float32), TorchOps(config, torch.float32), torch.float32)
+
+
+def test_a_rank_reads_its_rows_and_columns_of_restored_weights(shipped_folder: Path) -> None:
+    file = GgufFile(shipped_folder / "model.gguf")
+    for name in ("self_attn.q_proj", "self_attn.o_proj"):
+        full = f"model.layers.1.{name}.weight"
+        shape, source = file.tensors[full].shape, GgufTensors(file, torch.float32)
+        whole = source.read(full, shape)
+        assert torch.equal(source.read(full, shape, range(16, 48), range(8, 24)), whole[16:48, 8:24])
+        assert torch.equal(whole, GgufTensors(file).read(full, shape).dequantised())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_bytes"),
+    [((2,), 0.5625), ((3,), 0.625), ((8,), 1.0625), ((12,), 0.75), ((14,), 1.25), ((12, 14), 1.5), ((0,), 4)],
+)
+def test_weights_are_counted_as_they_are_kept(kinds: tuple[int, ...], num_bytes: float) -> None:
+    assert shipped_bytes(kinds) == num_bytes
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_packed_weights_take_no_more_than_is_counted(kind: GGMLQuantizationType) -> None:
+    matrix = QuantisedMatrix(kind, raw_matrix(kind, 64), _NUM_IN)
+    product = QuantisedLinear(load_library(torch.float32), matrix, None, torch.float32)
+    assert product._weights.nbytes <= shipped_bytes((kind,)) * 64 * _NUM_IN
 
 
 @pytest.mark.parametrize("num_kept", [0, 3, 20, 400, -64])

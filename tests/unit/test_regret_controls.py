@@ -12,13 +12,12 @@ from router.assignment import (
     AssignmentPolicy,
     Chain,
     Levels,
-    NoRegret,
     Observation,
     PoolMember,
     RequestView,
     ScoreCounts,
 )
-from router.drafter.hedge import Hedge
+from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.arms import Arms, Floats, run, slope_by_doubling
 
@@ -56,7 +55,7 @@ class FirstCome:
         return np.array(rows, np.int64), np.array(columns, np.int64)
 
 
-class LastEpoch(NoRegret):
+class LastEpoch:
     """Forgets at the end of each epoch what was seen in it."""
 
     def __init__(self, seed: int) -> None:
@@ -84,7 +83,7 @@ class LastEpoch(NoRegret):
         self._policy.restore(snapshot)
 
 
-class Permuted(NoRegret):
+class Permuted:
     """A policy, some of whose placements are exchanged with each other in each slot."""
 
     def __init__(self, policy: AssignmentPolicy, seed: int) -> None:

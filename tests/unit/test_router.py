@@ -27,13 +27,13 @@ from router.assignment import (
     without_lookups,
 )
 from router.cost_model import TableCost
-from router.drafter.hedge import Hedge
+from router.drafter.epsilon_greedy import EpsilonGreedy
 from router.drafter.policies import member_costs, scored_by
 from router.drafter.router import FALLBACK_COST, Router, SlotReport
 from router.drafter.seats import Fixed
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
-from router.papers.spin import EpsilonGreedy
+from router.papers.not_a_bandit import Hedge
 
 EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))
 
@@ -147,7 +147,7 @@ def test_what_targets_saw_decides_also_for_requests_to_come() -> None:
 
 
 def test_scores_of_all_targets_reach_the_policy() -> None:
-    router = Router(Hedge(exploration=0.0), POOL)
+    router = Router(Hedge(), POOL)
     views = [view(f"r{i}", "a") for i in range(4)]
     router.slot([report(*views)])
     scores = tuple(ScoreCounts(one.request_id, "b", Positions((50,), (49,))) for one in views)
@@ -275,7 +275,9 @@ def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [PolicyConfig(), PolicyConfig(kind="chain"), PolicyConfig(kind="lbss")], ids=lambda config: config.kind
+    "config",
+    [PolicyConfig(kind="hedge"), PolicyConfig(kind="chain"), PolicyConfig(kind="lbss")],
+    ids=lambda config: config.kind,
 )
 def test_drafters_keep_in_step_for_policies_that_move_requests(config: PolicyConfig) -> None:
     assert scored_by(config)(POOL, 1) == POOL

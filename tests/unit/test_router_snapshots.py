@@ -17,9 +17,9 @@ from router.assignment import (
     PoolMember,
     RequestView,
 )
+from router.drafter.epsilon_greedy import EpsilonGreedy
 from router.drafter.router import SlotReport
 from router.drafter.seats import Fixed
-from router.papers.spin import EpsilonGreedy
 from tests.support.memory_store import MemoryStateStore
 
 EPSILON_GREEDY = RouterConfig(policy=PolicyConfig(kind="epsilon-greedy"))

@@ -14,6 +14,7 @@ import pytest
 from cluster.client import LOST_S, MetricsExchange, ReplicaMetrics
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed
+from deploy.api.admission import Admission
 from deploy.api.app import create_app
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Peers
@@ -34,6 +35,17 @@ def test_shares_of_the_server_s_limits_never_exceed_them(replicas: int) -> None:
     for share, limit in ((settings.max_concurrent, 100), (settings.max_queued, 50)):
         assert limit - replicas < replicas * share <= limit
     assert settings.max_sequences <= settings.max_concurrent
+
+
+@pytest.mark.parametrize(("replicas", "most", "limit"), [(3, 8, 256), (4, 5, 10), (10, 16, 16)])
+def test_the_widest_call_runs_at_any_number_of_replicas(replicas: int, most: int, limit: int) -> None:
+    config = ApiConfig(replicas=replicas, max_replicas=most, max_concurrent_requests=limit, max_queued_requests=limit)
+    settings = ApiSettings.from_config(config)
+    admission = Admission(settings)
+    for num in range(replicas, most + 1):
+        admission.divide(num)
+        assert not admission.is_busy(settings.max_sequences)
+        assert admission.is_busy(limit // num + 1), "all together have no more than the limit"
 
 
 @pytest.mark.parametrize("limit", ["max_concurrent_requests", "max_queued_requests"])

@@ -370,7 +370,7 @@ async def test_status_sums_over_the_targets(supervisor: Supervisor, spawner: Pre
     await eventually(lambda: len(supervisor.pids()) == 6)
     spawner.now(CHAINS).report = (ChainStatus(("ngram",), 12.0),)
     status = await supervisor.status()
-    assert (status.model, status.policy, status.table_version) == ("tiny", "hedge", 6)
+    assert (status.model, status.policy, status.table_version) == ("tiny", "epsilon-greedy", 6)
     assert [target.num_waiting for target in status.targets] == [2, 2]
     assert status.chains == (ChainStatus(("ngram",), 12.0),)
     ngram = status.drafters[0]

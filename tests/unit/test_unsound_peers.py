@@ -79,7 +79,7 @@ def routers() -> list[Router]:
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
     return [
         Router(build_policy(policy), pool, scored=scored_by(policy))
-        for policy in (PolicyConfig(), PolicyConfig(kind="chain"))
+        for policy in (PolicyConfig(kind="hedge"), PolicyConfig(kind="chain"))
     ]
 
 

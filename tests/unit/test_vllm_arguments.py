@@ -95,6 +95,7 @@ def test_a_target_starts_on_a_gpu_that_drafters_use() -> None:
         ({}, False, True, True, "native"),  # vLLM's build for CPUs
         ({"device": "cpu"}, True, True, True, "native"),
         ({"block_len": 16}, True, True, True, "native"),
+        ({"dtype": "as-shipped"}, True, True, True, "native"),
         ({"engine": "native"}, True, True, True, "native"),
     ],
 )

@@ -40,17 +40,17 @@ class Meeting:
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.host, self.address = host, f"{host}:{port}"
-        self._answered: dict[str, int] = {}  # the last call of each drafter: one that was not met is not met later
         self._store = TCPStore(
             host, port, is_master=True, timeout=_MEET, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
     def answer(self, name: str, device: torch.device, end: TensorEnd | None = None) -> "TensorSender":
-        """The link to the newest caller ``name`` that was not answered. Waits MEET_S. Raises LinkClosed."""
+        """The link to the newest caller ``name``, if it still waits for an answer. Waits MEET_S. Raises LinkClosed."""
         try:
             store = _client(self.address)
-            store.wait([f"{name}/{self._answered.get(name, 0) + 1}"], _MEET)
-            number = self._answered[name] = store.add(f"{name}/calls", 0)
+            store.wait([f"{name}/waits"], _MEET)
+            store.delete_key(f"{name}/waits")  # first, so that the number is of no earlier call
+            number = store.add(f"{name}/calls", 0)
             return TensorSender(PrefixStore(f"{name}/{number}", store), self.host, device, end)
         except RuntimeError as error:
             raise LinkClosed(f"{name} did not call for hidden states: {error}") from error
@@ -67,8 +67,15 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
             own_host = reached.getsockname()[0]  # at which the target reaches this machine
         store = _client(address)
         number = store.add(f"{name}/calls", 1)
-        store.set(f"{name}/{number}", "")
-        return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
+        store.set(f"{name}/waits", "")
+        try:
+            return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
+        except RuntimeError:
+            if store.add(f"{name}/calls", 0) == number:
+                store.delete_key(
+                    f"{name}/waits"
+                )  # else the next answer, if it is there before the next call, is to this one
+            raise
     except (RuntimeError, OSError, ValueError) as error:  # the last: the target has no address
         raise LinkClosed(f"no hidden states from {address}: {error}") from error
 
