@@ -13,19 +13,19 @@
 #include <immintrin.h>
 #endif
 
-/* Registers hold the sums of ROWS rows by COLUMNS outputs; with as many rows as would just fit, compilers spill some. */
+/* Registers hold the sums of a block for ROWS rows by COLUMNS outputs, beside weights and inputs; totals are in memory. */
 #if __AVX512F__
 enum { COLUMNS = 32 };
-#define ROWS 8
+#define ROWS 12
 #elif __AVX2__
 enum { COLUMNS = 16 };
-#define ROWS 3
+#define ROWS 4
 #else
 enum { COLUMNS = 8 };
 #define ROWS 4
 #endif
-/* AHEAD: bytes. BATCH: rows that are rounded together. */
-enum { PANEL = 32, PARTS = COLUMNS / LANES, LINE = 64, AHEAD = 4096, BATCH = 96, LARGEST = 127 * 256 + 127 };
+/* AHEAD: bytes. BATCH: rows that are rounded together. INFINITE: the bits of an infinite float. */
+enum { PANEL = 32, PARTS = COLUMNS / LANES, AHEAD = 4096, BATCH = 96, LARGEST = 127 * 256 + 127, INFINITE = 0x7f800000 };
 typedef int16_t shorts __attribute__((vector_size(LANES * 4), aligned(1)));
 typedef int16_t rounded __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef int32_t words __attribute__((vector_size(LANES * 4), aligned(1)));
@@ -75,76 +75,86 @@ static inline vi add_pairs(vi sum, vi weights, int32_t x) {
 #endif
 }
 
-static inline int32_t pair(const int16_t *x) {
-    int32_t both;
-    memcpy(&both, x, 4);
-    return both;
-}
+/* Keeps gcc from making all products before it adds them up, and from spilling them. */
+#if __AVX2__
+#define PIN(sum) __asm__ volatile("" : "+v"(sum))
+#else
+#define PIN(sum)
+#endif
 
-/* Rounds x to 16 bits, into ``to`` [num_in]; ``sums`` [blocks] get the sums of blocks. Returns the scale: NaN for a row that holds
- * NaN or infinity. */
-static float round_row(const Quantised *p, const elem *x, int16_t *to, int32_t *sums) {
-    vf highest = {0}, broken = {0};
+/* A group of rows that are multiplied together, as [pair of inputs][row], and of each block what is added to its sums, as
+ * [block][row]: the integer -zero sum(x), or sum(x) as float for mins. */
+typedef struct {
+    int32_t *pairs;
+    union { int32_t integer; float real; } *extra;
+} Group;
+
+static int64_t groups_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+static int64_t group_start(int64_t rows, int64_t group) { return rows * group / groups_of(rows); } /* of like sizes */
+
+/* Rounds x to 16 bits, as the ``row`` of ``num`` in its group. Returns the scale: NaN for a row that holds NaN or infinity. */
+static float round_row(const Quantised *p, const elem *x, Group to, int64_t row, int64_t num) {
+    vi highest = {0}; /* bits of |x|, in whose order they are; those of infinity and NaN come last */
     for (int64_t i = 0; i < p->num_in; i += LANES) {
-        const vf v = load_elems(x + i), size = choose(v < 0, -v, v);
-        highest = choose(size > highest, size, highest);
-        broken += v * 0.0f;
+        const vi size = (vi)load_elems(x + i) & 0x7fffffff;
+        highest = (vi)choose(size > highest, (vf)size, (vf)highest);
     }
-    float max = 0;
-    for (int i = 0; i < LANES; i++) max = highest[i] > max ? highest[i] : max;
-    const float nothing = sum_lanes(broken); /* NaN differs from 0 */
-    const float inverse = nothing != 0 || max < 1e-30f ? 0 : LARGEST / max;
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = highest[i] > bits ? highest[i] : bits;
+    float max;
+    memcpy(&max, &bits, sizeof max);
+    const float inverse = bits >= INFINITE || max < 1e-30f ? 0 : LARGEST / max;
     for (int64_t block = 0; block * p->block_len < p->num_in; block++) {
         vi sum = {0};
         for (int64_t i = block * p->block_len; i < (block + 1) * p->block_len; i += LANES) {
             /* 1.5 * 2^23 rounds to the nearest integer, held in the low bits */
             const vi n = inverse == 0 ? (vi){0} : (vi)(load_elems(x + i) * inverse + 12582912.0f) - 0x4b400000;
-            *(rounded *)(to + i) = __builtin_convertvector(n, rounded);
+            const rounded shorts_of_n = __builtin_convertvector(n, rounded);
+            int32_t pairs[LANES / 2];
+            memcpy(pairs, &shorts_of_n, sizeof pairs);
+            for (int k = 0; k < LANES / 2; k++) to.pairs[(i / 2 + k) * num + row] = pairs[k];
             sum += n;
         }
-        sums[block] = 0;
-        for (int i = 0; i < LANES; i++) sums[block] += sum[i];
+        int32_t total = 0;
+#if __AVX512F__
+        total = _mm512_reduce_add_epi32((__m512i)sum);
+#else
+        for (int i = 0; i < LANES; i++) total += sum[i];
+#endif
+        if (p->has_mins) to.extra[block * num + row].real = (float)total;
+        else to.extra[block * num + row].integer = -(int32_t)p->zero * total;
     }
-    return nothing != 0 ? nothing : max / LARGEST;
+    return bits >= INFINITE ? NAN : max / LARGEST;
 }
 
-typedef struct {
-    const Quantised *p;
-    const uint8_t *weights; /* of the panel */
-    int64_t at;             /* the first of the columns */
-    const int16_t *x;       /* rounded rows of num_in */
-    const int32_t *sums;    /* of their blocks */
-} Work;
-
-/* totals[row * PANEL + column] = x W^T of ``num`` rows and COLUMNS outputs, in units of the rows' scales. All but ``w`` are
- * constants. */
+/* totals[row * PANEL + column] = x W^T of ``num`` rows and COLUMNS outputs of a panel, from ``at`` on, in units of the rows'
+ * scales. All but ``p``, ``weights``, ``at``, ``x`` are constants. */
 static inline __attribute__((always_inline)) void multiply_kind(const int num, const int bits, const int halves, const int mins,
-                                                                const Work *w, float *totals) {
-    const int64_t num_in = w->p->num_in, block_len = w->p->block_len, num_blocks = num_in / block_len;
-    const int64_t num_words = block_len * bits / 32, factor = halves ? 2 : 4;
-    const int32_t zero = (int32_t)w->p->zero;
-    const uint8_t *weights = w->weights;
-    vf total[ROWS][PARTS];
+                                                                const int zero, const Quantised *p, const uint8_t *weights,
+                                                                int64_t at, Group x, float *totals) {
+    const int64_t num_blocks = p->num_in / p->block_len, num_words = p->block_len * bits / 32, factor = halves ? 2 : 4;
     for (int r = 0; r < num; r++)
-        for (int v = 0; v < PARTS; v++) total[r][v] = (vf){0};
-    for (int64_t block = 0; block < num_blocks; block++) {
-        const int16_t *x = w->x + block * block_len;
+        for (int v = 0; v < PARTS; v++) storef(totals + r * PANEL + v * LANES, (vf){0});
+    for (int64_t block = 0; block < num_blocks; block++, x.extra += num) {
         vi s[ROWS][PARTS];
         for (int r = 0; r < num; r++)
-            for (int v = 0; v < PARTS; v++) s[r][v] = (vi){0} - zero * w->sums[r * num_blocks + block];
-        for (int64_t word = 0; word < num_words; word++, weights += PANEL * 4, x += 32 / bits) {
+            for (int v = 0; v < PARTS; v++) s[r][v] = zero ? (vi){0} + x.extra[r].integer : (vi){0};
+        for (int64_t word = 0; word < num_words; word++, weights += PANEL * 4, x.pairs += num * 16 / bits) {
             vi q[PARTS];
             for (int v = 0; v < PARTS; v++) {
-                const uint8_t *from = weights + (w->at + v * LANES) * 4;
+                const uint8_t *from = weights + (at + v * LANES) * 4;
                 __builtin_prefetch(from + AHEAD, 0, 2);
                 q[v] = (vi)*(const words *)from;
             }
-#define ADD(k, pairs)                                                                           \
-    do {                                                                                        \
-        vi both[PARTS];                                                                         \
-        for (int v = 0; v < PARTS; v++) both[v] = (vi)(pairs);                                  \
-        for (int r = 0; r < num; r++)                                                           \
-            for (int v = 0; v < PARTS; v++) s[r][v] = add_pairs(s[r][v], both[v], pair(x + r * num_in + 2 * (k))); \
+#define ADD(k, of_q)                                                                                         \
+    do {                                                                                                     \
+        vi both[PARTS];                                                                                      \
+        for (int v = 0; v < PARTS; v++) both[v] = (vi)(of_q);                                                \
+        for (int r = 0; r < num; r++)                                                                        \
+            for (int v = 0; v < PARTS; v++) {                                                                \
+                s[r][v] = add_pairs(s[r][v], both[v], x.pairs[(k) * num + r]);                               \
+                PIN(s[r][v]);                                                                                \
+            }                                                                                                \
     } while (0)
             if (bits == 4) {
                 ADD(0, q[v] & 0x000f000f);
@@ -157,51 +167,57 @@ static inline __attribute__((always_inline)) void multiply_kind(const int num, c
             }
 #undef ADD
         }
+        vf scale[PARTS], min[PARTS];
         for (int v = 0; v < PARTS; v++) {
-            const vf scale = load_factors(weights + (w->at + v * LANES) * factor, halves);
-            for (int r = 0; r < num; r++) total[r][v] += __builtin_convertvector(s[r][v], vf) * scale;
+            scale[v] = load_factors(weights + (at + v * LANES) * factor, halves);
+            if (mins) min[v] = load_factors(weights + (PANEL + at + v * LANES) * factor, halves);
         }
-        weights += PANEL * factor;
-        if (!mins) continue;
-        for (int v = 0; v < PARTS; v++) {
-            const vf min = load_factors(weights + (w->at + v * LANES) * factor, halves);
-            for (int r = 0; r < num; r++) total[r][v] += (float)w->sums[r * num_blocks + block] * min;
-        }
-        weights += PANEL * factor;
+        for (int r = 0; r < num; r++)
+            for (int v = 0; v < PARTS; v++) {
+                float *to = totals + r * PANEL + v * LANES;
+                vf total = loadf(to) + __builtin_convertvector(s[r][v], vf) * scale[v];
+                if (mins) total += x.extra[r].real * min[v];
+                storef(to, total);
+            }
+        weights += PANEL * factor * (1 + mins);
+        __asm__ volatile("" ::: "memory"); /* or gcc keeps totals in registers, and spills sums */
     }
-    for (int r = 0; r < num; r++)
-        for (int v = 0; v < PARTS; v++) storef(totals + r * PANEL + v * LANES, total[r][v]);
 }
 
-static inline __attribute__((always_inline)) void multiply_rows(const int num, const Work *w, float *totals) {
-    const Quantised *p = w->p;
-    if (p->bits == 4 && p->has_mins && p->has_halves) multiply_kind(num, 4, 1, 1, w, totals);
-    else if (p->bits == 4 && p->has_mins) multiply_kind(num, 4, 0, 1, w, totals);
-    else if (p->bits == 4 && p->has_halves) multiply_kind(num, 4, 1, 0, w, totals);
-    else if (p->bits == 4) multiply_kind(num, 4, 0, 0, w, totals);
-    else if (p->has_mins) multiply_kind(num, 8, 0, 1, w, totals);
-    else if (p->has_halves) multiply_kind(num, 8, 1, 0, w, totals);
-    else multiply_kind(num, 8, 0, 0, w, totals);
-}
-
-static void multiply(const int num, const Work *w, float *totals) {
-#define OF_ROWS(n) \
-    case n: multiply_rows(n, w, totals); break;
+static void multiply(const int num, const Quantised *p, const uint8_t *weights, int64_t at, Group x, float *totals) {
+#define OF_KIND(n, ...) multiply_kind(n, __VA_ARGS__, p, weights, at, x, totals)
+#define OF_ROWS(n)                                                          \
+    case n:                                                                 \
+        if (p->bits == 4 && p->has_mins && p->has_halves) OF_KIND(n, 4, 1, 1, 0); \
+        else if (p->bits == 4 && p->has_mins) OF_KIND(n, 4, 0, 1, 0);             \
+        else if (p->bits == 4 && p->has_halves) OF_KIND(n, 4, 1, 0, 1);           \
+        else if (p->bits == 4) OF_KIND(n, 4, 0, 0, 1);                            \
+        else if (p->has_mins) OF_KIND(n, 8, 0, 1, 0);                             \
+        else if (p->has_halves) OF_KIND(n, 8, 1, 0, 0);                           \
+        else OF_KIND(n, 8, 0, 0, 0);                                              \
+        break;
     switch (num) {
         OF_ROWS(1)
         OF_ROWS(2)
         OF_ROWS(3)
-#if ROWS > 3
         OF_ROWS(4)
-#endif
 #if ROWS > 4
         OF_ROWS(5)
         OF_ROWS(6)
+#endif
+#if ROWS > 6
         OF_ROWS(7)
         OF_ROWS(8)
 #endif
+#if ROWS > 8
+        OF_ROWS(9)
+        OF_ROWS(10)
+        OF_ROWS(11)
+        OF_ROWS(12)
+#endif
     }
 #undef OF_ROWS
+#undef OF_KIND
 }
 
 static inline void put(elem *to, vf value, int64_t num) {
@@ -210,20 +226,17 @@ static inline void put(elem *to, vf value, int64_t num) {
         for (int64_t i = 0; i < num; i++) to[i] = store1(value[i]);
 }
 
-/* One panel times ``num`` rows, which are rounded: ``x``, ``sums`` and ``scales``. */
-static void multiply_panel(const Quantised *p, int64_t panel, const int16_t *x, const int32_t *sums, const float *scales,
-                           elem *out, int64_t num) {
+/* One panel times ``num`` rows, which are rounded: ``x`` and ``scales``. */
+static void multiply_panel(const Quantised *p, int64_t panel, Group x, const float *scales, elem *out, int64_t num) {
     const int64_t num_blocks = p->num_in / p->block_len, factor = p->has_halves ? 2 : 4;
     const int64_t block_bytes = PANEL * (p->block_len * p->bits / 8 + factor * (1 + p->has_mins));
-    const int64_t num_groups = (num + ROWS - 1) / ROWS;
-    for (int64_t group = 0; group < num_groups; group++) {
-        const int64_t r = num * group / num_groups; /* groups of like sizes */
-        const int some = (int)(num * (group + 1) / num_groups - r);
+    for (int64_t group = 0; group < groups_of(num); group++) {
+        const int64_t r = group_start(num, group);
+        const int some = (int)(group_start(num, group + 1) - r);
+        const Group rows = {x.pairs + r * p->num_in / 2, x.extra + r * num_blocks};
         float totals[ROWS * PANEL];
-        for (int at = 0; at < PANEL; at += COLUMNS) {
-            const Work w = {p, p->weights + panel * num_blocks * block_bytes, at, x + r * p->num_in, sums + r * num_blocks};
-            multiply(some, &w, totals + at);
-        }
+        for (int at = 0; at < PANEL; at += COLUMNS)
+            multiply(some, p, p->weights + panel * num_blocks * block_bytes, at, rows, totals + at);
         for (int i = 0; i < some; i++)
             for (int64_t at = 0; at < PANEL && panel * PANEL + at < p->num_out; at += LANES) {
                 const int64_t column = panel * PANEL + at;
@@ -240,20 +253,24 @@ int quantised_product(const void *product, const elem *x, elem *out, int64_t row
     const int64_t most = rows < BATCH ? rows : BATCH, num_blocks = p->num_in / p->block_len;
     const int64_t num_panels = (p->num_out + PANEL - 1) / PANEL;
     if (rows == 0) return 0;
-    int32_t *sums = malloc(most * (num_blocks * sizeof(int32_t) + sizeof(float) + p->num_in * sizeof(int16_t)));
-    if (!sums) return 1;
-    float *scales = (float *)(sums + most * num_blocks);
-    int16_t *to = (int16_t *)(scales + most);
+    int32_t *pairs = malloc(most * (p->num_in / 2 + num_blocks + 1) * sizeof(int32_t));
+    if (!pairs) return 1;
+    const Group to = {pairs, (void *)(pairs + most * p->num_in / 2)};
+    float *scales = (float *)(to.extra + most * num_blocks);
 #pragma omp parallel num_threads(threads_for(p->num_in *p->num_out / 8, num_threads))
     for (int64_t first = 0; first < rows; first += BATCH) {
         const int64_t num = rows - first < BATCH ? rows - first : BATCH;
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < num; r++)
-            scales[r] = round_row(p, x + (first + r) * p->num_in, to + r * p->num_in, sums + r * num_blocks);
+        for (int64_t group = 0; group < groups_of(num); group++) {
+            const int64_t start = group_start(num, group), stop = group_start(num, group + 1);
+            const Group rows = {to.pairs + start * p->num_in / 2, to.extra + start * num_blocks};
+            for (int64_t r = start; r < stop; r++)
+                scales[r] = round_row(p, x + (first + r) * p->num_in, rows, r - start, stop - start);
+        }
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < num_panels; panel++)
-            multiply_panel(p, panel, to, sums, scales, out + first * p->num_out, num);
+            multiply_panel(p, panel, to, scales, out + first * p->num_out, num);
     }
-    free(sums);
+    free(pairs);
     return 0;
 }
