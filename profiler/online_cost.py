@@ -23,6 +23,7 @@ STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
 PRIOR_PASSES = 2  # weight of the estimate before the first pass of a range
 TRIAL_AFTER, MOST_DOUBLINGS = 512, 4  # small passes before a trial; each trial that changed nothing doubles them
 TRIAL_PASSES, TRIAL_SPAN = 64, 8  # passes of a trial, and the ranges above the present one that it tries
+CONFIRMED, CONFIRMATIONS = 0.8, 2  # passes on trial of such a share of the known time, after which the trial ends
 ALIKE = 1 / 64  # relative difference below which contexts share a table
 HALF_OCTAVES = tuple(dict.fromkeys(round(2 ** (i / 2)) for i in range(27)))
 
@@ -36,7 +37,8 @@ class OnlineCost:
     Where the base itself is wrong, as it is if other programs ran when it was measured, that is not enough: drafts seem not
     to pay, and no pass shows otherwise. So from time to time, while only small passes are made, larger ones are assumed to
     take no longer, until FEW_PASSES of a range were seen. Every decision follows the same table, so that drafts are made
-    and verified.
+    and verified. Passes that take what was known end the trial: objectives miss that time in CONFIRMATIONS of at least
+    TRIAL_AFTER passes.
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = HALF_OCTAVES) -> None:
@@ -52,7 +54,8 @@ class OnlineCost:
         self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)  # of the ranges, beside it
         self._freshness = [0.0] * len(knots)
         self._num_small = self._num_doublings = self._trial_left = self._tried_at = 0
-        self._seen = [0] * len(knots)  # passes of each range in the present trial
+        self._seen, self._num_confirmed = [0] * len(knots), 0  # in the present trial: passes of each range
+        self._before_trial = [0.0] * len(knots)  # ratios
         # Points of a table of the base, and corrections by rows, at the points of corrected tables.
         self._factors: tuple[tuple[int, ...], list[tuple[int, float]]] | None = None
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
@@ -95,7 +98,11 @@ class OnlineCost:
         at = self._region(num_rows)
         self._count_trial(at)
         self._visit(at)
-        step = self._clipped(log(step_s / expected_s) - self._common - self._log_ratio[at])
+        ratio = log(step_s / expected_s) - self._common
+        if self._trial_left and at > self._tried_at and ratio - self._before_trial[at] > log(CONFIRMED):
+            self._num_confirmed += 1
+            self._trial_left *= self._num_confirmed < CONFIRMATIONS
+        step = self._clipped(ratio - self._log_ratio[at])
         self._num[at] += 1
         # What a range that few passes were seen of differs by is its own.
         self._common += COMMON_WEIGHT * min(1.0, self._num[at] / FEW_PASSES) * step
@@ -135,7 +142,8 @@ class OnlineCost:
         if self._num_small >= TRIAL_AFTER << self._num_doublings:
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS)
             self._num_small, self._trial_left, self._tried_at = 0, TRIAL_PASSES, at
-            self._seen = [0] * len(self._knots)
+            self._seen, self._num_confirmed, mean = [0] * len(self._knots), 0, self._mean()
+            self._before_trial = [self._known(one, mean) for one in range(len(self._knots))]
 
     def _known(self, at: int, mean: float) -> float:
         return mean + self._freshness[at] * (self._log_ratio[at] - mean)
