@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import BENCHES, find_bench
+from cluster.config.section import TargetDtype
 
 TRACE = "Options of trace"
 
@@ -43,6 +44,7 @@ def bench(
     engine: Annotated[
         Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
+    dtype: Annotated[TargetDtype | None, typer.Option(help="decode, invariance: the target's target.dtype")] = None,
     hosts: Annotated[
         bool, typer.Option("--hosts", help="faults, burst: over four hosts, made of network namespaces (needs root)")
     ] = False,
@@ -83,7 +85,7 @@ def bench(
     expectations = [Expectation.parse(text) for text in expect or ()]
     of_trace = TraceOptions(url, trace, rate, max_tokens, ttft_ms, tpot_ms, plot, multi_turn)
     paths = (*(prompts or ()), *(more_prompts or ()))
-    result = run(BenchOptions(quick, paths, model, recording, data, engine, hosts, of_trace))
+    result = run(BenchOptions(quick, paths, model, recording, data, engine, hosts, of_trace, dtype))
     console = table_console()
     print_result(result, console)
     write_json(result, json)

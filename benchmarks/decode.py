@@ -4,11 +4,12 @@ The step is the whole of ``NativeTarget.execute`` for a number of sequences with
 The floor is the time of its products with weights, including the head for every row, and of the two attention products
 over the same context in as many layers, without softmax. Products with weights take at least the larger of
 
-- the time to read the weights in bfloat16 at the machine's bandwidth, measured in turn with the step;
-- the time of the fastest known products, measured in turn too: the step's own operators, oneDNN with prepacked fp32
-  weights, or oneDNN in bfloat16 where the CPU level supports it. A short trial selects the fastest.
+- the time to read the weights in bfloat16, or as shipped their bytes in the file, at the machine's bandwidth, measured in
+  turn with the step;
+- the time of the fastest known products, measured in turn too: the step's own operators, ours in bfloat16, oneDNN with
+  prepacked fp32 weights, or oneDNN in bfloat16 where the CPU level supports it. A short trial selects the fastest.
 
-``step_over_weight_products`` excludes attention from the floor, so reading keys and values counts as overhead.
+``log_prob_error.DTYPE``: root mean square difference of a token's log-probability from fp32, over NUM_SCORED tokens of text.
 """
 
 import itertools
@@ -25,15 +26,19 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
+from deploy.api.tokenizer import Tokenizer
 from engine.batch_layout import PackedSpan
 from engine.cpu.ops import CpuOps
 from engine.cpu_level import cpu_level
+from engine.dtypes import AS_SHIPPED, AUTO, choose_dtype
 from engine.factory import load_model
 from engine.forward import CausalModel
-from engine.models.prepare import ensure_model
+from engine.models.gguf_file import GgufFile
+from engine.models.prepare import ensure_model, shipped_file
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import TorchOps
@@ -43,7 +48,7 @@ Choice = TypeVar("Choice")
 
 CONTEXT_LEN = 512
 STEP_ROWS = (1, 8, 32)
-NUM_STEPS, NUM_STEPS_QUICK = 300, 60  # in turn with the floor
+NUM_STEPS, NUM_STEPS_QUICK, NUM_SCORED = 300, 60, 700  # steps in turn with the floor; tokens of text
 _BLOCK_LEN = 32
 _SEED = 17
 _NUM_TRIALS = 5  # per candidate product
@@ -52,15 +57,15 @@ _NUM_TRIALS = 5  # per candidate product
 def run(options: BenchOptions) -> BenchResult:
     num_steps = NUM_STEPS_QUICK if options.quick else NUM_STEPS
     folder = ensure_model(options.model)
-    model = load_model(folder)
-    baselines = _baselines(folder, model)
-    dtype, level = str(model.dtype).removeprefix("torch."), cpu_level()
-    figures: dict[str, float] = {}
+    dtype, level = choose_dtype(options.dtype or AUTO, "cpu"), cpu_level()
+    model = load_model(folder, dtype)
+    num_bytes = _weight_bytes(folder, dtype, model)
+    baselines = _baselines(folder, dtype, model)
+    figures = _log_prob_errors(folder, options, {name.removeprefix("outrider "): one for name, one in baselines.items()})
     rows = []
     for num_rows in STEP_ROWS:
-        times = _steps(model, baselines, num_rows, num_steps)
+        times = _steps(model, baselines, num_rows, num_steps, num_bytes)
         figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
-        figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
         rows.append(times.row(num_rows))
     return BenchResult(
         bench="decode",
@@ -68,7 +73,7 @@ def run(options: BenchOptions) -> BenchResult:
         tables=(
             Table(
                 f"one step at context {CONTEXT_LEN}, {dtype}, CPU level {level}",
-                ("rows", "step ms", "floor ms", "weights ms", "read ms", "best product", "step / floor", "step / weights"),
+                ("rows", "step ms", "floor ms", "weights ms", "read ms", "best product", "step / floor"),
                 tuple(rows),
             ),
         ),
@@ -86,31 +91,60 @@ class _StepTimes:
     step_s: float
     floor_s: float
     weights_s: float  # products with weights, a part of the floor
-    read_s: float  # reading bfloat16 weights
+    read_s: float  # reading the weights
     best_product: str
 
     def row(self, num_rows: int) -> tuple[Cell, ...]:
         times = (self.step_s, self.floor_s, self.weights_s, self.read_s)
-        ratios = self.step_s / self.floor_s, self.step_s / self.weights_s
-        return (num_rows, *(one * 1e3 for one in times), self.best_product, *ratios)
+        return (num_rows, *(one * 1e3 for one in times), self.best_product, self.step_s / self.floor_s)
 
 
-def _baselines(folder: Path, model: CausalModel) -> dict[str, CausalModel]:
-    """The model as served, and with torch's products: in fp32, and in bfloat16 where that is fast."""
+def _weight_bytes(folder: Path, dtype: str, model: CausalModel) -> int:
+    """Of the matrices that one row is multiplied by."""
+    if dtype == AS_SHIPPED:
+        tensors, tied = GgufFile(shipped_file(folder)).tensors, model.config.tied_embeddings
+        return sum(one.num_bytes for name, one in tensors.items() if len(one.shape) == 2 and (tied or "embed" not in name))
+    c = model.config
+    qkv_and_out = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size
+    return 2 * (c.num_layers * (qkv_and_out + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size)
+
+
+def _log_prob_errors(folder: Path, options: BenchOptions, models: Mapping[str, CausalModel]) -> dict[str, float]:
+    text = "\n".join(prompt.text for prompt in choose_prompts(options.prompts or options.data_prompts, NUM_SCORED))
+    token_ids = tuple(Tokenizer.from_folder(folder).encode_each([text])[0][: NUM_SCORED + 1])
+
+    def log_probs(model: CausalModel) -> torch.Tensor:
+        num_blocks = len(token_ids) // _BLOCK_LEN + 1
+        span = PackedSpan(0, token_ids, np.arange(num_blocks, dtype=np.int32))
+        with torch.inference_mode():
+            logits = model.logits(model.forward([span], model.new_cache(num_blocks, _BLOCK_LEN)))
+        return logits.float().log_softmax(-1)[torch.arange(len(token_ids) - 1), torch.tensor(token_ids[1:])]
+
+    found = {name: log_probs(model) for name, model in models.items()}
+    exact = found.pop("oneDNN float32")
+    return {f"log_prob_error.{name}": float((one - exact).square().mean().sqrt()) for name, one in found.items()}
+
+
+def _baselines(folder: Path, dtype: str, model: CausalModel) -> dict[str, CausalModel]:
+    """The model as served, in our bfloat16, and with torch's products: in fp32, and in bfloat16 where that is fast."""
     dtypes = [torch.float32, torch.bfloat16] if cpu_level().has_bf16_products else [torch.float32]
-    baselines = {"outrider": model}
-    for dtype in dtypes:
-        with open_weights(folder, model.config, dtype) as weights:
-            ops = TorchOps(model.config, dtype)
-            baselines[f"oneDNN {str(dtype).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, dtype)
+    baselines = {f"outrider {dtype}": model}
+    if dtype == AS_SHIPPED:
+        baselines["outrider bfloat16"] = load_model(folder, "bfloat16")
+    for kind in dtypes:
+        with open_weights(folder, model.config, kind) as weights:
+            ops = TorchOps(model.config, kind)
+            baselines[f"oneDNN {str(kind).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, kind)
     return baselines
 
 
-def _steps(model: CausalModel, baselines: Mapping[str, CausalModel], num_rows: int, num_steps: int) -> _StepTimes:
+def _steps(
+    model: CausalModel, baselines: Mapping[str, CausalModel], num_rows: int, num_steps: int, num_bytes: int
+) -> _StepTimes:
     """Times of a step of ``num_rows`` sequences at CONTEXT_LEN, and of its floor."""
     products = {name: _weight_products(rival, num_rows) for name, rival in baselines.items()}
     best, weights = _fastest(products, lambda work: work())
-    attention, read = _attention_products(model, num_rows), _read_weights(model)
+    attention, read = _attention_products(model, num_rows), _read_weights(num_bytes)
     with _sequences(model, num_rows, num_steps + 1) as (target, last_ids):
         step = _decoding(target, last_ids, itertools.count(CONTEXT_LEN))
         works = (step, weights, attention, read)
@@ -131,12 +165,9 @@ def _fastest(candidates: Mapping[str, Choice], work: Callable[[Choice], object])
     return list(candidates.items())[shortest.index(min(shortest))]
 
 
-def _read_weights(model: CausalModel) -> Callable[[], None]:
-    """Reads as many bytes as the bfloat16 weights of one row's products, by a product of two halves."""
-    c = model.config
-    qkv_and_out = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size
-    num = c.num_layers * (qkv_and_out + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
-    first, second = torch.ones(num // 4), torch.ones(num // 4)  # four bytes each
+def _read_weights(num_bytes: int) -> Callable[[], None]:
+    """Reads so many bytes, by a product of two halves."""
+    first, second = torch.ones(num_bytes // 8), torch.ones(num_bytes // 8)  # four bytes each
 
     def work() -> None:
         torch.dot(first, second)

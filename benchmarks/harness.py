@@ -21,6 +21,7 @@ from drafters.hidden_states.host import Host
 from drafters.hidden_states.received import remote_host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
+from engine.dtypes import AS_SHIPPED
 from engine.factory import load_model
 from engine.feature_feed import FeatureFeeds
 from engine.forward import CausalModel
@@ -92,12 +93,14 @@ class Run:
 class Harness:
     """Loads the model once. Requests are all prompts at all temperatures, each with its own seed."""
 
-    def __init__(self, model: str, prompts: Sequence[str], max_tokens: int, engine: str = "native") -> None:
+    def __init__(
+        self, model: str, prompts: Sequence[str], max_tokens: int, engine: str = "native", dtype: str = "float32"
+    ) -> None:
         self._folder = folder = ensure_model(model)
         self._shape = config = load_config(folder)
-        self.has_ranks = engine == "native"  # vLLM's own ranks are not measured
-        self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype="float32"))
-        self._max_tokens = max_tokens
+        self.has_ranks = engine == "native" and dtype != AS_SHIPPED  # vLLM's own ranks are not measured
+        self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype))
+        self._max_tokens, self._dtype = max_tokens, dtype
         self._info = ModelInfo(
             name=model,
             vocab_size=config.vocab_size,
@@ -181,9 +184,9 @@ class Harness:
         if circumstances.num_ranks > 1:
             own = shard_of(model.config, 0, circumstances.num_ranks).config_of(model.config)
             options = {
-                "dtype": "float32",
+                "dtype": self._dtype,
                 "device": "cpu",
-                "kv_cache_bytes": num_tokens * own.kv_bytes_per_token(4),
+                "kv_cache_bytes": num_tokens * own.kv_bytes_per_token(model.kv_dtype.itemsize),
                 "block_len": BLOCK_LEN,
                 "max_num_sequences": circumstances.max_num_sequences,
                 "max_pass_tokens": MAX_PASS_TOKENS,

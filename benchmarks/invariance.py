@@ -1,7 +1,7 @@
 """Equal tokens under any drafting, and under faults of drafters and batches.
 
-Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32: once without drafters, and once in each scenario,
-which is compared with the former token by token.
+Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32 or ``--dtype``: once without drafters, and once in each
+scenario, which is compared with the former token by token.
 """
 
 import json
@@ -105,7 +105,7 @@ def _run(options: BenchOptions) -> BenchResult:
     if options.engine == "vllm" and os.environ.get(RUNNER_V2) == "1":
         num_prompts //= 4  # its kernels are interpreted
     prompts = [p.text for p in choose_prompts(options.prompts, num_prompts)]
-    rig = Harness(options.model, prompts, num_tokens, options.engine)
+    rig = Harness(options.model, prompts, num_tokens, options.engine, options.dtype or "float32")
     console = Console(stderr=True)
     plain = rig.run(RunConditions(prefix_cache=False))
     outcomes = []

@@ -13,6 +13,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from cluster.config.section import TargetDtype
 from cluster.errors import InvalidField
 from engine.cpu_level import cpu_level
 from profiler.hardware import cpu_name, num_cores
@@ -57,6 +58,7 @@ class BenchOptions:
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
     - ``recording``: agreement, read by ``policies``, which writes it where it is missing.
     - ``data``: a folder whose prompts/ provides prompts.
+    - ``dtype``: of the target of ``decode`` and ``invariance``; None: auto, and float32.
     - ``hosts``: ``faults`` and ``burst`` run over hosts made of network namespaces.
     - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.
@@ -70,6 +72,7 @@ class BenchOptions:
     engine: str = "native"
     hosts: bool = False
     trace: TraceOptions = TraceOptions()
+    dtype: TargetDtype | None = None
 
     @property
     def data_prompts(self) -> tuple[Path, ...]:
