@@ -299,7 +299,6 @@ class PoolSupervisor(Supervisor):
         log_as_configured(deployment.config.observability)
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
-        self._owner: str | None = None
         self._exchange = MetricsExchange()
 
     def deployment(self) -> Deployment:
@@ -315,13 +314,6 @@ class PoolSupervisor(Supervisor):
             raise InvalidField("drafter", unknown[0], reason)
         return self.resize(size)
 
-    def set_owner(self, name: str) -> None:
-        """Of a detached deployment: who ends it. It is unknown again after a restart."""
-        self._owner = name
-
-    def owner(self) -> str | None:
-        return self._owner
-
     def pids(self) -> dict[str, int]:
         return super().pids() | {SUPERVISOR: os.getpid()}
 
@@ -335,9 +327,10 @@ async def _resources() -> dict[str, float]:
     return resources
 
 
-def start_supervisor(deployment: Deployment, *, detached: bool = False) -> Any:
+def start_supervisor(deployment: Deployment) -> Any:
     """A handle of the deployment's supervisor. It runs on the launcher's node, and is lost with that node unless it is
     detached: then it outlives the launcher, and Ray restarts it on another node."""
+    detached = deployment.detached
     here = ray.get_runtime_context().get_node_id()
     lifetime = {"lifetime": "detached", "namespace": deployment.config.cluster.namespace} if detached else {}
     return (

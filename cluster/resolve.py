@@ -50,7 +50,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     one_node = len(inventory.nodes) == 1
     host = config.transport.host
     if host == "auto":
-        host = UNIX if one_node else NODE
+        host = UNIX if one_node and config.cluster.ray_address is None else NODE  # sockets end with their launcher
     elif host == UNIX and not one_node:
         raise InvalidField(
             "transport.host", host, f"must be auto or an address: the cluster has {len(inventory.nodes)} machines"

@@ -1,10 +1,13 @@
 """A deployment on a Ray cluster: placement groups, the supervisor with its processes, the HTTP application."""
 
+import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,20 @@ import grpc
 import psutil
 import ray
 from ray import serve
+from ray._private.state import jobs
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util import remove_placement_group
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.serve.schema import ProxyStatus
+from ray.util import get_placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from actors.memory_budget import memory_budget
-from actors.processes import Directory
-from actors.ray_pool import Deployment, start_supervisor
-from cluster.config import Config
-from cluster.placement import PlacementPlan, place, target_name
+from actors.processes import Directory, ProcessEnded
+from actors.ray_groups import named_groups
+from actors.ray_pool import SUPERVISOR, Deployment, start_supervisor
+from cluster.config import Config, show
+from cluster.errors import InvalidField
+from cluster.placement import PlacementPlan, drafter_name, place, target_name
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.transport import tls
@@ -44,32 +52,44 @@ CALL_DEADLINE_S = 10.0
 LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of the hosts that are all interfaces
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call of Ray that changes nothing
 SPAWN_S = 60.0  # beyond a call's own deadline during the start, while Ray starts workers and models load
+ANSWER_S = 60.0  # for a supervisor that Ray restarts on another node
+END_S = 30.0
+NODES_POLL_S = 2.0
+OWNERS = "outrider-owners"  # of deployments, in Ray's key-value store
 
 
 class DeployedCluster(AbstractContextManager["DeployedCluster"]):
-    """A context manager: leaving it ends everything, at any stage of the start."""
+    """A context manager: leaving it ends everything that it owns, at any stage of the start.
 
-    def __init__(self, config: Config, folder: Path, *, owns_ray: bool, detached: bool = False) -> None:
-        """``detached``: the processes outlive the one that started them."""
+    On a Ray cluster that it joined, processes outlive their owner's loss: the next owner finds them.
+    """
+
+    def __init__(self, config: Config, folder: Path, *, owns_ray: bool, owner: str | None = None) -> None:
+        """``owner``: by default this job of Ray."""
         self._config = config
         self._folder = folder
         self._owns_ray = owns_ray
-        self._detached = detached
+        self._owner = owner or ("" if owns_ray else ray.get_runtime_context().get_job_id())
+        self._source = hashlib.sha256(show(config).encode()).hexdigest()
         self._groups: dict[str, PlacementGroup] = {}
         self._supervisor: Any = None
         self._ray_processes = psutil.Process().children() if owns_ray else []
 
-    def reserve(self, model_folder: Path) -> Deployment:
+    def reserve(self, config: Config, model_folder: Path) -> Deployment:
         """Resolves the configuration for the cluster's machines and reserves a placement group for each of its parts.
 
-        Raises LaunchError, PlacementError or InvalidField: it does not fit the cluster.
+        Args:
+            config: this cluster's, with the files of its models.
+
+        Raises:
+            LaunchError, PlacementError or InvalidField: it does not fit the cluster.
         """
-        file = self._config.cluster.token_file
+        file = config.cluster.token_file
         token = secrets.token_hex(32) if file is None else read_secret(file)
         inventory = with_cores(read_inventory(ray.nodes()))
-        sampling_defaults(self._config.model, model_folder)  # refused here rather than in the API's process
-        facts = read_facts(self._config, model_folder)
-        config = resolve_dtypes(resolve(self._config, inventory, facts.useful_threads, uses_gpus=torch_has_cuda()))
+        sampling_defaults(config.model, model_folder)  # refused here rather than in the API's process
+        facts = read_facts(config, model_folder)
+        config = resolve_dtypes(resolve(config, inventory, facts.useful_threads, uses_gpus=torch_has_cuda()))
         if config.target.device == "cuda" or any(d.device == "cuda" for d in config.drafters):
             inventory = with_gpu_memory(inventory)
         nodes = inventory.matching(config.target.resources.node_labels).nodes
@@ -78,31 +98,41 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         if config.transport.kind == "grpc" and config.cluster.tls is not None:
             tls.check(config.cluster.tls)  # refused here rather than in each process
             _warn_of_ranks(plan)
-        self._groups = make_groups(plan, detached=self._detached)
+        self._groups = make_groups(plan, detached=not self._owns_ray)
         budget = memory_budget(config, as_made(plan, self._groups), inventory)
-        return Deployment(config, self._groups, str(self._folder), token, budget, detached=self._detached)
+        folders = (str(self._folder), str(model_folder))
+        return Deployment(
+            config, self._groups, folders[0], token, budget, folders[1], self._source, detached=not self._owns_ray
+        )
 
     def deploy(self, model_folder: Path) -> ModelInfo:
         """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""
-        deployment = self.reserve(model_folder)
-        num, drafters = deployment.config.target.replicas, ", ".join(one.name for one in deployment.config.drafters)
-        say_step(f"the supervisor starts {num} targets, then drafters: {drafters or 'none'}")
-        directory = self.start(deployment)
-        say_step("the targets are ready, the API starts")
+        found = None if self._owns_ray else self._take_over()
+        if found is None:
+            deployment = self.reserve(self._config, model_folder)
+            num, drafters = deployment.config.target.replicas, ", ".join(one.name for one in deployment.config.drafters)
+            say_step(f"the supervisor starts {num} targets, then drafters: {drafters or 'none'}")
+            directory = self.start(deployment)
+            say_step("the targets are ready, the API starts")
+        else:
+            deployment, directory = found
+            say_step("the deployment runs already, and is taken over")
+        assert directory.model is not None, "the supervisor starts with a directory that names the model"
+        if found is not None and APP in serve.status().applications:
+            return directory.model
         try:
-            run_application(deployment.config, directory, str(model_folder), deployment.token)
+            run_application(deployment.config, directory, deployment.model_folder, deployment.token)
         except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
             for line in local_ray.proxy_log_tail(self._folder) if self._owns_ray else ():
                 logger.error("the proxy's log: %s", line)
             raise LaunchError(f"the HTTP server did not start: {error}") from error
-        assert directory.model is not None, "the supervisor starts with a directory that names the model"
         return directory.model
 
     def start(self, deployment: Deployment) -> Directory:
         """Starts the processes. Returns when the targets are ready. Raises LaunchError."""
         config = deployment.config
         _warn_of_state(config)
-        self._supervisor = start_supervisor(deployment, detached=self._detached)
+        self._supervisor = start_supervisor(deployment)
         try:
             start_s = config.supervision.start_timeout_s
             directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
@@ -114,11 +144,86 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
         return directory
 
+    # ---- a deployment that outlives its owner
+
+    def _take_over(self) -> tuple[Deployment, Directory] | None:
+        """As ``find``. Raises LaunchError: the owner of the running one lives."""
+        owner, namespace = self.owner(), self._config.cluster.namespace
+        job = next((one for one in jobs() if one["JobID"] == owner), None)
+        if not job["IsDead"] if job else owner is not None and APP in serve.status().applications:
+            where = f"`outrider serve` on {job['DriverIPAddress']}" if job else "an application of Ray Serve"
+            raise LaunchError(f"the deployment {namespace} (cluster.namespace) belongs to {where}, which still runs: end it")
+        self.own()
+        return self.find()
+
+    def own(self) -> None:
+        """From now on only this one ends the deployment."""
+        _internal_kv_put(self._config.cluster.namespace, self._owner, namespace=OWNERS)
+
+    def owner(self) -> str | None:
+        """None: the deployment has none, or there is no deployment."""
+        found = _internal_kv_get(self._config.cluster.namespace, namespace=OWNERS)
+        return found.decode() if found else None
+
+    def find(self) -> tuple[Deployment, Directory] | None:
+        """A running deployment of this configuration, of which a target is ready. Another one is ended.
+
+        The node of the supervisor may be lost with the former owner's, while targets serve on: it is waited for, as long as
+        a start may take.
+        """
+        end_s = time.monotonic() + self._config.supervision.start_timeout_s
+        while True:
+            try:
+                supervisor = self._found_supervisor()
+                deployment: Deployment = ray.get(supervisor.deployment.remote(), timeout=ANSWER_S)
+                if deployment.source == self._source:
+                    directory: Directory = ray.get(supervisor.ready.remote(every=False), timeout=ANSWER_S)
+                    self._supervisor = supervisor
+                    return deployment, directory
+                logger.warning("the configuration has changed, so that targets and drafters are started again")
+                break
+            except ValueError:  # there is no supervisor
+                break
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                if isinstance(getattr(error, "cause", None), ProcessEnded):
+                    logger.warning("no target started, so that targets and drafters are started again: %s", error)
+                    break
+                if time.monotonic() > end_s:
+                    logger.warning(
+                        "the supervisor does not answer, so that targets and drafters are started again: %s", error
+                    )
+                    break
+                logger.warning("the deployment waits for its supervisor: %s", error)
+                time.sleep(NODES_POLL_S)
+        self.clear()
+        return None
+
+    def _found_supervisor(self) -> Any:
+        """Raises ValueError: there is none."""
+        return ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
+
+    def clear(self) -> None:
+        """Ends the supervisor, and with the placement groups all other processes."""
+        try:
+            supervisor = self._found_supervisor()
+            try:
+                ray.get(supervisor.stop.remote(), timeout=END_S)
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                logger.warning("the supervisor is killed: %s", error)
+            ray.kill(supervisor, no_restart=True)
+        except ValueError:  # there is none
+            pass
+        for name in named_groups():
+            if name.startswith((target_name(0).removesuffix("0"), drafter_name(""))):
+                remove_placement_group(get_placement_group(name))
+
+    # ---- while it serves
+
     def api_host(self) -> str:
-        """At which the API answers this process."""
+        """At which the API answers this process. Raises InvalidField: never at the address of the configuration."""
         addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
         here = ray.get_runtime_context().get_node_id()
-        return answering_host(self._config.api.host, here, set(serve.status().proxies), addresses)
+        return answering_host(self._config.api.host, here, serve.status().proxies, addresses)
 
     def dead_process(self) -> str | None:
         """A process of this machine's Ray that has ended and cannot be replaced."""
@@ -127,13 +232,13 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
 
     def drain(self) -> None:
         """Accepts no more requests, waits `api.drain_s` for running ones, and lets the others end with an error."""
-        if self._supervisor is None:
+        if self._supervisor is None or not self.is_owner():
             return
         deadline_s = self._config.api.drain_s
         try:
             num = ray.get(self._supervisor.num_requests.remote(), timeout=CALL_DEADLINE_S)
             logger.info("draining %d requests for at most %g s (api.drain_s); a second signal ends at once", num, deadline_s)
-            if not ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + CALL_DEADLINE_S):
+            if not ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + END_S):
                 logger.warning("requests that were not complete after %g s ended with an error", deadline_s)
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             logger.warning("the requests under way could not be drained: %s", error)
@@ -143,34 +248,50 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             local_ray.stop()  # with everything that runs on it
             return
         try:
-            if APP in serve.status().applications:
-                serve.delete(APP)
-            if self._supervisor is not None:
-                with suppress(RayActorError, GetTimeoutError):  # its processes end with their groups anyway
-                    ray.get(self._supervisor.stop.remote(), timeout=CALL_DEADLINE_S)
-                ray.kill(self._supervisor, no_restart=True)
-            for group in self._groups.values():
-                remove_placement_group(group)
+            if self.is_owner():
+                if APP in serve.status().applications:
+                    serve.delete(APP)
+                self.end()
         finally:
             ray.shutdown()
+
+    def end(self) -> None:
+        """Of a deployment that this one owns: ends its processes."""
+        self.clear()
+        _internal_kv_del(self._config.cluster.namespace, namespace=OWNERS)
+
+    def is_owner(self) -> bool:
+        return self._owns_ray or self.owner() == self._owner
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
 
-def answering_host(host: str, here: str, proxies: Collection[str], addresses: Mapping[str, str]) -> str:
+def answering_host(host: str, here: str, proxies: Mapping[str, ProxyStatus], addresses: Mapping[str, str]) -> str:
     """Where a process on the node ``here`` reaches an API that listens at ``host``. Serve has a proxy on the head and on
     each node with a replica of the API, which need not be this one.
 
     Args:
-        proxies: nodes that have one.
+        proxies: by their nodes.
         addresses: of all nodes.
+
+    Raises:
+        InvalidField: ``host`` is loopback, and this node has no proxy.
     """
     if host not in LOOPBACK_OF:
+        if proxies and here not in proxies and _is_loopback(host):
+            reason = "is not answered on this machine, which runs neither Ray's head nor a replica of the API: use 0.0.0.0"
+            raise InvalidField("api.host", host, reason)
         return host
-    if here in proxies or not proxies:
-        return LOOPBACK_OF[host]
-    return addresses[min(proxies)]
+    healthy = sorted(node for node, status in proxies.items() if status is ProxyStatus.HEALTHY)
+    return LOOPBACK_OF[host] if here in healthy or not healthy else addresses[healthy[0]]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def connect(config: Config, folder: Path) -> DeployedCluster:

@@ -1,6 +1,7 @@
 """``outrider serve``: starts a cluster, waits for its first answer, and ends all of it on a signal."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -74,8 +75,7 @@ def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None
         model = cluster.deploy(model_folder)
         stop.check()
         say_step("a first answer is awaited")
-        url = f"http://{bracketed(cluster.api_host())}:{config.api.port}"
-        _await_answer(config, model, url, stop)
+        url = _await_answer(config, model, cluster.api_host, stop)
         say_step("ready")
         print(f"Outrider serves {model.name} at {url}/v1, with a dashboard at {url}{PAGE}", flush=True)
         try:
@@ -88,22 +88,23 @@ def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None
         raise LaunchError(f"{dead} of the Ray cluster ended, so the cluster was stopped: start it again")
 
 
-def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> None:
-    """Waits for the first answered completion, or for a healthy API if it needs keys."""
+def _await_answer(config: Config, model: ModelInfo, host: Callable[[], str], stop: Stop) -> str:
+    """Waits for the first answered completion, or for a healthy API if it needs keys. Returns where it answered."""
     end_s = time.monotonic() + FIRST_ANSWER_S
-    last = "nothing"
+    url, last = "", "nothing"
     body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}
-    with httpx.Client(base_url=url, timeout=FIRST_ANSWER_S, trust_env=False) as client:
+    has_keys = config.api.api_keys_file is not None
+    with httpx.Client(timeout=FIRST_ANSWER_S, trust_env=False) as client:
         while time.monotonic() < end_s:
             stop.check()
+            url = f"http://{bracketed(host())}:{config.api.port}"
             try:
-                has_keys = config.api.api_keys_file is not None
-                response = client.get("/health") if has_keys else client.post("/v1/completions", json=body)
+                response = client.get(f"{url}/health") if has_keys else client.post(f"{url}/v1/completions", json=body)
             except httpx.TransportError as error:
                 last = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code == httpx.codes.OK:
-                    return
+                    return url
                 last = f"{response.status_code} {response.text[:200]}"
             time.sleep(ANSWER_POLL_S)
     raise LaunchError(f"{url} did not answer a first completion within {FIRST_ANSWER_S:g} s; last answer: {last}")

@@ -6,33 +6,27 @@ with the application. The deployment `api` is the HTTP API.
 """
 
 import asyncio
-import hashlib
 import logging
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray._raylet import PlacementGroupID
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.config import BackpressureConfig
-from ray.util import placement_group_table, remove_placement_group
-from ray.util.placement_group import PlacementGroup
 
-from actors.processes import Directory, ProcessEnded
-from actors.ray_pool import SUPERVISOR, Deployment
-from cluster.config import Config, load, show
+from actors.processes import Directory
+from actors.ray_pool import Deployment
+from cluster.config import Config, load
 from cluster.config.file import NODE
 from cluster.logs import log_as_configured
-from cluster.placement import PlacementError, drafter_name, target_name
+from cluster.placement import PlacementError
 from cluster.resolve import API_CPUS
 from deploy import serve_process
 from deploy.api.settings import ApiSettings
-from deploy.deployment import DeployedCluster
+from deploy.deployment import ANSWER_S, END_S, NODES_POLL_S, DeployedCluster
 from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
 from deploy.model_files import tokenizer_folder, with_files
@@ -44,9 +38,6 @@ from engine.models.prepare import resolve_model
 logger = logging.getLogger(__name__)
 
 CLUSTER_CPUS = 0.1
-NODES_POLL_S = 2.0
-ANSWER_S = 60.0  # for a supervisor that Ray restarts on another node
-END_S = 30.0
 
 
 class Arguments(BaseModel):
@@ -64,12 +55,12 @@ class ClusterReplica:
         log_as_configured(config.observability)
         serve_process.prepare()
         self._config = config
-        self._source = hashlib.sha256(show(config).encode()).hexdigest()
-        self._name = ray.get_runtime_context().get_actor_id()
-        self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # unused: links between nodes are gRPC
+        folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # unused: links between nodes are gRPC
+        owner = ray.get_runtime_context().get_actor_id()
+        self._cluster = DeployedCluster(config, folder, owns_ray=False, owner=owner)
         configure_cpu()
-        self._deployment, self._directory = await asyncio.to_thread(lambda: self._find() or self._start())
-        await self._supervisor().set_owner.remote(self._name)
+        self._deployment, self._directory = await asyncio.to_thread(lambda: self._cluster.find() or self._start())
+        self._cluster.own()
 
     def deployed(self) -> tuple[Deployment, Directory]:
         return self._deployment, self._directory
@@ -79,85 +70,26 @@ class ClusterReplica:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        try:
-            owner = ray.get(self._supervisor().owner.remote(), timeout=ANSWER_S)
-            if owner != self._name:
-                return  # of a replica that replaces this one
-            drain_s = self._config.api.drain_s
-            ray.get(self._supervisor().drain.remote(drain_s), timeout=drain_s + END_S)
-        except (RayActorError, RayTaskError, GetTimeoutError, ValueError) as error:
-            logger.warning("the requests under way could not be drained: %s", error)
-        self._clear()
-
-    def _supervisor(self) -> Any:
-        """Raises ValueError: there is none."""
-        return ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
-
-    def _find(self) -> tuple[Deployment, Directory] | None:
-        """A running deployment of this configuration, of which a target is ready. Another one is ended.
-
-        The node of the supervisor may be lost with this replica's, while targets serve on: it is waited for, as long as a
-        start may take.
-        """
-        end_s = time.monotonic() + self._config.supervision.start_timeout_s
-        while True:
-            try:
-                supervisor = self._supervisor()
-                deployment: Deployment = ray.get(supervisor.deployment.remote(), timeout=ANSWER_S)
-                if deployment.source == self._source:
-                    directory: Directory = ray.get(supervisor.ready.remote(every=False), timeout=ANSWER_S)
-                    return deployment, directory
-                logger.warning("the configuration has changed, so that targets and drafters are started again")
-                break
-            except ValueError:  # there is no supervisor
-                break
-            except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                if isinstance(getattr(error, "cause", None), ProcessEnded):
-                    logger.warning("no target started, so that targets and drafters are started again: %s", error)
-                    break
-                if time.monotonic() > end_s:
-                    logger.warning(
-                        "the supervisor does not answer, so that targets and drafters are started again: %s", error
-                    )
-                    break
-                logger.warning("the deployment waits for its supervisor: %s", error)
-                time.sleep(NODES_POLL_S)
-        self._clear()
-        return None
+        """Unless another replica has replaced this one."""
+        if self._cluster.is_owner():
+            self._cluster.drain()
+            self._cluster.end()
 
     def _start(self) -> tuple[Deployment, Directory]:
         """Waits for the nodes that the configuration needs, and starts it. Raises LaunchError or PlacementError."""
         config = with_files(self._config)
-        cluster = DeployedCluster(config, self._folder, owns_ray=False, detached=True)
         model_folder = resolve_model(config.model.name, config.target.engine)
         end_s = time.monotonic() + self._config.supervision.start_timeout_s
         while True:
             try:
-                reserved = cluster.reserve(model_folder)
+                deployment = self._cluster.reserve(config, model_folder)
                 break
             except (PlacementError, LaunchError) as error:
                 if time.monotonic() > end_s:
                     raise
                 logger.warning("the deployment waits for nodes: %s", error)
                 time.sleep(NODES_POLL_S)
-        deployment = replace(reserved, model_folder=str(model_folder), source=self._source)
-        return deployment, cluster.start(deployment)
-
-    def _clear(self) -> None:
-        """Ends the supervisor, and with the placement groups all other processes."""
-        try:
-            supervisor = self._supervisor()
-            try:
-                ray.get(supervisor.stop.remote(), timeout=END_S)
-            except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                logger.warning("the supervisor is killed: %s", error)
-            ray.kill(supervisor, no_restart=True)
-        except ValueError:  # there is none
-            pass
-        prefixes = (target_name(0).removesuffix("0"), drafter_name(""))
-        for key, group in placement_group_table().items():
-            if group["name"].startswith(prefixes) and group["state"] != "REMOVED":
-                remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(key)))
+        return deployment, self._cluster.start(deployment)
 
 
 class JoinedApiReplica(ApiReplica):

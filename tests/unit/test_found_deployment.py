@@ -1,4 +1,4 @@
-"""What a new replica of the deployment ``cluster`` does with a deployment that runs."""
+"""What a new owner does with a deployment that runs: a replica of the deployment ``cluster``, or `outrider serve`."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +8,15 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from actors.processes import Directory, ProcessEnded
 from cluster.config import Config, SupervisionConfig
-from deploy import ray_service
-from deploy.ray_service import ClusterReplica
+from deploy import deployment
+from deploy.deployment import DeployedCluster
 
 DIRECTORY = Directory("epoch", addresses=("grpc://node:1",))
 AWAY = ActorUnavailableError("the supervisor restarts", b"\0" * 16)
 
 
 class Found:
-    """A replica beside a supervisor of the given source, whose answers a test scripts."""
+    """An owner beside a supervisor of the given source, whose answers a test scripts."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, source: str, answers: list[Any], start_timeout_s: float = 60.0
@@ -28,13 +28,13 @@ class Found:
         supervisor = SimpleNamespace(
             deployment=SimpleNamespace(remote=lambda: "deployment"), ready=SimpleNamespace(remote=self._ask_ready)
         )
-        monkeypatch.setattr(ray_service, "NODES_POLL_S", 0.0)
+        monkeypatch.setattr(deployment, "NODES_POLL_S", 0.0)
         monkeypatch.setattr("ray.get", self._get)
         config = Config(supervision=SupervisionConfig(start_timeout_s=start_timeout_s))
-        replica: Any = SimpleNamespace(
-            _config=config, _source="this file", _supervisor=lambda: supervisor, _clear=self._clear
+        owner: Any = SimpleNamespace(
+            _config=config, _source="this file", _found_supervisor=lambda: supervisor, clear=self._clear
         )
-        self.result: Any = ClusterReplica._find(replica)
+        self.result: Any = DeployedCluster.find(owner)
 
     def _ask_ready(self, every: bool) -> str:
         self.asked.append({"every": every})
