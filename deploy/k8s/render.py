@@ -18,6 +18,7 @@ from cluster.config import (
     StateConfig,
     SuffixOptions,
     TlsConfig,
+    TransportConfig,
 )
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
@@ -113,7 +114,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
         update={
             "target": target.model_copy(update={"engine": engine, "device": device, "resources": resources}),
             "drafters": tuple(map(_placed, config.drafters)),
-            "transport": config.transport.model_copy(update={"host": "0.0.0.0"}),
+            "transport": TransportConfig(),  # the nodes' addresses, whatever the file says
             "scaling": scaling,
             "api": config.api.model_copy(
                 update={"host": "0.0.0.0", "port": 8000, "api_keys_file": keys, "operator_keys_file": operators}
