@@ -1,6 +1,7 @@
 """The cluster's status for users, from the supervisor's processes and the targets' reports."""
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 from actors.autoscaler import ScaleLog
 from actors.processes import ManagedProcess, ProcessState
@@ -40,7 +41,10 @@ def cluster_status(
         model=model,
         policy=router.policy if router is not None else config.router.policy.kind,
         table_version=max((report.table_version for report in reports), default=0),
-        targets=tuple(report.status for report in reports),
+        targets=tuple(
+            replace(one, state=ProcessState.DRAINING) if one.state == ProcessState.READY and one.name in draining else one
+            for one in (report.status for report in reports)
+        ),
         drafters=tuple(statuses),
         planned_by=_planned_by(config),
         notes=router.notes if router is not None else (),

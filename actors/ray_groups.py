@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import ray
@@ -10,7 +10,8 @@ from ray.util import get_placement_group, placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 
 from actors.processes import ProcessEnded
-from cluster.placement import Group
+from cluster.placement import Group, drafter_name, target_name
+from router.assignment import member_name
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,17 @@ def named_groups() -> list[str]:
                 get_placement_group(group["name"])
                 found.append(str(group["name"]))
     return found
+
+
+def members_on(nodes: Collection[str]) -> frozenset[str]:
+    """Targets and drafters whose places are on these nodes, by their names."""
+    found, target = set(), target_name(0).removesuffix("0")
+    for group in placement_group_table().values() if nodes else ():
+        for bundle, node in group["bundles_to_node_id"].items():
+            if node in nodes and group["state"] != "REMOVED":
+                name = group["name"]
+                found.add(name if name.startswith(target) else member_name(name.removeprefix(drafter_name("")), bundle))
+    return frozenset(found)
 
 
 def named_actors() -> list[str]:

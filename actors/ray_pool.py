@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # which Ray's stubs do not know
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -21,7 +22,7 @@ from actors.health import RETRY_S
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from actors.rank import RankActor, RankProcesses
-from actors.ray_groups import Groups, named_actors, named_groups
+from actors.ray_groups import Groups, members_on, named_actors, named_groups
 from actors.router import RouterActor
 from actors.supervisor import CHAINS, ROUTER, Supervisor
 from actors.target import TargetActor
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
 KILL_DEADLINE_S = 10.0
+MACHINES_POLL_S, MACHINES_DEADLINE_S = 2.0, 10.0
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -303,6 +305,22 @@ class PoolSupervisor(Supervisor):
 
     def deployment(self) -> Deployment:
         return self._deployment
+
+    def start(self) -> None:
+        if not self._pool.targets:
+            self._tasks.start(self._follow_machines(), "follow the machines that drain")
+        super().start()
+
+    async def _follow_machines(self) -> None:
+        """As `ray drain-node`, a pod that ends, or the autoscaler asks for it."""
+        gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        while True:
+            try:
+                nodes = await asyncio.to_thread(gcs.get_draining_nodes, timeout=MACHINES_DEADLINE_S)
+                await self.leave_machines(await asyncio.to_thread(members_on, nodes))
+            except RayError as error:
+                logger.debug("the GCS does not say which machines drain: %s", error)
+            await asyncio.sleep(MACHINES_POLL_S)
 
     def scale(self, size: FleetSize) -> FleetSize:
         """As ``resize``, asked by an operator. Raises InvalidField: the numbers follow the load, or a drafter's is fixed."""

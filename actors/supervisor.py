@@ -23,7 +23,6 @@ from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, PolicyConfig
-from cluster.errors import InvalidField
 from cluster.placement import drafter_name, target_name
 from cluster.types import Adapter, ModelInfo
 from router.scaling.report import FleetSize
@@ -70,7 +69,7 @@ class Supervisor:
         self._adapters = AdapterRegistry()
         self._starting_targets: set[str] = set()  # neither ready nor failed yet
         self._changed = asyncio.Condition()
-        self._draining: set[str] = set()
+        self._draining: frozenset[str] = frozenset()  # on machines that drain
         self._failed_start: str | None = None  # of the first target that ended before any was ready
         self._stopping = False
 
@@ -151,12 +150,17 @@ class Supervisor:
         """Process ids of the ready processes, by name."""
         return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state is ProcessState.READY}
 
-    async def set_draining(self, name: str, draining: bool) -> None:
-        """A draining drafter gets no requests; those it has are reassigned in the next slot. Raises InvalidField."""
-        if name not in self._drafters:
-            raise InvalidField("drafter", name, f"must be one of {', '.join(self._drafters) or 'none: the pool is empty'}")
-        (self._draining.add if draining else self._draining.discard)(name)
-        await self.pool_changed()
+    async def leave_machines(self, names: frozenset[str]) -> None:
+        """``names``: all members on machines that drain. Requests go to others, if there are any. Those whose numbers scale
+        are removed when they are idle, so that others may join elsewhere."""
+        if names == self._draining:
+            return
+        new, self._draining = names - self._draining - self._resizer.leaving, names
+        await self.members_changed()
+        for name in new:
+            target, drafter = self._pool.targets.get(name), self._drafters.get(name)
+            if (target and self._config.target.scales and name != target_name(0)) or (drafter and drafter.scales):
+                self._resizer.begin_leaving(name)
 
     async def drain(self, deadline_s: float) -> bool:
         """Targets accept no more requests. Returns whether all running ones ended within the deadline; gateways end the
@@ -292,7 +296,7 @@ class Supervisor:
     async def _membership_changed(self, model: ModelInfo | None) -> None:
         """Tells drafters, router and gateways which targets there are, and which of them leave."""
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
-        leaving = tuple(sorted(self._resizer.leaving & self._addresses.keys()))
+        leaving = tuple(sorted((self._resizer.leaving | self._draining) & self._addresses.keys()))
         directory = self._directory.changed(model=self._adapters.applied(model), addresses=addresses, leaving=leaving)
         await self._notify(directory)  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()
@@ -313,7 +317,7 @@ class Supervisor:
         models = self._loader.models
         if self._config.target.scales:
             await self._call_control(ROUTER, "set_targets", tuple(self._pool.targets))
-        await self._call_control(ROUTER, "set_draining", frozenset(self._draining | self._resizer.leaving) | models.retiring)
+        await self._call_control(ROUTER, "set_draining", self._draining | self._resizer.leaving | models.retiring)
         if models.tenants:
             offered = models.offered(time.monotonic()) - self._draining
             await self._call_control(ROUTER, "set_offered", offered, models.on_fallback)
@@ -374,7 +378,6 @@ class Supervisor:
             self._starting_targets.discard(name)
         else:
             del self._pool.drafters[name], self._drafters[name]
-            self._draining.discard(name)  # another one may get its name
 
     async def members_changed(self) -> None:
         await self._membership_changed(self._directory.model)

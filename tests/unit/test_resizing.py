@@ -63,6 +63,31 @@ async def test_replicas_join_within_their_bounds(supervisor: Supervisor, spawner
     assert not spawner.given_back
 
 
+@pytest.mark.parametrize("scales", [True, False])
+async def test_a_target_on_a_machine_that_drains_gets_requests_last(spawner: PretendedSpawner, scales: bool) -> None:
+    """Where replicas scale, it is removed, and another one may join elsewhere."""
+    target = TargetConfig(replicas=2, max_replicas=3) if scales else TargetConfig(replicas=2)
+    supervisor = Supervisor(CONFIG.model_copy(update={"target": target}), spawner)
+    try:
+        supervisor.start()
+        await eventually(lambda: {"target-0", "target-1", "router"} <= set(supervisor.pids()))
+        known = await supervisor.ready()
+        _report(spawner, "target-1", num_running=1)
+        await supervisor.leave_machines(frozenset({"target-1"}))
+        leaving = await supervisor.directory(known)
+        assert (leaving.leaving, leaving.addresses) == (("target-1",), known.addresses)
+        assert [one.state for one in (await supervisor.status()).targets] == ["ready", "draining"]
+        if scales:
+            await eventually(lambda: ("drain", (True,)) in spawner.now("target-1").calls)
+            _report(spawner, "target-1", num_running=0)
+            await eventually(lambda: spawner.given_back == ["target-1"])
+        await supervisor.leave_machines(frozenset())
+        assert not (await supervisor.directory(leaving)).leaving
+        assert ("target-1" in supervisor.pids()) is not scales
+    finally:
+        await supervisor.stop()
+
+
 async def test_a_target_that_leaves_ends_when_its_requests_have(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
     supervisor.resize(FleetSize(2))
     await eventually(lambda: "target-1" in supervisor.pids())
