@@ -40,7 +40,8 @@ def serve(config: Config) -> None:
     check_tracing(config.observability)  # refused here rather than in the API's process
     configure_cpu()
     with stoppable() as stop:
-        check_port(config.api.host, config.api.port)
+        if config.cluster.ray_address is None:  # else a proxy may listen there, of a deployment that is taken over
+            check_port(config.api.host, config.api.port)
         for file in (config.api.api_keys_file, config.api.operator_keys_file):
             if file is not None:
                 ApiKeys.from_file(file, config.api.most)  # refused here rather than in the API's process
