@@ -10,6 +10,7 @@ from benchmarks.redis_server import RedisServer
 from cluster.config import Config, Resources, TransportConfig
 
 POOL = "outrider/pool"
+NUM_REPLICAS = 2  # of the API
 TARGET = Resources(cpus=1.85, gpus=0, threads=1, node_labels={POOL: "target"})
 DRAFTER_CPUS = (
     0.75  # of all drafters: a replica of the API (0.2) fits beside them, and beside the first target, not the second
@@ -39,7 +40,7 @@ class Fleet:
             update={
                 "target": config.target.model_copy(update={"replicas": 2, "resources": TARGET}),
                 "drafters": tuple(one.model_copy(update={"resources": drafter}) for one in config.drafters),
-                "api": config.api.model_copy(update={"host": "0.0.0.0", "replicas": 2}),
+                "api": config.api.model_copy(update={"host": "0.0.0.0", "replicas": NUM_REPLICAS}),
                 "cluster": config.cluster.model_copy(update=joined),
                 "transport": TransportConfig(),
             }

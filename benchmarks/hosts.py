@@ -1,8 +1,9 @@
 """Hosts on one machine: network namespaces with addresses of their own on a bridge, and Ray started on each of them.
 
-Each host has a second interface, which holds the default route and, on every host, the same address: whoever advertises that
-address instead of the one that Ray was given calls itself. Needs root and Linux. What a killed process left is removed by
-the next one.
+Each host has a monotonic clock of its own; the kernel cannot give it a wall clock, so that only Python code sees another one
+(`WallClock`). Each has a second interface, which holds the default route and, on every host, the same address: whoever
+advertises that address instead of the one that Ray was given calls itself. Needs root and Linux. What a killed process left
+is removed by the next one.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import Self
 import psutil
 
 from benchmarks.disturbed import FaultBenchFailed
+from benchmarks.interposer import WallClock
 from benchmarks.link_forwarder import Impairment, forwarded
 from benchmarks.server import JoinedServer
 from cluster.config import Config
@@ -28,6 +30,7 @@ from deploy.local_ray import OBJECT_STORE_BYTES
 PREFIX = "orh"  # of namespaces and interfaces, whose names have at most 15 characters
 ELSEWHERE = "192.0.2.10"  # of the second interface of every host
 HEAD_PORT = 6379
+UP_S = 4000  # for how much longer each host seems to be up than the one before
 JOIN_S, END_S = 90.0, 20.0
 _OWNER = "of process "
 # A host that is gone is found dead sooner than by default, and one that was cut off for ten seconds is not: TCP tries again
@@ -60,7 +63,9 @@ class Host:
         self.address = f"{network.prefix}.{number + 1}"
         self.folder = network.folder / str(number)  # which its processes find at ``network.temporary``
         self.namespace = f"{network.name}-{number}"
-        self.environment = network.environment | {"TMPDIR": str(network.temporary), "RAY_TMPDIR": str(network.temporary)}
+        self.clock = WallClock(network.folder / f"clock-{number}")
+        temporary = {"TMPDIR": str(network.temporary), "RAY_TMPDIR": str(network.temporary)}
+        self.environment = network.environment | temporary | self.clock.environment
         self._port = f"{network.name}p{number}"  # of the bridge
         self._network = network
         self._ray: subprocess.Popen[bytes] | None = None
@@ -91,6 +96,7 @@ class Host:
         """The first process of the host, with whose end the kernel ends all others."""
         script = 'mount --bind "$0" "$1" && echo up && exec sleep infinity'
         words = ["ip", "netns", "exec", self.namespace, "unshare", "--mount-proc", "--pid", "--fork", "--kill-child"]
+        words += _times("--time", f"--monotonic={self.number * UP_S}", f"--boottime={self.number * UP_S}")
         words += ["sh", "-c", script, str(self.folder), str(self._network.temporary)]
         with (self.folder / "init.log").open("ab") as log:
             outer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -104,7 +110,7 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """That runs words on this host, as a child of another process."""
-        return ["nsenter", f"--target={self._init.pid}", "--net", "--pid", "--mount", *words]
+        return ["nsenter", f"--target={self._init.pid}", "--net", "--pid", "--mount", *_times("--time"), *words]
 
     def processes(self) -> list[psutil.Process]:
         return _processes(self.namespace)
@@ -129,6 +135,11 @@ class Host:
 
     def join(self, head: "Host", *words: str) -> None:
         self.start_ray(f"--address={head.address}:{HEAD_PORT}", *words)
+
+    def drain(self, head: "Host", deadline_s: float) -> None:
+        """Asks Ray as KubeRay's autoscaler does it. The machine runs on."""
+        words = (sys.executable, "-c", _DRAIN, f"{head.address}:{HEAD_PORT}", self.address, str(deadline_s))
+        _run(*head.command(*words), environment=head.environment)
 
     def wait_ray_ended(self) -> None:
         """Raises subprocess.TimeoutExpired: `ray start` runs on, JOIN_S later."""
@@ -251,8 +262,18 @@ class HostedServer(JoinedServer):
 
     def __init__(self, config: Config, host: Host, entry: Host) -> None:
         super().__init__(config, host.environment)
-        self._command = host.command(*self._command)
+        self._host, self._entry, self._words_of_host = host, entry, tuple(self._command)
         self.enter_at(entry)
+
+    def of(self, config: Config) -> "HostedServer":
+        """Another one at the same hosts."""
+        return HostedServer(config, self._host, self._entry)
+
+    def start(self) -> None:
+        """Also once more, after the machine is lost."""
+        self._words.clear()
+        self._command = self._host.command(*self._words_of_host)
+        super().start()
 
     def signal(self, number: signal.Signals = signal.SIGINT) -> None:
         """To the server itself, the child of what entered the host."""
@@ -277,6 +298,24 @@ while found != num:
         error = failed
     time.sleep(0.1)
 """
+
+
+_DRAIN = """
+import sys, time
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+gcs, host, deadline_s = GcsClient(address=sys.argv[1]), sys.argv[2], float(sys.argv[3])
+nodes = gcs.get_all_node_info(timeout=5).values()
+(node,) = [one for one in nodes if one.node_manager_address == host and one.state == 0]
+reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+accepted, why = gcs.drain_node(node.node_id.hex(), reason, "it leaves", int((time.time() + deadline_s) * 1e3))
+sys.exit(0 if accepted else why)
+"""
+
+
+def _times(*words: str) -> list[str]:
+    """Nothing where the kernel has no namespaces of time."""
+    return list(words) if Path("/proc/self/ns/time").exists() else []
 
 
 def _remove_stale() -> None:
@@ -316,9 +355,9 @@ def _ip(*words: str) -> str:
     return _run("ip", *words)
 
 
-def _run(*words: str) -> str:
+def _run(*words: str, environment: Mapping[str, str] | None = None) -> str:
     """What it wrote. Raises FaultBenchFailed."""
-    run = subprocess.run(words, capture_output=True, text=True)
+    run = subprocess.run(words, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise FaultBenchFailed(f"{' '.join(words)}: {run.stderr.strip()}")
     return run.stdout

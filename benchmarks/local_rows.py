@@ -116,7 +116,7 @@ class LocalRows(FaultRows):
     def _jump_clock(self) -> None:
         """An hour back, then forward to the true time. The other way round, Serve would check no replica for an hour."""
         for offset_s in (-CLOCK_JUMP_S, 0.0):
-            self._interposer.set_clock(offset_s)
+            self._interposer.clock.set(offset_s)
             time.sleep(STALL_S / 2)
 
     @staticmethod

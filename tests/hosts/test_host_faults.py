@@ -1,33 +1,49 @@
 """Faults of whole hosts and of the network between them, each once, as `outrider bench faults --hosts` measures them."""
 
+from typing import Any
+
 import pytest
 
-from benchmarks.fault_rows import NUM_ARRIVING, Turns
-from benchmarks.host_rows import HostRows
-from benchmarks.load import LoadRequest
-from tests.hosts.conftest import Served
+from deploy.status import PATH
+from tests.hosts.conftest import NUM_STREAMS, NUM_TOKENS, Served
+from tests.support.streaming import Streamed
+from tests.support.waiting import DEADLINE_S, eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-NUM_STREAMS, NUM_TOKENS = 3, 160  # more streams than come with a fault
+RESUMED = "outrider_requests_resumed_total"
 QUICK = ("host_lost", "host_cut_off")  # the others are measured each night
 
 
-@pytest.fixture(scope="module")
-def rows(served_hosts: Served) -> HostRows:
-    return HostRows(served_hosts.server, served_hosts.hosts)
-
-
 @pytest.mark.parametrize("name", QUICK)
-def test_streams_go_on_at_another_host_with_the_same_tokens(rows: HostRows, name: str) -> None:
-    assert NUM_STREAMS > NUM_ARRIVING
-    asks = [
-        LoadRequest(f"stream-{i}", tuple(range(50 + i, 90 + i)), NUM_TOKENS, temperature=0.8 * (i % 2), seed=i)
-        for i in range(NUM_STREAMS)
-    ]
-    turns = Turns([row for row in rows.table() if row.name == name], num_times=1)
-    rows.measure(turns, asks)
-    (result,) = turns.results()
-    assert (result.num_wrong_tokens, result.num_lost, result.num_leaked, result.complaints) == (0, 0, 0, [])
-    assert result.num_resumed > 0
-    assert not rows.lost
+def test_streams_go_on_at_another_host_with_the_same_tokens(served_hosts: Served, name: str) -> None:
+    assert served_hosts.measured(name).num_resumed > 0
+
+
+def test_a_host_that_drains_ends_its_streams_and_gets_no_new_ones(served_hosts: Served) -> None:
+    """When it leaves, nothing has to resume; with no drain, `host_lost` resumes streams."""
+    hosts, server = served_hosts.hosts, served_hosts.server
+    with server.client() as http:
+
+        def targets(state: str) -> list[dict[str, Any]]:
+            return [one for one in http.get(PATH).json()["targets"] if one["state"] == state]
+
+        num_resumed = gauge(http, RESUMED)
+        before = Streamed(server.url, NUM_TOKENS)
+        before.start(NUM_STREAMS)
+        before.wait_flowing()
+        hosts.second.drain(hosts.head, DEADLINE_S)
+        eventually(lambda: len(targets("draining")) == 1)
+        before.wait_end()
+        eventually(lambda: targets("draining")[0]["num_running"] == 0)
+        after = Streamed(server.url, NUM_TOKENS)
+        after.start(NUM_STREAMS)
+        after.wait_flowing()
+        eventually(lambda: targets("ready")[0]["num_running"] == NUM_STREAMS)
+        hosts.replace(hosts.second)
+        after.wait_end()
+        assert before.errors == after.errors == {}
+        assert before.texts == after.texts
+        assert gauge(http, RESUMED) == num_resumed
+        hosts.wait_joined()
+        eventually(lambda: len(targets("ready")) == 2)

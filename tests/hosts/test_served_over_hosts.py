@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.host_fleet import Fleet
 from benchmarks.hosts import Host
+from benchmarks.server import ServerFailed
 from tests.hosts.conftest import Served
 from tests.support.streaming import Streamed
 from tests.support.waiting import eventually, gauge
@@ -76,3 +77,14 @@ def test_parts_are_on_their_hosts_and_targets_listen_at_the_address_that_ray_was
     assert len(drafters) == 2
     assert set(drafters) <= set(hosts.front.processes())
     assert [sum(one in host.processes() for one in replicas) for host in (hosts.front, hosts.first)] == [1, 1]
+
+
+def test_a_second_server_of_the_name_is_refused_and_ends_nothing(served_hosts: Served) -> None:
+    server = served_hosts.server
+    with (
+        pytest.raises(ServerFailed, match=r"belongs to `outrider serve` on [0-9.]+, which still runs"),
+        server.of(server.config),
+    ):
+        pass
+    with server.client() as http:
+        assert {one["state"] for one in http.get("/v1/outrider/status").json()["targets"]} == {"ready"}

@@ -147,6 +147,6 @@ print(*dialled)
     ):
         assert child.stdout is not None
         child.stdout.readline()
-        interposer.set_clock(3600.0)
+        interposer.clock.set(3600.0)
         out, _ = child.communicate("\n", WAIT_S)
     assert out.split("\n")[:2] == ["1 0", f"127.0.0.1:258 127.1.2.1:{interposer.links.port} 10.0.0.1:258"]
