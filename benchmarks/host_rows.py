@@ -126,7 +126,12 @@ class HostRows(FaultRows):
 
     def _lose_launcher(self) -> None:
         """With the drafters, the supervisor and a replica of the API; then `outrider serve` is started once more."""
-        self._lose(self._hosts.front, self._await_answer)
+
+        def beside() -> None:
+            self._await_answer()
+            self._hosts.wait_joined(3)  # until Ray has found the launcher dead, another one is refused
+
+        self._lose(self._hosts.front, beside)
         self._server.start()
         self._server.wait_ready()
 

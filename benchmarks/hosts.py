@@ -271,6 +271,8 @@ class HostedServer(JoinedServer):
 
     def start(self) -> None:
         """Also once more, after the machine is lost."""
+        if self._process is not None:
+            self.wait_end()
         self._words.clear()
         self._command = self._host.command(*self._words_of_host)
         super().start()

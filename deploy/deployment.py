@@ -185,13 +185,8 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
             except ValueError:  # there is no supervisor
                 break
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                if isinstance(getattr(error, "cause", None), ProcessEnded):
-                    logger.warning("no target started, so that targets and drafters are started again: %s", error)
-                    break
-                if time.monotonic() > end_s:
-                    logger.warning(
-                        "the supervisor does not answer, so that targets and drafters are started again: %s", error
-                    )
+                if isinstance(getattr(error, "cause", None), ProcessEnded) or time.monotonic() > end_s:
+                    logger.warning("no target started, or the supervisor does not answer: all start again: %s", error)
                     break
                 logger.warning("the deployment waits for its supervisor: %s", error)
                 time.sleep(NODES_POLL_S)

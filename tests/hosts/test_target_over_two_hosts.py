@@ -9,7 +9,7 @@ from tests.hosts.conftest import Served
 from tests.support.streaming import Streamed
 from tests.support.waiting import eventually, gauge
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.nightly]
 
 NUM_TOKENS = 40
 RANK_CPUS = 1.55  # one has room on either host, and two on none
@@ -58,5 +58,4 @@ def test_ranks_hidden_states_and_spread_drafters_work_between_hosts(served_hosts
             for drafting in ("off", "ngram", "dspark"):
                 assert texts(server.url, drafting) == plain
             (dspark,) = [one for one in http.get(PATH).json()["drafters"] if one["name"] == "dspark"]
-            assert dspark["counts"]["num_fed"] > NUM_TOKENS
             assert dspark["num_proposed"] > 20
