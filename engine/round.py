@@ -28,7 +28,7 @@ from engine.target import TargetEngine
 from engine.telemetry import Telemetry
 from router.assignment import RequestView
 from router.cost_model import CostModel
-from router.drafting.frontiers import Chunks
+from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.value import DraftingValue
@@ -101,7 +101,7 @@ class TargetLoop:
         self.partition = WHOLE  # of drafters on the target's device
         self._lanes: Lanes | None = None
         self._engine, self._cost, self._clock = engine, cost, clock
-        self._planner, self._draft_lengths, self._chunks = PlanAhead(policies.planner), policies.draft_lengths, Chunks()
+        self._planner, self._draft_lengths = PlanAhead(policies.planner), policies.draft_lengths
         self._newest_table = pool.table
         self._sequences = Sequences(model)
         companions = self._companions = ColocatedDrafters(pool.colocated, cost)
@@ -321,7 +321,7 @@ class TargetLoop:
         rates = costs.row_price, costs.planned.tokens_per_s
         batch = DraftingValue(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
         budgets = self._draft_lengths.budgets(views, batch)
-        return self._chunks.limited(budgets, plan.frontiers, views) if plan.frontiers else budgets
+        return in_chunks(budgets, plan.frontiers, views) if plan.frontiers else budgets
 
     def _note_cached(self, capacity: Capacity) -> None:
         """Of the first waiting requests, as many as a pass has places and rows for. Of others what was known last stays."""

@@ -86,12 +86,6 @@ class DrafterView:
         """A batch of drafts for so many requests; 0: not known."""
         return max(0.0, self.draft_s + self.request_s * (num_requests - self.batch)) if self.draft_s else 0.0
 
-    def replies_s(self, num_requests: int) -> float:
-        """From a commit to the proposals that answer it, for so many requests at once."""
-        if not self.draft_s:
-            return self.reply_s
-        return self.drafts_s(num_requests) + self.overhead_s
-
     @property
     def overhead_s(self) -> float:
         """Of a reply, beside its draft."""

@@ -24,7 +24,7 @@ from engine.inbox import TargetInbox
 from engine.mailbox import DialingMailbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
-from router.drafting.frontiers import Chunks, Frontiers
+from router.drafting.frontiers import Frontiers, in_chunks
 from router.drafting.length import PassFeedback
 from router.drafting.length_rule import Outrider
 from router.drafting.overlap_gains import Pipeline
@@ -93,7 +93,7 @@ class DraftersElsewhere:
         # A link has one target, and the drafter is the other end: there is no gateway.
         gateways = GatewaySessions(self._sequences, lambda request_id: None)
         self._inbox = TargetInbox(mailbox, target.vocab_size, gateways, self._drafters, lambda *submitted: None)
-        self._rule, self._frontiers, self._chunks, self._rate = Outrider(), Frontiers(), Chunks(), DecodeRate()
+        self._rule, self._frontiers, self._rate = Outrider(), Frontiers(), DecodeRate()
         self._published: list[tuple[LiveSequence, Commit]] = []  # to be
         self._chosen: set[str] = set()  # requests whose last draft is not of the lookups
         self._began_s = clock()  # when the last pass began
@@ -173,7 +173,7 @@ class DraftersElsewhere:
         drafters = self._drafters.views()
         state = DraftingValue(cost, drafters, row_price(tokens_per_s, num_rows, 0, cost), tokens_per_s)
         frontiers = self._frontiers.choose(Pipeline(views, drafters, cost))
-        self._drafters.set_budgets(self._chunks.limited(self._rule.budgets(views, state), frontiers, views))
+        self._drafters.set_budgets(in_chunks(self._rule.budgets(views, state), frontiers, views))
         return tokens_per_s
 
     def _learn(self, now_s: float) -> None:

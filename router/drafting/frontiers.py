@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 
 from cluster.types import DraftTerms
 from router.drafting.overlap_gains import Pipeline
@@ -113,25 +114,20 @@ def _best(rate_of: Callable[[int], float]) -> tuple[int, float]:
     return best, best_rate
 
 
-class Chunks:
-    """Cuts budgets to chunks. Equal budgets stay one object, so that comparing them is quick."""
+def in_chunks(
+    budgets: Mapping[str, DraftTerms], frontiers: Mapping[str, Frontier], sequences: Iterable[SequenceView]
+) -> Mapping[str, DraftTerms]:
+    """The budgets of requests whose drafter has a frontier are at most a chunk, and allow to draft ahead."""
+    found = dict(budgets)
+    for sequence in sequences:
+        frontier = None if sequence.drafter is None else frontiers.get(sequence.drafter)
+        budget = budgets.get(sequence.request_id)
+        if frontier is not None and budget is not None and budget.num_tokens:
+            found[sequence.request_id] = _in_chunk(budget, frontier.chunk_len, frontier.ahead_len)
+    return found
 
-    def __init__(self) -> None:
-        self._cut: dict[tuple[DraftTerms, int], DraftTerms] = {}  # of the last round
 
-    def limited(
-        self, budgets: Mapping[str, DraftTerms], frontiers: Mapping[str, Frontier], sequences: Iterable[SequenceView]
-    ) -> Mapping[str, DraftTerms]:
-        """The budgets of requests whose drafter has a frontier are at most a chunk, and allow to draft ahead."""
-        found, last, self._cut = dict(budgets), self._cut, {}
-        for sequence in sequences:
-            frontier = None if sequence.drafter is None else frontiers.get(sequence.drafter)
-            budget = budgets.get(sequence.request_id)
-            if frontier is not None and budget is not None and budget.num_tokens:
-                key = budget, frontier.chunk_len
-                cut = self._cut.get(key) or last.get(key)
-                if cut is None:
-                    num_tokens = min(budget.num_tokens, frontier.chunk_len)
-                    cut = replace(budget, num_tokens=num_tokens, ahead_len=frontier.ahead_len)
-                found[sequence.request_id] = self._cut[key] = cut
-        return found
+@lru_cache(1024)
+def _in_chunk(budget: DraftTerms, chunk_len: int, ahead_len: int) -> DraftTerms:
+    """Equal budgets stay one object, so that comparing them is quick."""
+    return replace(budget, num_tokens=min(budget.num_tokens, chunk_len), ahead_len=ahead_len)

@@ -15,7 +15,7 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from cluster.types import NO_DRAFTS, DraftTerms
 from router.drafting.length import DraftLengths, PassFeedback, decoding
@@ -227,7 +227,7 @@ def weighted(
         weights: of requests that fall behind, above 1.
         longest: the most draft tokens of a drafter; others are not limited.
     """
-    found, changed = dict(budgets), dict[tuple[DraftTerms, float, int], DraftTerms]()
+    found = dict(budgets)
     steps = {request_id: round(_WEIGHT_STEPS * weight) for request_id, weight in weights.items()}
     total = sum([steps.get(sequence.request_id, _WEIGHT_STEPS) for sequence in drafted])
     mean = round(total / max(1, len(drafted)))  # in steps, too: else each change would be one of all prices
@@ -237,12 +237,13 @@ def weighted(
             continue
         num_tokens = min(budget.num_tokens, longest.get(drafter, budget.num_tokens))
         weight = steps.get(sequence.request_id, _WEIGHT_STEPS) / mean
-        one = changed.get((budget, weight, num_tokens))
-        if one is None:
-            row_price = min(1.0, budget.row_price / weight)
-            one = changed[budget, weight, num_tokens] = replace(budget, num_tokens=num_tokens, row_price=row_price)
-        found[sequence.request_id] = one
+        found[sequence.request_id] = _at(budget, weight, num_tokens)
     return found
+
+
+@lru_cache(1024)
+def _at(budget: DraftTerms, weight: float, num_tokens: int) -> DraftTerms:
+    return replace(budget, num_tokens=num_tokens, row_price=min(1.0, budget.row_price / weight))
 
 
 def longest_draft(

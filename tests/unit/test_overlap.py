@@ -7,7 +7,7 @@ import pytest
 
 from cluster.types import DraftTerms
 from router.cost_model import TableCost
-from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Chunks, Frontiers
+from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Frontiers, in_chunks
 from router.drafting.overlap_gains import Pipeline, remote_bound
 from router.drafting.policies import OVERLAP_POLICIES
 from router.drafting.value import expected_tokens
@@ -269,10 +269,10 @@ def test_a_frontier_pays_with_a_drafter_that_drafts_less_than_two_tokens_a_pass(
 def test_budgets_are_cut_to_chunks() -> None:
     budgets = {"a": DraftTerms(7, 0.25), "b": DraftTerms(7, 0.25), "off": DraftTerms(0)}
     sequences = [view("a"), view("b", drafter="other"), view("off")]
-    chunks, frontiers = Chunks(), {"d": Frontier(3)}
-    found = chunks.limited(budgets, frontiers, sequences)
+    frontiers = {"d": Frontier(3)}
+    found = in_chunks(budgets, frontiers, sequences)
     assert found == {"a": DraftTerms(3, 0.25, ahead_len=4), "b": budgets["b"], "off": DraftTerms(0)}
-    assert chunks.limited(budgets, frontiers, sequences)["a"] is found["a"]
+    assert in_chunks(budgets, frontiers, sequences)["a"] is found["a"]
 
 
 def test_bounds() -> None:
