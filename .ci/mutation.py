@@ -38,10 +38,11 @@ TESTS = {
     "dspark": ("test_verify_papers",),
     "faser": ("test_draft_length_policies",),
     "faser_exit": ("test_early_exit",),
-    "saguaro": ("test_outcomes",),
-    "specrouter": ("test_chain_policy", "test_router"),
+    "not_a_bandit": ("test_lbss_and_hedge",),
+    "saguaro": ("test_saguaro",),
+    "specrouter": ("test_chain_policy",),
     "specrouter_estimates": ("test_similarity", "test_observed_overhead", "test_chain_policy"),
-    "spin": ("test_lbss_and_hedge", "test_router"),
+    "spin": ("test_lbss_and_hedge", "test_policies"),
     "turbospec": ("test_verify_papers", "test_draft_length_policies"),
 }
 

@@ -84,7 +84,7 @@ def choose_thresholds(samples: ExitSamples, prices: ExitPrices) -> ExitPlan:
     if not len(samples):
         return off
     candidates = [_candidates(samples, check) for check in range(num_checks)]
-    best: list[float | None] = [None] * num_checks
+    best = list(off.thresholds)
     best_s = 0.0
     for _ in range(NUM_SWEEPS):
         for check in reversed(range(num_checks)):
@@ -98,7 +98,7 @@ def choose_thresholds(samples: ExitSamples, prices: ExitPrices) -> ExitPlan:
         return off
     kept = kept_drafts(samples, best)
     num_cut, num_wrong = int((kept < samples.num_drafts).sum()), int((kept < samples.num_accepted).sum())
-    return ExitPlan(tuple(best), share, num_wrong / max(1, num_cut))
+    return ExitPlan(tuple(best), share, num_wrong / num_cut)
 
 
 class WrongExits:

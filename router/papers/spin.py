@@ -67,7 +67,7 @@ class LbssSnapshot(BaseModel):
 class Lbss:
     """Alternates exploration in chunks with exploitation that doubles in length."""
 
-    def __init__(self, exploration_slots: int = 16, chunk_slots: int = 2, seed: int = 0) -> None:
+    def __init__(self, exploration_slots: int, chunk_slots: int, seed: int = 0) -> None:
         self._calendar = _Calendar(exploration_slots, chunk_slots)
         self._means = GoodputEstimates(inf)
         self._chosen: ExpiringCache[str] = ExpiringCache()  # request -> its drafter in this chunk, or this exploitation

@@ -73,7 +73,7 @@ def scheduler() -> Iterator[ModelChainScheduler]:
 
 
 def test_it_judges_chains_under_any_policy_from_what_targets_report(scheduler: ModelChainScheduler) -> None:
-    """The policy is `hedge`. A draft of `large` takes 80 ms alone, and less behind `small`, which agrees with it."""
+    """Another policy is configured. A draft of `large` takes 80 ms alone, and less behind `small`, which agrees with it."""
     assert scheduler.report() == ()
     right = Observation("y", "large", 200, 1600, 0, 1700, 1.0, right_at(200, 1500))
     slot = ChainSlot((*SEEN, right), (), Levels([LevelReport("large", 0, 0, 0.0, 0, (AGREES,))], TARGET), [view("r")], POOL)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.papers.faser_exit import (
     PRIOR_LOST,
+    ExitPlan,
     ExitPrices,
     ExitSamples,
     WrongExits,
@@ -50,7 +51,7 @@ def test_estimates_that_separate_are_used_early() -> None:
 )
 def test_off_where_it_does_not_pay(separation: float, prices: ExitPrices) -> None:
     plan = choose_thresholds(samples(separation), prices)
-    assert plan.is_off
+    assert plan.thresholds == (None, None)
     assert plan.saved_share == 0.0
 
 
@@ -68,7 +69,7 @@ def test_drafts_that_are_all_accepted_turn_it_off() -> None:
 
 def test_no_samples_no_exits() -> None:
     nothing = ExitSamples(np.zeros((0, 2, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert choose_thresholds(nothing, PRICES).is_off
+    assert choose_thresholds(nothing, PRICES).thresholds == (None, None)
 
 
 def test_savings_are_counted_row_by_row() -> None:
@@ -88,6 +89,41 @@ def test_a_chosen_plan_is_worth_what_it_says(seed: int, separation: float, row_s
     plan = choose_thresholds(found, prices)
     if not plan.is_off:
         assert saved_per_span_s(found, prices, plan.thresholds) == pytest.approx(plan.saved_share * prices.pass_s)
+
+
+ONE_CHECK = ExitPrices(pass_s=8.0, row_s=2.0, check_s=0.01, remaining=(0.5,))
+
+
+def at_one_check(*spans: tuple[int, float], num_drafts: int = 4) -> ExitSamples:
+    """(accepted, margin of the first draft) of each; the margins of the others are 0."""
+    margins = np.zeros((len(spans), 1, num_drafts), np.float32)
+    margins[:, 0, 0] = [margin for _, margin in spans]
+    return ExitSamples(margins, np.full(len(spans), num_drafts), np.array([accepted for accepted, _ in spans]))
+
+
+def test_a_wrong_cut_is_worth_the_tokens_that_it_loses() -> None:
+    """Nine spans are cut at once: 36 rows leave for half their time, 40 are checked, and one loses four tokens of 4.4 s."""
+    spans = at_one_check(*[(0, 5.0)] * 8, (4, 0.0), (4, 6.0))
+    plan = choose_thresholds(spans, ONE_CHECK)
+    assert plan.saved_share == pytest.approx((36 * 0.5 * 2.0 - 40 * 0.01 - 4 * 8.0 / 1.8) / 10 / 8.0)
+    assert plan.wrong_share == pytest.approx(1 / 9)
+    milliseconds = ExitPrices(8e-3, 2e-3, 1e-5, (0.5,))
+    assert choose_thresholds(spans, milliseconds).thresholds == plan.thresholds
+
+
+@pytest.mark.parametrize("others", [(), ((1, 1.0),)])
+def test_a_threshold_of_nothing_is_among_the_candidates(others: tuple[tuple[int, float], ...]) -> None:
+    """Rejected drafts are beaten by little, and none, or one, was accepted."""
+    assert choose_thresholds(at_one_check(*[(0, 0.05)] * 9, *others), ONE_CHECK).thresholds == (0.0,)
+
+
+def test_wrong_cuts_are_summed_beyond_what_is_expected_and_the_sum_restarts() -> None:
+    """Of a cut 0.04 wrong ones are allowed for, and six are too many."""
+    plan, found = ExitPlan((1.0,), 0.1), WrongExits()
+    assert [found.note(plan, 1, 6), found.note(plan, 1, 1)] == [False, True]
+    assert not found.note(plan, 1, 6)
+    assert not found.note(plan, 1000, 0)
+    assert not found.note(plan, 1, 6)
 
 
 def test_better_drafts_are_noticed_and_usual_ones_are_not() -> None:

@@ -58,15 +58,15 @@ def test_stages_follow_each_other_as_in_algorithm_1() -> None:
     policy = Lbss(exploration_slots=6, chunk_slots=2)
     requests, pool = views(30), pool_of(30, 30, 30)
     history = []
-    for _ in range(2 * 6 + 2 + 4):
+    for _ in range(3 * 6 + 2 + 4 + 8 + 1):
         requests = step(policy, requests, pool)
         history.append(chains_of(requests))
         policy.observe(
             [seen(r.request_id, r.chain[0], 1.0 + int(r.chain[0][1:]) + int(r.request_id[1:]) % 3) for r in requests]
         )
     changes = [slot for slot in range(1, len(history)) if history[slot] != history[slot - 1]]
-    #       chunks of the first epoch, its 2 slots, chunks of the second, its 4 slots
-    assert changes == [2, 4, 6, 8, 10, 12, 14]
+    # The chunks of each epoch, and its exploitation of 2, 4 and 8 slots.
+    assert changes == [*(2, 4, 6), *(8, 10, 12, 14), *(18, 20, 22, 24), 32]
 
 
 def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
@@ -87,12 +87,13 @@ def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
     assert all(40 < num_dropped[request.request_id] < 120 for request in requests)
 
 
-def test_a_dropped_request_is_drawn_again_with_the_next_chunk_only() -> None:
+@pytest.mark.parametrize("num_dropped", [1, 2])
+def test_a_dropped_request_is_drawn_again_with_the_next_chunk_only(num_dropped: int) -> None:
     policy, pool = Lbss(exploration_slots=4, chunk_slots=2), pool_of(1)
-    dropped = [request for request in step(policy, views(3), pool) if request.chain == TARGET_ONLY]
-    assert len(dropped) == 2
-    assert [request.chain for request in step(policy, dropped, pool)] == [TARGET_ONLY, TARGET_ONLY]  # a place is free
-    assert sorted(request.chain for request in step(policy, dropped, pool)) == [TARGET_ONLY, ("d0",)]
+    dropped = [request for request in step(policy, views(1 + num_dropped), pool) if request.chain == TARGET_ONLY]
+    assert len(dropped) == num_dropped
+    assert {request.chain for request in step(policy, dropped, pool)} == {TARGET_ONLY}  # a place is free
+    assert sorted(request.chain for request in step(policy, dropped, pool)) == [TARGET_ONLY] * (num_dropped - 1) + [("d0",)]
 
 
 def test_exploitation_is_the_best_matching_of_the_means() -> None:

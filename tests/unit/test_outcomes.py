@@ -15,8 +15,6 @@ from drafters.model import ModelDrafter
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
-from router.estimates.draft_times import DraftTimes
-from router.papers.saguaro import RunnerUpRates, num_prepared, outcomes
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
@@ -26,46 +24,6 @@ from simulator.timing import DraftByCost, PackedPass
 from tests.support.drafter_bench import Bench, Counting
 from tests.support.tiny_model import write_tiny_model
 from tests.unit.test_drafters_model import small_model
-
-
-class TestRule:
-    def test_a_position_is_as_likely_as_survival_falls_there_and_rates_divide_it(self) -> None:
-        found = outcomes([0.8, 0.4], [(7, 8), (9,)], (0.5, 0.25))
-        assert [(o.num_accepted, o.token_id) for o in found] == [(0, 7), (0, 8), (1, 9)]
-        assert [o.probability for o in found] == pytest.approx([0.1, 0.05, 0.2])
-        assert outcomes([0.8, 0.4], [(7, 8), (9,)], (0.5, 0.25), first=1) == found[2:]
-
-    def test_rates_are_learned_from_what_the_target_chose_instead(self) -> None:
-        rates = RunnerUpRates()
-        for _ in range(200):
-            rates.note((1, 2), 2)
-        first, second = rates.rates
-        assert first < 0.05
-        assert second > 0.95
-
-    def test_free_rows_are_all_used_and_those_that_cost_only_while_they_gain(self) -> None:
-        probabilities = [0.2, 0.1, 0.05, 0.01]
-        assert num_prepared(0.5, probabilities, 1, 1, 4, 1.0, lambda rows: 0.1) == 4
-        assert num_prepared(0.5, probabilities, 1, 1, 4, 1.0, lambda rows: 0.1 * rows) == 1, "three rows end too late"
-
-    def test_steps_of_more_rows_are_taken_to_be_fast_until_measured_and_again_after_long(self) -> None:
-        times = DraftTimes(0.0)
-        assert times.at(4) == 0.0
-        for _ in range(20):
-            times.add(1, 0.01)
-        assert times.at(4) == times.at(1) == pytest.approx(0.01)
-        for _ in range(20):
-            times.add(4, 0.03)
-        assert times.at(4) > 0.025
-        assert times.at(1) == pytest.approx(0.01, rel=0.05)
-        for _ in range(10_000):
-            times.add(1, 0.01)
-        assert times.at(4) < 0.0125, "it is tried again"
-
-    def test_nothing_is_drafted_that_delays_more_than_it_gains_or_whose_time_is_unknown(self) -> None:
-        assert num_prepared(0.1, [0.01], 1, 1, 4, 0.0, lambda rows: 0.1) is None
-        assert num_prepared(0.9, [], 1, 1, 4, 0.0, lambda rows: 0.1) == 0
-        assert num_prepared(0.9, [0.5], 1, 1, 4, 1.0, lambda rows: 0.0) is None
 
 
 class Branching(Counting):
