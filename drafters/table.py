@@ -1,7 +1,6 @@
 """A frequency table of the target's likeliest next tokens after the last few, which keeps learning. No torch."""
 
 import ctypes
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,15 +48,6 @@ class FrequencyTable:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def after(self, context: Context) -> list[tuple[int, float]]:
-        """(token, probability), likeliest first; empty for an unknown context."""
-        key, keys = context_key(context), self.keys.data  # faster than numpy for one number
-        row = bisect_left(keys, key)
-        if row == len(keys) or keys[row] != key:
-            return []
-        found = zip(self.token_ids[row].tolist(), self.probabilities[row].tolist(), strict=True)
-        return [(token_id, probability) for token_id, probability in found if probability > 0.0]
 
     def check_serves(self, target: ModelInfo) -> None:
         """Raises IncompatibleTokenizer if its tokens are not the target's."""

@@ -4,14 +4,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 
 import numpy as np
 
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, salt_key
-from drafters.table import CONTEXT_LENS, EMPTY, NUM_CANDIDATES, Context, FrequencyTable
+from drafters.table import CONTEXT_LENS, EMPTY, NUM_CANDIDATES, Context, FrequencyTable, context_key
 from engine.noise import gumbel_of_few
 
 
@@ -43,6 +43,13 @@ NUM_CACHED = 8192  # look-ups in the counted table
 _UNKNOWN_WEIGHT = 1.0  # of the doubt in a context that is not in the counted table
 
 
+def after(table: FrequencyTable, context: Context) -> list[tuple[int, float]]:
+    """(token, probability), likeliest first; empty for an unknown context."""
+    rows = np.flatnonzero(table.keys == context_key(context))
+    pairs = [(table.token_ids[row].tolist(), table.probabilities[row].tolist()) for row in rows]
+    return [(token_id, one) for ids, shares in pairs for token_id, one in zip(ids, shares, strict=True) if one > 0.0]
+
+
 class TableDrafter:
     """Drafts what the target output after the same last tokens before, sampled with the target's noise.
 
@@ -64,7 +71,7 @@ class TableDrafter:
         )
         self._max_learned = max_learned
         self._min_confidence = min_confidence
-        self._counted = lru_cache(NUM_CACHED)(table.after)
+        self._counted = lru_cache(NUM_CACHED)(partial(after, table))
         self._learned: OrderedDict[tuple[int, Context], _Learned] = OrderedDict()
         self._sessions: dict[str, _TableSession] = {}
 

@@ -13,7 +13,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import DraftTerms, ModelInfo
 from drafters.protocol import Demand, Draft
 from drafters.table import EMPTY, FrequencyTable, count_frequencies
-from tests.reference.table import TableDrafter
+from tests.reference.table import TableDrafter, after
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
@@ -54,9 +54,9 @@ def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:
 def test_shares_are_shrunk_towards_the_shorter_context() -> None:
     texts = [((1, 2, 3), 0)] * 2 + [((5, 2, 4), 0)] * 6
     table = count_frequencies(texts, 100, doubt=1.0)
-    after_2 = dict(table.after((2,)))
+    after_2 = dict(after(table, (2,)))
     assert after_2[4] == pytest.approx(6 / 9)
-    after_1_2 = dict(table.after((1, 2)))
+    after_1_2 = dict(after(table, (1, 2)))
     assert after_1_2[3] == pytest.approx((2 + after_2[3]) / 3)
     assert after_1_2[4] == pytest.approx(after_2[4] / 3)
 
@@ -64,8 +64,8 @@ def test_shares_are_shrunk_towards_the_shorter_context() -> None:
 def test_the_bound_keeps_the_contexts_that_were_seen_most() -> None:
     texts = [((1, 2), 0)] * 9 + [((3, 4), 0)] * 2
     table = count_frequencies(texts, max_contexts=1)
-    assert table.after((1,))
-    assert not table.after((3,))
+    assert after(table, (1,))
+    assert not after(table, (3,))
 
 
 def test_it_learns_while_serving_within_its_bound() -> None:
