@@ -24,25 +24,28 @@ class CpuLayer:
     """``engine.ops.WholeLayer``.
 
     Args:
-        function: ``decoder_layer``.
+        library: of ``decoder_layer``, with its types.
         products: of ``parts``, in the order of a pass.
         shape_of: the attention's shape, by the length of a block.
+        scratch: memory of so many bytes, shared by all layers.
         dtype: of activations.
     """
 
     def __init__(
         self,
-        function: "ctypes._FuncPointer",
+        library: ctypes.CDLL,
         parts: LayerParts,
         products: Sequence[NativeProduct],
         norm_eps: float,
         shape_of: "Callable[[int], ctypes._CArgObject]",
+        scratch: Callable[[int], int],
         dtype: torch.dtype,
     ) -> None:
         self._parts = parts  # whose memory the structure points to
         self._shape_of = shape_of
         self._dtype = dtype
-        self._function = function
+        self._scratch = scratch
+        self._function, self._scratch_len = library.decoder_layer, library.layer_scratch
         norms = parts.input_norm.data_ptr(), parts.post_norm.data_ptr()
         heads = parts.head_norms
         of_heads = (None, None) if heads is None else (heads.q.data_ptr(), heads.k.data_ptr())
@@ -53,7 +56,7 @@ class CpuLayer:
         self, layout: Layout, residual: Tensor, delta: Tensor | None, kv: tuple[Tensor, Tensor], attends: Layout
     ) -> Tensor:
         keys, values = kv
-        rows = residual.shape[0]
+        rows, shape = residual.shape[0], self._shape_of(keys.shape[3])
         out = torch.empty(residual.shape, dtype=self._dtype)
         failed = self._function(
             self._at,
@@ -71,7 +74,8 @@ class CpuLayer:
             attends.num_spans,
             keys.data_ptr(),
             values.data_ptr(),
-            self._shape_of(keys.shape[3]),
+            shape,
+            self._scratch(self._scratch_len(self._at, rows, shape)),
             torch.get_num_threads(),
         )
         if failed:

@@ -56,8 +56,9 @@ class CpuOps:
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
         self._attention = _function(library.attention, "pppppp ll pp ii")
         self._attention.restype = ctypes.c_int
-        self._decoder_layer = _function(library.decoder_layer, "pppp l pppppp ll ppp i")
-        self._decoder_layer.restype = ctypes.c_int
+        _function(library.decoder_layer, "pppp l pppppp ll pppp i").restype = ctypes.c_int
+        _function(library.layer_scratch, "plp").restype = ctypes.c_int64
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._shapes: dict[int, AttentionShape] = {}
 
     @staticmethod
@@ -151,7 +152,13 @@ class CpuOps:
         native = [p.native for p in parts.products if isinstance(p, Bf16Linear | Int8Linear | QuantisedLinear)]
         if len(native) < len(parts.products):
             return None
-        return CpuLayer(self._decoder_layer, parts, native, self._config.norm_eps, self._shape, self._dtype)
+        return CpuLayer(self._library, parts, native, self._config.norm_eps, self._shape, self._scratch_of, self._dtype)
+
+    def _scratch_of(self, size: int) -> int:
+        """Address of ``size`` bytes, kept for the next pass: large ones that are freed fault in anew at each layer."""
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch.data_ptr()
 
     def _shape(self, block_len: int) -> "ctypes._CArgObject":
         shape = self._shapes.get(block_len)
