@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.errors import ModelUnavailable
+from engine.cpu_level import AVX2, cpu_level
 
 _DEQUANTISED = 2**20  # weights that a thread restores at once
 Bytes = NDArray[np.uint8]
@@ -194,8 +195,8 @@ def shipped_bytes(kinds: Collection[int]) -> float:
     ones = [(kind, BLOCKS[kind]) for kind in kinds]
     rows = [QuantisedMatrix(kind, np.zeros((1, 256 // of.num_weights * of.num_bytes), np.uint8), 256) for kind, of in ones]
     blocks = QuantisedMatrix.joined(rows).blocks()
-    num_factors = 1 if blocks.minimum is None else 2
-    return blocks.bits / 8 + num_factors * (2 if blocks.halves else 4) / int(blocks.q.shape[2])
+    num_factors, factor_bytes = 1 if blocks.minimum is None else 2, 2 if blocks.halves and cpu_level().includes(AVX2) else 4
+    return blocks.bits / 8 + num_factors * factor_bytes / int(blocks.q.shape[2])
 
 
 def _read(kind: int, raw: Bytes) -> Blocks:

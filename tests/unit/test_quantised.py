@@ -211,7 +211,10 @@ def test_a_rank_reads_its_rows_and_columns_of_restored_weights(shipped_folder: P
 
 @pytest.mark.parametrize(
     ("kinds", "num_bytes"),
-    [((2,), 0.5625), ((3,), 0.625), ((8,), 1.0625), ((12,), 0.75), ((14,), 1.25), ((12, 14), 1.5), ((0,), 4)],
+    [
+        *([((2,), 0.5625), ((3,), 0.625), ((8,), 1.0625)] if cpu_level().includes(AVX2) else [((2,), 0.625), ((3,), 0.75)]),
+        *([((12,), 0.75), ((14,), 1.25), ((12, 14), 1.5), ((0,), 4)]),
+    ],
 )
 def test_weights_are_counted_as_they_are_kept(kinds: tuple[int, ...], num_bytes: float) -> None:
     assert shipped_bytes(kinds) == num_bytes
