@@ -9,6 +9,7 @@ from engine.cpu.native_product import NativeProduct
 from engine.models.quantised import Blocks, QuantisedMatrix
 
 _PANEL = 32  # as in quantised.c
+_PACKED = 2**24  # weights that are packed at once, which takes ten bytes of each
 
 
 class _Quantised(ctypes.Structure):
@@ -30,7 +31,8 @@ class QuantisedLinear:
         self._num_out, self._num_in = weight.shape
         blocks = weight.blocks()
         halves = blocks.halves and bool(library.quantised_halves())
-        self._weights = _packed(blocks, torch.float16 if halves else torch.float32)
+        factors, num = torch.float16 if halves else torch.float32, -(-_PACKED // self._num_in // _PANEL) * _PANEL
+        self._weights = torch.cat([_packed(blocks.rows(i, i + num), factors) for i in range(0, self._num_out, num)])
         padding = (0, -self._num_out % _PANEL)
         self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), padding).contiguous()
         self._product = _Quantised(

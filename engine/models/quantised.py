@@ -40,6 +40,11 @@ class Blocks:
             values += self.minimum[..., None]
         return values.reshape(len(values), -1)
 
+    def rows(self, start: int, stop: int) -> "Blocks":
+        """Of these outputs."""
+        minimum = None if self.minimum is None else self.minimum[start:stop]
+        return replace(self, q=self.q[start:stop], scale=self.scale[start:stop], minimum=minimum)
+
     def widened(self, block_len: int) -> "Blocks":
         """With 8 bits, minima and blocks of ``block_len``, to stand beside others."""
         times = self.q.shape[2] // block_len

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.errors import ModelUnavailable
 from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
 from engine.cpu.build import HEADERS, SOURCES, load_library
-from engine.cpu.quantised import QuantisedLinear
+from engine.cpu.quantised import _PACKED, QuantisedLinear
 from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
@@ -84,6 +86,27 @@ def test_products_do_not_depend_on_the_number_of_rows(kind: GGMLQuantizationType
         return product((x / scale).round() * scale)
 
     assert not rows_are_independent(rounded_together, x)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operator(*args, **kwargs or {})
+        self.num_bytes = max(self.num_bytes, made.nbytes)
+        return made
+
+
+@needs_compiler
+def test_packing_takes_little_memory_beside_the_weights() -> None:
+    matrix = QuantisedMatrix(3, raw_matrix(GGMLQuantizationType.Q4_1, 32).repeat(2000, 0), _NUM_IN)
+    with Largest() as largest:
+        product = QuantisedLinear(load_library(torch.float32), matrix, None, torch.float32)
+    assert largest.num_bytes <= 4 * _PACKED
+    x = torch.randn(1, _NUM_IN)
+    assert torch.equal(product(x)[0, ::2000], product(x)[0, 1999::2000])
 
 
 @needs_compiler
