@@ -2,15 +2,58 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, Protocol
 
-from actors.restarts import RestartPolicy
-from cluster.config import DrafterConfig
+from cluster.config import DrafterConfig, SupervisionConfig
 from cluster.errors import OutriderError
-from cluster.types import ModelInfo
+from cluster.types import Adapter, ModelInfo
+
+BACKOFF_S = 0.25  # before the second restart; doubles with each further one
+MAX_BACKOFF_S = 5.0  # a start of a model takes longer, so that a longer pause saves little
+WINDOW_S = 60.0  # in which failures count
+QUARANTINE_S = 120.0  # a drafter that fails at each start costs 5 loads in 3 minutes, and one that recovers is soon back
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    at_s: float
+    quarantined: bool = False  # it failed too often
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """When a failed process is restarted: at once, then with exponential backoff, then after a quarantine. Failures older
+    than the window are forgotten.
+
+    Only drafters are quarantined (``may_quarantine``): the service works without them.
+    """
+
+    config: SupervisionConfig
+    may_quarantine: bool
+    num_restarts: int = 0
+    _failures_s: deque[float] = field(default_factory=deque)
+
+    def failed(self, now_s: float) -> Restart:
+        """The process ended or did not start."""
+        config = self.config
+        self.num_restarts += 1
+        while self._failures_s and self._failures_s[0] <= now_s - WINDOW_S:
+            self._failures_s.popleft()
+        self._failures_s.append(now_s)
+        num_recent = len(self._failures_s)
+        if self.may_quarantine and num_recent >= config.quarantine_restarts:
+            self._failures_s.clear()
+            return Restart(now_s + QUARANTINE_S, quarantined=True)
+        if num_recent == 1:
+            return Restart(now_s)
+        doublings = min(num_recent - 2, 30)  # more would overflow a float; these reach any bound
+        return Restart(now_s + min(BACKOFF_S * 2**doublings, MAX_BACKOFF_S))
+
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +176,35 @@ class Tasks:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
+
+
+class AdapterRegistry:
+    """Those of the file, until they are changed. Directories that it returns are new ones."""
+
+    def __init__(self) -> None:
+        self._adapters: tuple[Adapter, ...] | None = None  # None: those of the file
+        self._recalled_version: float = -1  # of a directory of a former supervisor
+
+    def applied(self, model: ModelInfo | None) -> ModelInfo | None:
+        """The model as gateways learn it."""
+        return model if model is None or self._adapters is None else replace(model, adapters=self._adapters)
+
+    def recalled(self, directory: Directory, known: Directory) -> Directory:
+        """With what a former supervisor told a gateway, unless another gateway has heard more. Else ``directory``."""
+        if known.epoch == directory.epoch or known.model is None or known.version <= self._recalled_version:
+            return directory
+        return self._changed(directory, known.model.adapters, known.version)
+
+    def swapped(self, directory: Directory, old: Adapter | None, new: Adapter | None) -> Directory | None:
+        """With ``new`` in place of ``old``. None: ``old`` is gone, there is no room for ``new``, or its name is taken."""
+        known, most = ((), 0) if directory.model is None else (directory.model.adapters, directory.model.max_adapters)
+        left = tuple(one for one in known if one != old)
+        if old is not None and old not in known:
+            return None
+        if new is not None and (len(left) >= most or new.name in [one.name for one in left]):
+            return None
+        return self._changed(directory, (*left, *([] if new is None else [new])), inf)
+
+    def _changed(self, directory: Directory, adapters: tuple[Adapter, ...], recalled_version: float) -> Directory:
+        self._adapters, self._recalled_version = adapters, recalled_version
+        return directory.changed(model=self.applied(directory.model))

@@ -10,15 +10,23 @@ from functools import partial
 from typing import Any
 
 from actors import health
-from actors.adapters import AdapterRegistry
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
-from actors.cluster_status import cluster_status
+from actors.cluster_status import REPORT_DEADLINE_S, LastReports, cluster_status
 from actors.drafter_loader import PERIOD_S, SILENT, DrafterLoader
-from actors.last_reports import REPORT_DEADLINE_S, LastReports
 from actors.memory_budget import MemoryBudget
-from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner, Tasks
+from actors.processes import (
+    AdapterRegistry,
+    Directory,
+    ManagedProcess,
+    Process,
+    ProcessEnded,
+    ProcessPool,
+    ProcessState,
+    RestartPolicy,
+    Spawner,
+    Tasks,
+)
 from actors.resizer import Resizer, first_drafters, first_targets
-from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus

@@ -16,12 +16,11 @@ blocks. Logarithms are taken in float64 and rounded once to float32, so that the
 effect.
 
 The functions take NumPy int64 arrays or torch int64 tensors alike, of at least one dimension (both then wrap on overflow).
+`tests/reference/noise.py` has the same in plain Python.
 Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), for the hash; Maddison, Tarlow, Minka, "A*
 sampling" (2014), for noise whose maximum comes first.
 """
 
-import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -65,33 +64,6 @@ def block_gumbel(keys: "Array", block_ids: "Array", offsets: "Array") -> Any:
     counters = (block_ids * BLOCK_LEN)[..., None] + offsets
     later_s = _exponential(_mix(keys[..., None] + counters * _signed(_GAMMA)))
     return _minus_log(first_s[..., None] + later_s * (offsets != first_offset[..., None]))
-
-
-def gumbel_of_few(seed: int, position: int, token_ids: Iterable[int]) -> list[float]:
-    """The definition in plain Python, which every other implementation must equal; float32 values. Faster than arrays below
-    about 20 tokens."""
-    key = _reference_mix(_reference_mix(seed + _GAMMA) + position * _GAMMA)
-    return [_reference_gumbel(key, token_id) for token_id in token_ids]
-
-
-def _reference_gumbel(key: int, token_id: int) -> float:
-    block_id, offset = divmod(token_id, BLOCK_LEN)
-    block_bits = _reference_mix(key + (_FIRST_BLOCK_COUNTER + block_id) * _GAMMA)
-    arrival = _reference_exponential(block_bits) / BLOCK_LEN
-    if block_bits % BLOCK_LEN != offset:
-        arrival += _reference_exponential(_reference_mix(key + token_id * _GAMMA))
-    return float(np.float32(-math.log(arrival)))
-
-
-def _reference_mix(value: int) -> int:
-    value &= _MASK
-    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
-    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
-    return value ^ (value >> 31)
-
-
-def _reference_exponential(bits: int) -> float:
-    return -math.log(((bits >> 32) + 0.5) / 2**32)
 
 
 def _signed(value: int) -> int:

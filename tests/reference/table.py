@@ -12,7 +12,7 @@ import numpy as np
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, salt_key
 from drafters.table import CONTEXT_LENS, EMPTY, NUM_CANDIDATES, Context, FrequencyTable, context_key
-from engine.noise import gumbel_of_few
+from tests.reference.noise import gumbel_of_few
 
 
 @dataclass(slots=True)

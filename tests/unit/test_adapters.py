@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from actors.adapters import AdapterRegistry
-from actors.processes import Directory
+from actors.processes import AdapterRegistry, Directory
 from cluster.config import Config, LoraModule, with_fields
 from cluster.errors import InvalidField, Overloaded
 from cluster.message_checks import request_fault

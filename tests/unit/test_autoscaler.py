@@ -8,8 +8,7 @@ import pytest
 
 from actors.autoscaler import Autoscaler, Fleet, LoadReports, ScaleLog
 from actors.drafter_loader import SILENT
-from actors.processes import ManagedProcess, ProcessPool, ProcessState
-from actors.restarts import RestartPolicy
+from actors.processes import ManagedProcess, ProcessPool, ProcessState, RestartPolicy
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ScaleCounts, TargetStatus

@@ -22,7 +22,8 @@ from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight
-from engine.noise import gumbel_of_few, noise_keys
+from engine.noise import noise_keys
+from tests.reference.noise import gumbel_of_few
 from tests.support.compiler import needs_compiler
 from tests.support.dspark import make_dspark, target_rows, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model

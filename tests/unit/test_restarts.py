@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.restarts import RestartPolicy
+from actors.processes import RestartPolicy
 from cluster.config import SupervisionConfig
 
 CONFIG = SupervisionConfig(quarantine_restarts=4)
