@@ -8,7 +8,7 @@ asks it for the chains of the requests; they keep theirs while it does not answe
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Queue
 from threading import Event
 from typing import Protocol
@@ -36,7 +36,7 @@ from router.papers.specrouter import ModelChains
 
 MAX_SLOTS = 4  # that wait to be judged; the router has one under way
 ANSWER_S = 0.25  # that the router waits for chains
-NUM_REPORTED = 8  # chains, the fastest
+NUM_REPORTED = 4  # chains, the fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ class BesideChains:
             self._policy.observe(observations, scores, levels)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        news, self._news = self._news, ChainSlot()
-        slot = ChainSlot(news.observations, news.scores, news.levels, requests, pool)
+        slot, self._news = replace(self._news, requests=requests, pool=pool), ChainSlot()
         if self._policy is not None:
             self._chains.tell(slot)
             return self._policy.assign(requests, pool)

@@ -27,7 +27,6 @@ STATE_STYLES = {
 }
 UNKNOWN = "-"
 NUM_CHANGES = 4  # of numbers of replicas that are shown
-NUM_CHAINS = 4
 
 _STATUS = TypeAdapter(ClusterStatus)
 
@@ -105,7 +104,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
 
 
 def _chains(chains: tuple[ChainStatus, ...]) -> str:
-    fastest = (f"{' > '.join((*one.chain, 'target'))} {one.per_token_ms:.1f} ms" for one in chains[:NUM_CHAINS])
+    fastest = (f"{' > '.join((*one.chain, 'target'))} {one.per_token_ms:.1f} ms" for one in chains)
     return "chains by predicted time per token: " + ", ".join(fastest)
 
 

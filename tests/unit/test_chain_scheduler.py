@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.chain_scheduler import BesideChains, ChainSlot, ModelChainScheduler, beside
+from actors.chain_scheduler import ChainSlot, ModelChainScheduler, beside
 from cluster.config import Config, PolicyConfig
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Levels, MemberCosts, Observation, PoolMember, RequestView
 from router.cost_model import monotone
-from router.drafter.seats import Fixed
 from tests.support.observations import right_at
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))
@@ -45,7 +44,8 @@ class FakeChains:
 
 def test_every_policy_tells_its_slots_and_decides_itself() -> None:
     chains = FakeChains()
-    policy, levels = BesideChains(chains, Fixed(("small",))), Levels([LevelReport("large", 1, 1, 0.1, 0, (AGREES,))], TARGET)
+    policy = beside(chains, PolicyConfig(kind="fixed", chain=("small",)))
+    levels = Levels([LevelReport("large", 1, 1, 0.1, 0, (AGREES,))], TARGET)
     policy.observe(SEEN, (), levels)
     assert policy.assign([view("r")], POOL) == {"r": ("small",)}
     assert chains.told == [ChainSlot(SEEN, (), levels, [view("r")], POOL)]

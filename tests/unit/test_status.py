@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.client import ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
+from cluster.client import ChainStatus, ClusterStatus, DrafterStatus, ScaleEvent, TargetStatus
 from cluster.drafting_counts import NO_DRAFTS
 from cluster.errors import LinkClosed
 from cluster.histograms import Histogram
@@ -46,6 +46,12 @@ def shown(*pictures: object, width: int = 120) -> str:
     for picture in pictures:
         console.print(picture)
     return said.getvalue()
+
+
+def test_chains_are_shown_with_their_predicted_time_per_token() -> None:
+    chains = ChainStatus(("ngram", "small"), 12.04), ChainStatus(("small",), 14.0)
+    said = shown(render(dataclasses.replace(STATUS, chains=chains)))
+    assert "chains by predicted time per token: ngram > small > target 12.0 ms, small > target 14.0 ms" in said
 
 
 def rows(text: str, of: str = "accepted") -> dict[str, list[str]]:
