@@ -1,7 +1,7 @@
 """Training of a drafter that reads hidden states: its losses."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from training.batches import AnswerBatch
 from training.frozen import FrozenTarget
 from training.losses import Losses, TargetDistribution, distillation, position_weights
 
+_Embed = Callable[[Tensor], Tensor]
 _RIDGE = 0.1  # relative to the Gram matrix's diagonal
 
 
@@ -24,6 +25,13 @@ class Positions(NamedTuple):
     hidden: Tensor
     latents: Tensor | None = None
     confidence_logits: Tensor | None = None
+
+
+class Regression(NamedTuple):
+    """``by_token``: the part of the next token's embedding, [d, d] or [d, 0]; ``size``: mean one of the last predictions."""
+
+    by_token: Tensor
+    size: float
 
 
 class HiddenStateStudent(nn.Module):
@@ -56,22 +64,28 @@ class HiddenStateStudent(nn.Module):
     def standardised(self, features: Tensor) -> Tensor:
         return (features[:, : len(self.mean)].float() - self.mean) / self.std
 
-    def regress_features(self, batches: Iterable[AnswerBatch]) -> float:
+    def regress_features(
+        self, batches: Iterable[AnswerBatch], embed: Callable[[Tensor], Tensor] | None = None
+    ) -> Regression:
         """Sets the projection of the features, without a bias, to the best linear predictor of the target's next final
-        hidden state. Returns the mean size of its last predictions."""
-        network, d, num_in = self.network, self.config.shape.hidden_size, len(self.mean)
+        hidden state, from the features and the embedding of the next token by ``embed``, if it is given."""
+        network, d, num_features = self.network, self.config.shape.hidden_size, len(self.mean)
+        num_in = num_features + (d if embed is not None else 0)
         gram, cross = torch.zeros(num_in, num_in, dtype=torch.float64), torch.zeros(num_in, d, dtype=torch.float64)
         for batch in batches:
             starts = torch.tensor([0, *batch.lens], device=batch.anchors.device).cumsum(0)
             rows = torch.arange(len(batch.token_ids) - 1, device=batch.anchors.device)
             rows = rows[~torch.isin(rows + 1, starts)]
             x = self.standardised(batch.features[rows])
+            if embed is not None:
+                x = torch.cat([x, embed(batch.token_ids[rows + 1])], dim=1)
             wanted = batch.features[rows + 1, -d:].float() / network.norm.weight
             gram += (x.T @ x).cpu()
             cross += (x.T @ wanted).cpu()
         gram += _RIDGE * gram.diagonal().diag()
-        network.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
-        return float(network.fc(x).square().mean(-1).sqrt().mean())
+        found = torch.linalg.solve(gram, cross).T.float().to(x)
+        network.fc.weight.copy_(found[:, :num_features])
+        return Regression(found[:, num_features:], float((x @ found.T).square().mean(-1).sqrt().mean()))
 
     def forward(self, batch: AnswerBatch, progress: float) -> Losses:
         """Losses of all drafts; ``acceptance`` is [A, batch.block_len], NaN behind the end of a sequence."""

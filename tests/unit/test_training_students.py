@@ -251,4 +251,7 @@ def test_a_saved_eagle_drafts_as_it_was_trained(target: FrozenTarget, answers: l
     given = (batch.token_ids, batch.lens, batch.anchors, 3)
     features = batch.features[:, : config.feature_size]
     expected = trained.network(trained.standardised(batch.features), *given)
+    other = (batch.token_ids + 1) % 257
+    changed = trained.network(trained.standardised(batch.features), other, *given[1:])
+    assert (changed - expected)[:, 0].abs().amax(-1).min() > 0.01, "the token behind the features says nothing"
     torch.testing.assert_close(loaded(features, *given), expected, rtol=0.05, atol=0.05)  # stored in bf16
