@@ -393,11 +393,11 @@ METRICS = (
     _drafter(
         "link_seconds",
         "histogram",
-        "Time that a batch of drafts waits for hidden states on the tensor link.",
+        "Waits of batches of drafts for hidden states.",
         lambda d: d.counts.link_s if d.counts.num_fed else None,
     ),
-    _drafter("fed", "counter", "Tokens whose hidden states were sent to the drafter.", lambda d: d.counts.num_fed or None),
-    _drafter("fed_bytes", "counter", "Their hidden states in bytes.", lambda d: d.counts.fed_bytes or None),
+    _drafter("fed", "counter", "Tokens whose hidden states were sent.", lambda d: d.counts.num_fed or None),
+    _drafter("fed_bytes", "counter", "Bytes of these states.", lambda d: d.counts.fed_bytes or None),
     _drafter("batch_seconds", "histogram", "Time to draft a batch, as the drafter measures it.", lambda d: d.counts.batch_s),
     _drafter(
         "outcomes",
