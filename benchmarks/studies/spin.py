@@ -5,7 +5,7 @@ other, and numbers of micro-batches.
     spin w/o bat. & pipe.   LBSS chooses the drafter of each request
     spin w/o pipe.          and sequences are packed: what fast batch verification is for
     spin                    and the batch is verified in micro-batches, in turn, while others are drafted
-    outrider                hedge instead of LBSS, from full information, lengths by goodput, passes when it pays to leave
+    outrider                the default instead of LBSS, lengths by goodput, passes when it pays to leave
 
 All but the last verify every draft whole, and in all but vanilla drafters keep in step (fast switching). Figure 11 compares
 LBSS with SPIN's two baselines, without packing and pipeline. Figure 13 compares fixed numbers of micro-batches with those
@@ -130,7 +130,7 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
         PARTS[0]: _Variant(lbss),
         PARTS[1]: _Variant(lbss, packed=True),
         PARTS[2]: _Variant(lbss, packed=True, num_micro_batches=scenario.micro_batches),
-        "outrider": _Variant(PolicyConfig(kind="hedge"), True, None, "outrider"),
+        "outrider": _Variant(PolicyConfig(), True, None, "outrider"),
         "greedy": _Variant(PolicyConfig(kind="greedy-length")),
         "epsilon-greedy": _Variant(scenario.epsilon_greedy),
     }
