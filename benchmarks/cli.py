@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from benchmarks import BENCHES, find_bench
-from cluster.config.section import TargetDtype
 
 TRACE = "Options of trace"
 
@@ -15,6 +14,12 @@ TRACE = "Options of trace"
 class Engine(StrEnum):
     NATIVE = "native"
     VLLM = "vllm"
+
+
+class Dtype(StrEnum):
+    AS_SHIPPED = "as-shipped"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -44,7 +49,7 @@ def bench(
     engine: Annotated[
         Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
-    dtype: Annotated[TargetDtype | None, typer.Option(help="decode, invariance: the target's target.dtype")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="decode, invariance: the target's target.dtype")] = None,
     hosts: Annotated[
         bool, typer.Option("--hosts", help="faults, burst: over four hosts, made of network namespaces (needs root)")
     ] = False,

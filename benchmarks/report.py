@@ -13,7 +13,6 @@ import psutil
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from cluster.config.section import TargetDtype
 from cluster.errors import InvalidField
 from engine.cpu_level import cpu_level
 from profiler.hardware import cpu_name, num_cores
@@ -72,7 +71,7 @@ class BenchOptions:
     engine: str = "native"
     hosts: bool = False
     trace: TraceOptions = TraceOptions()
-    dtype: TargetDtype | None = None
+    dtype: str | None = None
 
     @property
     def data_prompts(self) -> tuple[Path, ...]:

@@ -374,13 +374,15 @@ def _killed_when_stalled(child: subprocess.Popen[str]) -> Iterator[Callable[[], 
 def _locked(path: Path) -> Iterator[None]:
     """Holds an advisory lock that ends with the process. Polls, since file locks have no event."""
     with path.open("a") as file:
-        since_s = time.time()
+        last, since_s = 0, 0.0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                if time.time() - max(since_s, path.stat().st_mtime) > STALLED_S:
+                if (touched := path.stat().st_mtime_ns) != last:
+                    last, since_s = touched, time.monotonic()
+                elif time.monotonic() - since_s > STALLED_S:
                     raise ModelUnavailable(
                         f"{path}: another process holds this lock and has reported nothing for {STALLED_S:.0f} s; end it "
                         "and try again"
