@@ -30,7 +30,7 @@ from cluster.errors import ModelUnavailable
 from engine.dtypes import AS_SHIPPED, choose_dtype, held_dtype
 from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
-from engine.models.manifest import TENSORS
+from engine.models.manifest import shipped_tensors
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -218,7 +218,7 @@ def _weights(options: ModelOptions | LayersOptions | HiddenStateOptions, on_gpu:
 
     folder = resolve_model(options.model) if isinstance(options, ModelOptions) else find_drafter(options.path)
     shapes, element = _shapes(folder), _element(options.dtype, on_gpu, allows_int8=not isinstance(options, ModelOptions))
-    shipped = {name: num_bytes for name, (_, num_bytes) in _gguf_tensors(folder).items()}
+    shipped = {name: num_bytes for name, (_, num_bytes) in shipped_tensors(folder).items()}
     files = (shipped_file(folder),) if shipped else folder.glob("*.safetensors")
     if isinstance(options, ModelOptions):
         num_layers = load_config(folder).num_layers if options.num_layers is None else options.num_layers
@@ -254,7 +254,7 @@ def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor in the safetensors files of a folder, or of its GGUF file. Raises ModelUnavailable."""
-    shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, (shape, _) in _gguf_tensors(folder).items()}
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, (shape, _) in shipped_tensors(folder).items()}
     if shapes:
         return shapes
     for path in sorted(folder.glob("*.safetensors")):
@@ -264,9 +264,3 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
     return shapes
-
-
-def _gguf_tensors(folder: Path) -> dict[str, tuple[list[int], float]]:
-    """Shapes, and bytes of a weight as shipped, of the GGUF file that a folder was made from. {}: of none."""
-    path = folder / TENSORS
-    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,7 +1,8 @@
 """The meaning of ``dtype: auto`` on this machine. No torch.
 
 The choice is a rule (docs/measurements/decode.md) rather than a measurement, since all replicas and restarts must choose the
-same for equal outputs. ``auto`` never quantises the target; errors of drafters cost only speed.
+same for equal outputs. ``auto`` never quantises the target: it multiplies by weights that are shipped quantised as they are
+where that is faster. Errors of drafters cost only speed.
 """
 
 import logging
@@ -9,19 +10,24 @@ from functools import cache
 from typing import Any
 
 from cluster.config import CascadeOptions, Config, DrafterOptions, HiddenStateOptions, LayersOptions, ModelOptions
+from cluster.errors import ModelUnavailable
 from engine.compiling import kernels_fault
-from engine.cpu_level import cpu_level
+from engine.cpu_level import AVX2, cpu_level
+from engine.models.manifest import shipped_tensors
 
 logger = logging.getLogger(__name__)
 
 AUTO, INT8, BFLOAT16, FLOAT32, AS_SHIPPED = "auto", "int8", "bfloat16", "float32", "as-shipped"
 
 
-def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: str = "native") -> str:
+def choose_dtype(
+    dtype: str, device: str, *, allows_int8: bool = False, engine: str = "native", is_final: bool = True
+) -> str:
     """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process.
 
     Args:
         engine: of the target; vllm computes with torch's products, not with our kernels.
+        is_final: False: logs nothing.
     """
     if dtype != AUTO:
         return dtype
@@ -35,7 +41,8 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: 
         chosen, reason = BFLOAT16, f"oneDNN multiplies in bfloat16 here, without our kernels: {fault}"
     else:
         chosen, reason = FLOAT32, f"products in bfloat16 are slow here, without our kernels: {fault}"
-    _log(chosen, reason, "trained drafters" if allows_int8 else "models")
+    if is_final:
+        _log(chosen, reason, "trained drafters" if allows_int8 else "models")
     return chosen
 
 
@@ -59,14 +66,32 @@ def held_dtype(dtype: str) -> str:
 def resolve_dtypes(config: Config) -> Config:
     """A resolved configuration with the dtypes of target and drafters chosen. Idempotent. The launcher chooses for all
     nodes, so that replicas on CPUs of different levels compute in the same dtype."""
-    target = config.target.model_copy(
-        update={"dtype": choose_dtype(config.target.dtype, config.target.device, engine=config.target.engine)}
-    )
+    target = config.target
+    dtype = AS_SHIPPED if _is_faster_as_shipped(config) else choose_dtype(target.dtype, target.device, engine=target.engine)
+    target = target.model_copy(update={"dtype": dtype})
     drafters = tuple(
         one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one
         for one in config.drafters
     )
     return config.model_copy(update={"target": target, "drafters": drafters})
+
+
+def _is_faster_as_shipped(config: Config) -> bool:
+    """At AVX2 with any number of rows, with AVX-512 BF16 with few only (docs/measurements/README.md)."""
+    from engine.models.prepare import resolve_model
+
+    target = config.target
+    is_plain = target.engine == "native" and target.tensor_parallel == 1 and target.early_exit == "off"
+    if not is_plain or (target.dtype, target.device, cpu_level().name) != (AUTO, "cpu", AVX2) or kernels_fault() is not None:
+        return False
+    try:
+        tensors = shipped_tensors(resolve_model(config.model.name))
+    except ModelUnavailable:  # whoever loads it says why
+        return False
+    if all(num_bytes >= 2 for _, num_bytes in tensors.values()):
+        return False
+    _log(AS_SHIPPED, "products by its quantised weights are the fastest", "models")
+    return True
 
 
 def _with_dtype(options: DrafterOptions, device: str) -> DrafterOptions:

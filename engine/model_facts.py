@@ -39,13 +39,14 @@ def read_facts(config: Config, folder: Path, *, in_process: bool = False) -> Mod
     model = load_config(folder)
     check_ranks(model, target.tensor_parallel)
     shard = shard_of(model, 0, target.tensor_parallel).config_of(model)
+    dtype = choose_dtype(target.dtype, target.device, is_final=False)
     return ModelFacts(
         vocab_size=model.vocab_size,
         max_len=model.max_len,
         eos_token_ids=model.eos_token_ids,
         hidden_size=model.hidden_size,
         num_layers=model.num_layers,
-        kv_bytes_per_token=shard.kv_bytes_per_token(4 if choose_dtype(target.dtype, target.device) == "float32" else 2),
+        kv_bytes_per_token=shard.kv_bytes_per_token(4 if dtype == "float32" else 2),
         weight_share=shard.num_kv_heads / model.num_kv_heads,
         useful_threads=useful_threads(model),
     )

@@ -65,3 +65,9 @@ class Manifest:
 def sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def shipped_tensors(folder: Path) -> dict[str, tuple[list[int], float]]:
+    """Shapes, and bytes of a weight in memory as shipped, of the GGUF file that a folder was made from. {}: of none."""
+    path = folder / TENSORS
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

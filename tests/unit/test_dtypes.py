@@ -1,6 +1,8 @@
 """What ``dtype: auto`` is, by device, compiler and CPU level; and what torch then multiplies in."""
 
+import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +17,7 @@ from cluster.config import (
     DrafterConfig,
     HiddenStateOptions,
     LayersOptions,
+    ModelConfig,
     ModelOptions,
     NgramOptions,
 )
@@ -26,6 +29,7 @@ from engine.cpu_level import AVX2, AVX512_BF16, CpuLevel, machine_level, possibl
 from engine.dtypes import choose_dtype, resolve_dtypes
 from engine.factory import make_ops
 from engine.models.config import load_config
+from engine.models.manifest import TENSORS
 from engine.models.weights import LinearWeight
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
@@ -82,7 +86,8 @@ def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) 
         members=(NgramOptions(), HiddenStateOptions(path="p"), HiddenStateOptions(path="q", dtype="float32"))
     )
     everything = [NgramOptions(), model, layers, cascade]
-    config = Config(drafters=tuple(DrafterConfig(name=f"d{i}", options=one) for i, one in enumerate(everything)))
+    pool = tuple(DrafterConfig(name=f"d{i}", options=one) for i, one in enumerate(everything))
+    config = Config(model=ModelConfig(name="not/there"), drafters=pool)
     resolved = resolve_dtypes(config)
     assert resolved.target.dtype == "bfloat16"
     _, of_model, of_layers, of_cascade = (drafter.options for drafter in resolved.drafters)
@@ -93,6 +98,43 @@ def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) 
     assert isinstance(of_cascade, CascadeOptions)
     assert [getattr(member, "dtype", None) for member in of_cascade.members] == [None, "int8", "float32"]
     assert resolve_dtypes(resolved) == resolved
+
+
+SHIPPED = {"model.embed_tokens.weight": [[8, 4], 1.0625], "model.norm.weight": [[4], 4.0]}
+CC = "/usr/bin/cc"
+
+
+@pytest.mark.parametrize(
+    ("machine", "tensors", "fields", "expected"),
+    [
+        ((CC, AVX2), SHIPPED, {}, "as-shipped"),
+        ((CC, AVX2), SHIPPED, {"dtype": "bfloat16"}, "bfloat16"),
+        ((CC, AVX2), SHIPPED, {"tensor_parallel": 2}, "bfloat16"),
+        ((CC, AVX2), SHIPPED, {"early_exit": "auto"}, "bfloat16"),
+        ((CC, AVX2), {"model.norm.weight": [[4], 4.0]}, {}, "bfloat16"),
+        ((CC, AVX2), None, {}, "bfloat16"),
+        ((CC, AVX512_BF16), SHIPPED, {}, "bfloat16"),
+        ((None, AVX2), SHIPPED, {}, "float32"),
+    ],
+    indirect=["machine"],
+    ids=str,
+)
+def test_auto_is_as_shipped_where_that_is_fastest(
+    machine: None,
+    tensors: object,
+    fields: dict[str, object],
+    expected: str,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    if tensors is not None:
+        (folder / TENSORS).write_text(json.dumps(tensors))
+        (folder / "model.gguf").touch()
+    target = {"device": "cpu", "engine": "native"} | fields
+    config = Config.model_validate({"model": {"name": str(folder)}, "target": target})
+    assert resolve_dtypes(config).target.dtype == expected
 
 
 @pytest.mark.parametrize("biased", [False, True])
