@@ -11,6 +11,7 @@ from ray.util import placement_group_table
 
 from actors.processes import Process, ProcessEnded
 from actors.ray_pool import Deployment, RaySpawner
+from actors.supervisor import ROUTER
 from cluster.config import Config, DrafterOptions, HiddenStateOptions, ModelConfig, ModelOptions, StateConfig, load
 from cluster.inventory import Inventory
 from cluster.placement import PlacementError
@@ -97,7 +98,8 @@ def test_an_example_starts(machines: tuple[str, Cluster], tiny_model_folder: Pat
     name, cluster = machines
     config = served_here(name, cluster, tiny_model_folder, tmp_path / "state")
     with connect(config, tmp_path) as deployed:
-        deployment = deployed.reserve(tiny_model_folder)
+        deployed.own()
+        deployment = deployed.reserve(config, tiny_model_folder)
         check_reserved(deployment, MACHINES[name])
         asyncio.run(check_starts(deployment, tiny_model_folder))
 
@@ -121,7 +123,7 @@ async def check_starts(deployment: Deployment, model_folder: Path) -> None:
     """The first process of every group and the router: those on CPUs start, those on GPUs find no CUDA."""
     config, spawner = deployment.config, RaySpawner(deployment)
     model = ModelInfo("model", 257, 512, (256,), fingerprint(model_folder))
-    started = [(await spawner.target("target-0"), config.target.device), (await spawner.router(), "cpu")]
+    started = [(await spawner.target("target-0"), config.target.device), (await spawner.control(ROUTER), "cpu")]
     for drafter in config.drafters:
         started.append((await spawner.drafter(drafter.name, drafter, model, ()), drafter.device))
     await asyncio.gather(*(check_start(process, device) for process, device in started))
@@ -148,5 +150,5 @@ def test_an_example_that_needs_one_gpu_more_is_refused(
     asking = config.model_copy(update={"target": config.target.model_copy(update=more)})
     with connect(asking, tmp_path) as deployed:
         with pytest.raises(PlacementError, match=r"cannot be placed: .* [1-9] GPUs are missing"):
-            deployed.reserve(tiny_model_folder)
+            deployed.reserve(asking, tiny_model_folder)
         assert all(group["state"] == "REMOVED" for group in placement_group_table().values())
