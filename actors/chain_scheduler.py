@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from queue import Queue
+from queue import Full, Queue
 from threading import Event
 from typing import Protocol
 
@@ -84,12 +84,12 @@ class ModelChainScheduler(LoopActor):
             memory.close()
 
     def judge(self, slot: ChainSlot) -> Mapping[str, Chain] | None:
-        """The chains of the requests; None where it is too late."""
+        """The chains of the requests; None where it is too late, or too many slots wait."""
         answer: Future[Mapping[str, Chain]] = Future()
-        self._slots.put((slot, answer), timeout=ANSWER_S)
         try:
+            self._slots.put((slot, answer), timeout=ANSWER_S)
             return answer.result(ANSWER_S)
-        except TimeoutError:
+        except (Full, TimeoutError):
             return None
 
     def stalled_s(self) -> float:

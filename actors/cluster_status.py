@@ -14,6 +14,9 @@ from cluster.config import Config, DrafterConfig, SupervisionConfig
 from cluster.drafting_counts import merged
 from router.residency import ModelPool
 
+# Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.
+REPORT_DEADLINE_S = 1.0
+
 
 def cluster_status(
     config: Config,
@@ -101,12 +104,12 @@ def _drafter(
     )
 
 
-# Shorter than the 2 s that callers of the status wait, so that a hung target is left out in time.
-REPORT_DEADLINE_S = 1.0
-
-
 class LastReports:
-    """``ended``: counts of drafters by targets that have ended, by drafter."""
+    """What targets reported last, so that no exported counter falls when a target does not answer, leaves or is replaced:
+    counts of drafters are exported as sums over targets, and Prometheus takes what is left of a sum that fell for new.
+
+    ``ended``: counts of drafters by targets that have ended, by drafter.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, TargetReport] = {}

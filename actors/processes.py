@@ -179,7 +179,8 @@ class Tasks:
 
 
 class AdapterRegistry:
-    """Those of the file, until they are changed. Directories that it returns are new ones."""
+    """The LoRA adapters that calls may name: those of the file, until they are changed. Directories that it returns are new
+    ones."""
 
     def __init__(self) -> None:
         self._adapters: tuple[Adapter, ...] | None = None  # None: those of the file

@@ -347,7 +347,7 @@ async def _resources() -> dict[str, float]:
 
 def start_supervisor(deployment: Deployment) -> Any:
     """A handle of the deployment's supervisor. It runs on the launcher's node, and is lost with that node unless it is
-    detached: then it outlives the launcher, and Ray restarts it on another node."""
+    detached: then Ray prefers that node, and the supervisor outlives the launcher."""
     detached = deployment.detached
     here = ray.get_runtime_context().get_node_id()
     lifetime = {"lifetime": "detached", "namespace": deployment.config.cluster.namespace} if detached else {}

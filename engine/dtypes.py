@@ -18,6 +18,7 @@ from engine.models.manifest import shipped_tensors
 logger = logging.getLogger(__name__)
 
 AUTO, INT8, BFLOAT16, FLOAT32, AS_SHIPPED = "auto", "int8", "bfloat16", "float32", "as-shipped"
+BFLOAT16_BYTES = 2  # of a weight
 
 
 def choose_dtype(
@@ -77,7 +78,8 @@ def resolve_dtypes(config: Config) -> Config:
 
 
 def _is_faster_as_shipped(config: Config) -> bool:
-    """At AVX2 with any number of rows, with AVX-512 BF16 with few only (docs/measurements/README.md)."""
+    """Whether products by the quantised weights of its GGUF file beat those in bfloat16 at every number of rows: at AVX2
+    (docs/measurements/README.md)."""
     from engine.models.prepare import resolve_model
 
     target = config.target
@@ -88,7 +90,7 @@ def _is_faster_as_shipped(config: Config) -> bool:
         tensors = shipped_tensors(resolve_model(config.model.name))
     except ModelUnavailable:  # whoever loads it says why
         return False
-    if all(num_bytes >= 2 for _, num_bytes in tensors.values()):
+    if all(num_bytes >= BFLOAT16_BYTES for _, num_bytes in tensors.values()):
         return False
     _log(AS_SHIPPED, "products by its quantised weights are the fastest", "models")
     return True

@@ -1,11 +1,12 @@
 """The process that judges chains: what it is told, what the router asks it, and what it does without an answer."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from actors.chain_scheduler import ChainSlot, ModelChainScheduler, beside
+from actors.chain_scheduler import MAX_SLOTS, ChainSlot, ModelChainScheduler, beside
 from cluster.config import Config, PolicyConfig
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Levels, MemberCosts, Observation, PoolMember, RequestView
@@ -83,6 +84,12 @@ def test_it_judges_chains_under_any_policy_from_what_targets_report(scheduler: M
     assert {one.chain for one in fastest} == {("small",), ("large",), ("small", "large")}
     assert [one.per_token_ms for one in fastest] == sorted(one.per_token_ms for one in fastest)
     assert scheduler.stalled_s() == 0.0
+
+
+def test_a_slot_is_given_up_where_too_many_wait() -> None:
+    stuck = ModelChainScheduler(Config())  # judges nothing, since it was not started
+    with ThreadPoolExecutor(MAX_SLOTS + 1) as pool:
+        assert set(pool.map(stuck.judge, [ChainSlot()] * (MAX_SLOTS + 1))) == {None}
 
 
 def test_an_error_in_a_slot_ends_it_so_that_another_is_started() -> None:

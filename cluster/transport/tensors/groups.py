@@ -71,10 +71,8 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
         try:
             return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
         except RuntimeError:
-            if store.add(f"{name}/calls", 0) == number:
-                store.delete_key(
-                    f"{name}/waits"
-                )  # else the next answer, if it is there before the next call, is to this one
+            if store.add(f"{name}/calls", 0) == number:  # an answer that comes before the next call is not to this one
+                store.delete_key(f"{name}/waits")
             raise
     except (RuntimeError, OSError, ValueError) as error:  # the last: the target has no address
         raise LinkClosed(f"no hidden states from {address}: {error}") from error
