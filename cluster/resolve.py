@@ -9,6 +9,7 @@ from cluster.config import (
     DrafterOptions,
     HiddenStateOptions,
     LayersOptions,
+    ModelOptions,
     Resources,
     TargetConfig,
 )
@@ -102,8 +103,8 @@ def _resolve_drafters(
 
 
 def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
-    """Sets the served model's name in drafters that share its rows, at any depth."""
-    if isinstance(options, LayersOptions | HiddenStateOptions) and options.target == "auto":
+    """Sets the served model's name in drafters that read its rows or its tokenizer, at any depth."""
+    if isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions) and options.target == "auto":
         return options.model_copy(update={"target": model})
     if isinstance(options, CascadeOptions):
         return options.model_copy(update={"members": tuple(_with_target(member, model) for member in options.members)})

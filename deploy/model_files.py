@@ -62,7 +62,7 @@ def drafter_files(options: DrafterOptions) -> DrafterOptions:
         case CascadeOptions():
             return options.model_copy(update={"members": tuple(drafter_files(member) for member in options.members)})
         case ModelOptions():
-            return options.model_copy(update={"model": _pinned(options.model)})
+            return options.model_copy(update={"model": _pinned(options.model), "target": _pinned(options.target)})
         case LayersOptions():
             return options.model_copy(update={"path": _pinned(options.path), "target": _pinned(options.target)})
         case HiddenStateOptions() | TableOptions():

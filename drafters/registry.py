@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,7 +20,7 @@ from cluster.config import (
     VllmOptions,
     parts_of,
 )
-from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.errors import IncompatibleTokenizer, InvalidField
 from cluster.types import ModelInfo
 from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
@@ -57,7 +56,7 @@ def make_drafter(
         proposers: possible levels of a chain below it, smallest first, each of which may have those before it.
 
     Raises:
-        IncompatibleTokenizer: its token ids differ from the target's.
+        IncompatibleTokenizer: it serves only its own target, whose token ids differ, or has no token of the target's.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
@@ -82,27 +81,6 @@ def feature_layers(drafters: Sequence[DrafterConfig], model: Path) -> tuple[int,
     num_layers = num_layers_of(model) if parts else 0
     configs = [read_config(find_drafter(part.path), num_layers) for part in parts]
     return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
-
-
-def check_tokenizer(folder: Path, target: ModelInfo) -> None:
-    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids."""
-    from engine.models.prepare import resolve_model
-    from engine.models.tokenizer import difference, read_vocabulary
-
-    own = read_vocabulary(folder)
-    if own.fingerprint() == target.tokenizer_fingerprint:
-        return
-    reason = (
-        f"its fingerprint differs; it has {len(own.tokens)} tokens, the target's model {target.vocab_size} rows for them"
-    )
-    with suppress(ModelUnavailable):
-        of_target = read_vocabulary(resolve_model(target.name))
-        if of_target.fingerprint() == target.tokenizer_fingerprint:
-            reason = difference(own, of_target) or reason
-    raise IncompatibleTokenizer(
-        f"the tokenizer of {folder.name} is not that of {target.name}: {reason}; "
-        "a drafter needs the target's tokenizer: choose another model"
-    )
 
 
 def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
@@ -136,18 +114,22 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
+    from drafters.other_vocabulary import other_vocabulary
     from drafters.small_model import SmallModel
     from engine.kv_cache import num_blocks_for
-    from engine.models.prepare import ensure_model
+    from engine.models.prepare import ensure_model, settings_folder
+    from engine.models.tokenizer import fingerprint
 
-    calibration, min_survival, output_ids = None, 0.0, None
+    target = site.target.name if options.target == "auto" else options.target
+    calibration, min_survival, output_ids, vocabulary = None, 0.0, None, None
     if isinstance(options, LayersOptions):
         from drafters.layers import load_layers
         from drafters.shipped import find_drafter
         from profiler.calibration import FILE, load_calibration
 
-        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
-        check_tokenizer(target_folder, site.target)
+        target_folder = ensure_model(target)
+        if fingerprint(target_folder) != site.target.tokenizer_fingerprint:
+            raise IncompatibleTokenizer(f"the tokenizer of {target_folder} is not that of {site.target.name}")
         folder, dtype = find_drafter(options.path), choose_dtype(options.dtype, site.device, allows_int8=True)
         model, output_ids = load_layers(folder, target_folder, dtype, site.device)
         calibration = load_calibration(folder / FILE) if (folder / FILE).is_file() else None
@@ -156,14 +138,16 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         from engine.factory import load_model
 
         folder = ensure_model(options.model)
-        check_tokenizer(folder, site.target)
         model = load_model(folder, options.dtype, site.device, options.num_layers)
+        if fingerprint(folder) != site.target.tokenizer_fingerprint:
+            vocabulary = other_vocabulary(folder, model.config, settings_folder(target), site.target)
     small = SmallModel(
         model,
         num_blocks=num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype),
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,
+        vocabulary=vocabulary,
     )
     return ModelDrafter(small, site.proposers, min_survival=min_survival, calibration=calibration, clock=site.clock)
 

@@ -10,6 +10,7 @@ import torch
 
 from cluster.sampling_params import SamplingParams
 from drafters.cache_sharing import evict, parts_that_fit
+from drafters.other_vocabulary import OtherVocabulary
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
@@ -35,7 +36,8 @@ class Question:
 
 @dataclass(slots=True)
 class _ModelSession:
-    token_ids: list[int]  # committed
+    token_ids: list[int]  # committed, as the target counts them
+    own_ids: list[int]  # the same text in the model's tokens; the same list where they are the target's
     state: SamplingState
     is_readable: bool  # the embedding has a row for each of them
     salt: str  # of the cache
@@ -50,12 +52,14 @@ class SmallModel:
     beyond. Before each pass the checkpoint is cut back to the common prefix with the tokens at hand, so a confirmed draft is
     never recomputed. When blocks run out, the least recently queried request loses its cache and is recomputed later.
     A request with a token beyond the model's embedding, which a target may have, must not be queried (``can_read``).
+    Callers name the target's tokens; the ledger and the passes have the model's own (``vocabulary``).
 
     Args:
         num_blocks: of the KV cache.
         vocab_size: of the target; tokens that may be chosen.
         max_pass_rows: maximum tokens of a pass that only catches up.
         output_ids: the ascending token ids of a reduced head's logits (on the CPU, int64); None: all.
+        vocabulary: of a model with another tokenizer than the target's.
     """
 
     def __init__(
@@ -67,19 +71,24 @@ class SmallModel:
         eos_token_ids: Sequence[int],
         max_pass_rows: int = 512,
         output_ids: torch.Tensor | None = None,
+        vocabulary: OtherVocabulary | None = None,
     ) -> None:
         self._model = model
         self._cache = model.new_cache(num_blocks)
         model.warm_up(self._cache)
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
+        self._vocabulary, self._columns = vocabulary, None
         num_tokens = min(vocab_size, model.config.vocab_size)
+        if vocabulary is not None:
+            num_tokens, output_ids = vocab_size, vocabulary.output_ids
+            self._columns = vocabulary.columns.to(model.device)
         kernel = model.ops.gumbel_argmax(np.arange(num_tokens) if output_ids is None else output_ids.numpy())
         if isinstance(kernel, FusedSampling):
             kernel.warm_up(torch.float32, model.device)
         self._sampler = Sampler(num_tokens, eos_token_ids, kernel if output_ids is None else None)
         self._head = None
         if output_ids is not None:
-            self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler, kernel)
+            self._head = ReducedHead(output_ids.to(model.device), num_tokens, self._sampler, kernel)
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
@@ -99,13 +108,16 @@ class SmallModel:
         self.release(request_id)
         known = sampling.known_to(self._sampler.vocab_size)  # the target may have ids that this model has not
         is_readable = known is not None and len(self.readable(token_ids)) == len(token_ids)
-        self._sessions[request_id] = _ModelSession(
-            list(token_ids), SamplingState(known or sampling, token_ids, prompt_len), is_readable, salt
-        )
+        committed = list(token_ids)
+        own_ids = committed if self._vocabulary is None else list(self._own(token_ids))
+        state = SamplingState(known or sampling, token_ids, prompt_len)
+        self._sessions[request_id] = _ModelSession(committed, own_ids, state, is_readable, salt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
         session.token_ids.extend(token_ids)
+        if session.own_ids is not session.token_ids:
+            session.own_ids.extend(self._own(token_ids))
         session.state.extend(token_ids)
         session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
 
@@ -122,15 +134,18 @@ class SmallModel:
                 self._ledger.release(request_id)
 
     def readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The tokens before the first without an embedding row."""
-        return tuple(takewhile(lambda token_id: token_id < self._num_known, token_ids))
+        """The tokens before the first that the model cannot read."""
+        if self._vocabulary is None:
+            return tuple(takewhile(lambda token_id: token_id < self._num_known, token_ids))
+        return tuple(takewhile(lambda token_id: self._own((token_id,)), token_ids))
 
     def can_read(self, request_id: str, ahead: Sequence[int]) -> bool:
-        """Whether every token of the request and of ``ahead`` has an embedding row."""
+        """Whether the model can read every token of the request and of ``ahead``."""
         return self._sessions[request_id].is_readable and len(self.readable(ahead)) == len(ahead)
 
     def committed_len(self, request_id: str) -> int:
-        return len(self._sessions[request_id].token_ids)
+        """In the model's tokens."""
+        return len(self._sessions[request_id].own_ids)
 
     def ends(self, request_id: str, token_id: int) -> bool:
         sampling = self._sessions[request_id].state.sampling
@@ -140,6 +155,7 @@ class SmallModel:
     def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
         """Divides questions about distinct requests, with the maximum tokens beyond ``ahead``, into parts that the cache
         holds at once, and makes room for each in turn. Yields indices, except of questions beyond ``max_len``."""
+        wanted = [(self._in_own(question), num_tokens) for question, num_tokens in wanted]
         lens = [self._given_len(question) + num_tokens for question, num_tokens in wanted]
         fitting = [i for i, length in enumerate(lens) if length <= self.max_len]
         for part in parts_that_fit(fitting, lambda i: lens[i], self._ledger):
@@ -149,6 +165,7 @@ class SmallModel:
     def catch_up(self, questions: Sequence[Question]) -> list[bool]:
         """Computes what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
         Returns whether each question can now be answered without another such pass."""
+        questions = [self._in_own(question) for question in questions]
         missing = [self._align(question) for question in questions]
         if sum(missing) <= self._max_pass_rows:
             return [True] * len(questions)  # choose computes them in the pass of the answers
@@ -163,12 +180,12 @@ class SmallModel:
         ready: list[int] = []
         catching_up: tuple[Question, int] | None = None
         rows_left, blocks_left = max_rows, self._ledger.num_free_blocks
-        for i, question in enumerate(questions):
+        for i, question in enumerate(map(self._in_own, questions)):
             request_id = question.request_id
             missing = self._align(question)
             end_len = self._given_len(question) + len(question.drafts)
             needed = self._ledger.num_blocks_needed(request_id, end_len - self._ledger.computed_len(request_id))
-            if end_len > self.max_len or needed > blocks_left or not self.can_read(request_id, question.drafts):
+            if end_len > self.max_len or needed > blocks_left or not self.can_read(request_id, questions[i].drafts):
                 found[i] = Chosen(())
             elif missing + len(question.drafts) < rows_left:
                 ready.append(i)
@@ -192,20 +209,20 @@ class SmallModel:
         session, ledger = self._sessions[request_id], self._ledger
         if session.checkpoint is not None:  # so that its full blocks can be shared
             base_len, computed = ledger.computed_len(request_id), session.checkpoint.token_ids
-            num_final = common_prefix_len(computed, session.token_ids[base_len:-1])
+            num_final = common_prefix_len(computed, session.own_ids[base_len:-1])
             if 0 < num_final < len(computed):
                 session.checkpoint = ledger.commit_some(session.checkpoint, num_final)
-        block_len, given = ledger.block_len, (*session.token_ids, *ahead)
+        block_len, given = ledger.block_len, (*session.own_ids, *self._own(ahead))
         end_len = len(given) + num_more
         if end_len > self.max_len:
             return False
         # The index may have more full blocks than the request, or lack some: those of an equal prefix that were evicted.
-        start = ledger.open(branch_id, session.token_ids, session.salt)
+        start = ledger.open(branch_id, session.own_ids, session.salt)
         needed = -(-end_len // block_len) - start // block_len
         if needed > ledger.num_free_blocks - self._num_promised:
             ledger.release(branch_id)
             return False
-        branch = _ModelSession(session.token_ids, session.state, session.is_readable, session.salt)
+        branch = replace(session, checkpoint=None, num_promised=0)
         self._sessions[branch_id] = branch
         base_len = ledger.computed_len(request_id) if request_id in ledger else 0
         before = () if session.checkpoint is None else session.checkpoint.token_ids
@@ -234,17 +251,21 @@ class SmallModel:
         Args:
             num_runners_up: of each position: the tokens that would be chosen if those before were masked, best first.
         """
+        spans_to_sample = [
+            SampleSpan(self._sessions[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
+        ]
+        lens_of_drafts = [[len(self._own((token_id,))) for token_id in question.drafts] for question in questions]
+        questions = [self._in_own(question) for question in questions]
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
         lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
         hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
-        answers = zip(questions, accumulate(lens), strict=True)
-        answered = np.concatenate([np.arange(end - 1 - len(question.drafts), end) for question, end in answers])
+        answers = zip(lens_of_drafts, accumulate(lens), strict=True)
+        answered = np.concatenate([end - 1 - sum(of) + np.cumsum([0, *of]) for of, end in answers])  # the last row of each
         logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
-        spans_to_sample = [
-            SampleSpan(self._sessions[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
-        ]
+        if self._columns is not None:
+            logits = logits.index_select(1, self._columns)
         chosen = self._choose(logits, spans_to_sample)
         return self._with_runners_up(logits, spans_to_sample, chosen, num_runners_up) if num_runners_up else chosen
 
@@ -284,9 +305,18 @@ class SmallModel:
             assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"
             if request_id in self._ledger:
                 computed_len = self._ledger.computed_len(request_id)
-                assert computed_len < len(session.token_ids), f"{request_id!r}: the last token's row is needed again"
+                assert computed_len < len(session.own_ids), f"{request_id!r}: the last token's row is needed again"
             else:
                 assert session.checkpoint is None, f"{request_id!r}: a checkpoint without blocks"
+
+    def _own(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(token_ids) if self._vocabulary is None else self._vocabulary.own(token_ids)
+
+    def _in_own(self, question: Question) -> Question:
+        """With the model's tokens."""
+        if self._vocabulary is None:
+            return question
+        return Question(question.request_id, self._own(question.ahead), self._own(question.drafts))
 
     def _given_len(self, question: Question) -> int:
         return self.committed_len(question.request_id) + len(question.ahead)
@@ -309,14 +339,14 @@ class SmallModel:
         request_id = question.request_id
         session = self._sessions[request_id]
         if request_id not in self._ledger:
-            self._ledger.open(request_id, session.token_ids, session.salt)
+            self._ledger.open(request_id, session.own_ids, session.salt)
         base_len = self._ledger.computed_len(request_id)
         num_given = self._given_len(question) - 1 - base_len
         checkpoint = session.checkpoint
         if checkpoint is None:
             return num_given
-        num_final = len(session.token_ids) - 1 - base_len
-        num_agreed = common_prefix_len(checkpoint.token_ids, (*session.token_ids[base_len:], *question.ahead)[:num_given])
+        num_final = len(session.own_ids) - 1 - base_len
+        num_agreed = common_prefix_len(checkpoint.token_ids, (*session.own_ids[base_len:], *question.ahead)[:num_given])
         if num_agreed <= num_final:
             self._ledger.commit(checkpoint, num_agreed)
             session.checkpoint = None
@@ -331,8 +361,8 @@ class SmallModel:
         final_len = self._ledger.computed_len(request_id)
         before = () if session.checkpoint is None else session.checkpoint.token_ids
         base_len = final_len + len(before)
-        given = (*session.token_ids[base_len:], *question.ahead, *question.drafts)
-        skipped = max(0, base_len - len(session.token_ids))
+        given = (*session.own_ids[base_len:], *question.ahead, *question.drafts)
+        skipped = max(0, base_len - len(session.own_ids))
         token_ids = given[skipped : skipped + num_rows]
         if session.checkpoint is None:
             session.checkpoint = self._ledger.speculate(request_id, token_ids)

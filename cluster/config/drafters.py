@@ -44,11 +44,12 @@ class SuffixOptions(Section):
 
 
 class ModelOptions(Section):
-    """A causal language model with the target's vocabulary."""
+    """A causal language model. With another tokenizer than the target's it drafts the tokens that both have."""
 
     kind: Literal["model"] = "model"
     traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True, can_fork=True)
     model: str = Field(min_length=1)  # as in the section model
+    target: str = Field(default="auto", min_length=1)  # as in the section model; auto: the served one
     num_layers: Count | None = None  # only its first layers; None: all
     dtype: Dtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25

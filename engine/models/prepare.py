@@ -138,6 +138,14 @@ def resolve_model(name_or_path: str, engine: Engine = "native") -> Path:
     return _prepared(folder, CATALOGUE[name_or_path], engine, name_or_path)
 
 
+def settings_folder(name_or_path: str) -> Path:
+    """Where settings and tokenizer of a model are, whatever engine reads its weights. Raises ModelUnavailable."""
+    if name_or_path in CATALOGUE:
+        return model_folder(name_or_path)
+    folder = find_folder(name_or_path)
+    return _folder_of_file(folder) if folder.suffix == GGUF else folder
+
+
 def shipped_file(folder: Path) -> Path:
     """The GGUF file that a model's folder was made from, or holds. Raises ModelUnavailable: there is none."""
     for model in CATALOGUE.values():

@@ -1,4 +1,4 @@
-"""Comparison of tokenizers by their token ids. Reads tokenizer.json itself: no torch, no tokenizers."""
+"""The vocabulary of a tokenizer, and its fingerprint. Reads tokenizer.json itself: no torch, no tokenizers."""
 
 import hashlib
 import json
@@ -64,24 +64,3 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 def fingerprint(folder: Path) -> str:
     """``Vocabulary.fingerprint`` of a folder. Raises as ``read_vocabulary``."""
     return read_vocabulary(folder).fingerprint()
-
-
-def difference(own: Vocabulary, other: Vocabulary) -> str | None:
-    """The first difference of two vocabularies in words; None if they are equal."""
-    if len(own.tokens) != len(other.tokens):
-        return f"it has {len(own.tokens)} tokens, not {len(other.tokens)}"
-    for token_id in sorted(own.tokens.keys() | other.tokens.keys()):
-        mine, theirs = own.tokens.get(token_id), other.tokens.get(token_id)
-        if mine != theirs:
-            return f"token {token_id} is {mine!r}, not {theirs!r}"
-    if own.special != other.special:
-        odd = sorted(own.special.items() ^ other.special.items())
-        token_id, content = odd[0]
-        where = "only in it" if token_id in own.special else "not in it"
-        return f"{content!r} (token {token_id}) is a special token {where}"
-    for i, (mine, theirs) in enumerate(zip(own.merges, other.merges, strict=False)):
-        if mine != theirs:
-            return f"merge {i} is {mine!r}, not {theirs!r}"
-    if len(own.merges) != len(other.merges):
-        return f"it has {len(own.merges)} merges, not {len(other.merges)}"
-    return None

@@ -1,6 +1,7 @@
 """One suite over every drafter: what a loop may rely on."""
 
 import random
+import string
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from engine.forward import CausalModel
 from engine.kv_blocks import BlockLedger
 from engine.models.tokenizer import fingerprint
 from tests.support.dspark import make_dspark, write_dspark, write_speculators
-from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.tiny_model import write_renamed, write_tiny_layers, write_tiny_model
 from tests.support.with_proposers import WithProposers
 
 VOCAB_SIZE = 257
@@ -41,6 +42,7 @@ KINDS = (
     "table",
     "model",
     "shallow",
+    "other-vocabulary",
     "layers",
     "dspark",
     "dspark-rnn",
@@ -51,6 +53,7 @@ KINDS = (
     "lookup-chain",
     "long-chain",
     "layers-chain",
+    "other-chain",
     "cascade",
     "lookup-cascade",
 )
@@ -68,6 +71,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def layers_folder(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     return write_tiny_layers(tmp_path_factory.mktemp("layers"), folder, token_ids=range(3, 250, 2))
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    """A target of which 30 tokens are two of the drafter's each."""
+    return write_renamed(tmp_path_factory.mktemp("wide") / "target", folder, {c: c + "~" for c in string.ascii_letters[:30]})
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +107,21 @@ def make_one(
     request: pytest.FixtureRequest,
     folder: Path,
     layers_folder: Path,
+    wide_folder: Path,
     dspark_folders: dict[str, Path],
     table_file: Path,
     model: CausalModel,
 ) -> Make:
     if request.param in dspark_folders:
         return lambda: make_dspark(dspark_folders[request.param], folder, num_blocks=17, model=model)
-    return _make_one(request.param, folder, layers_folder, table_file)
+    return _make_one(request.param, folder, layers_folder, wide_folder, table_file)
 
 
-def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) -> Make:
+def _make_one(kind: str, folder: Path, layers_folder: Path, wide_folder: Path, table_file: Path) -> Make:
     def model(num_layers: int) -> ModelOptions:
         return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
 
+    other = model(2).model_copy(update={"target": str(wide_folder)})
     lookups = (NgramOptions(), SuffixOptions(), TableOptions(max_learned=100))
     layers = LayersOptions(
         path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.0002, min_survival=0.0
@@ -124,14 +135,17 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) ->
         "suffix": SuffixOptions(),
         "model": model(NUM_LAYERS),
         "shallow": model(1),
+        "other-vocabulary": other,
     }
     chains: dict[str, tuple[DrafterOptions, ...]] = {
+        "other-chain": (NgramOptions(), other),
         "layers-chain": (layers, model(2)),
         "chain": (model(1), model(NUM_LAYERS)),
         "lookup-chain": (NgramOptions(), model(2)),
         "long-chain": (NgramOptions(), model(1), model(2)),
     }
-    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    tokenizer = wide_folder if kind.startswith("other") else folder
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(tokenizer))
     if kind in chains:
         return lambda: _chain(chains[kind], target)
     return lambda: make(options[kind], Site(target, "cpu"))

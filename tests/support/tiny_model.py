@@ -1,7 +1,8 @@
 """Hugging Face folders of random models small enough to load in a test."""
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,28 @@ def write_tokenizer(folder: Path) -> int:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return tokenizer.get_vocab_size()
+
+
+def write_renamed(folder: Path, model: Path, pieces: Mapping[str, str], ids: Sequence[int] | None = None) -> Path:
+    """A copy of a tiny model whose tokenizer spells some tokens otherwise. ``ids``: the new id of each token, also in its
+    weights: the copy computes the same of the same text."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    new = list(range(len(vocab) + len(added))) if ids is None else list(ids)
+    tokenizer["model"]["vocab"] = {pieces.get(piece, piece): new[i] for piece, i in vocab.items()}
+    for token in added:
+        token |= {"id": new[token["id"]], "content": pieces.get(token["content"], token["content"])}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {key: new[config[key]] for key in ("bos_token_id", "eos_token_id")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.empty_like(embedding).index_copy_(0, torch.tensor(new), embedding)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def _random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
