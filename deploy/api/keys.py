@@ -30,14 +30,13 @@ class ApiKeys:
         self._tenants = dict(tenants)
 
     @classmethod
-    def from_file(cls, path: Path, num_replicas: int = 1, most: int | None = None) -> "ApiKeys":
+    def from_file(cls, path: Path, most: int = 1) -> "ApiKeys":
         """One key per line, plain, as ``sha256:HEX`` or as ``name:HEX``, each a tenant without limits; blank lines and lines
         that start with ``#`` are skipped. A key without a name is named by its digest: the name decides which timelines a
-        tenant sees. Or YAML, as in docs/operations.md. Tenants have the limits of one of ``num_replicas``,
-        of which there are never more than ``most``; None: than these.
+        tenant sees. Or YAML, as in docs/operations.md.
 
         Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text. Or a
-        limit cannot be divided.
+        limit cannot be divided by ``most``, the replicas of the API at any time.
         """
         try:
             text = path.read_text("utf-8")
@@ -49,10 +48,15 @@ class ApiKeys:
         except ConfigError as error:
             faults = "; ".join(str(without_text(problem)) for problem in error.problems)
             raise InvalidField("api_keys_file", str(path), faults) from None
-        try:
-            return cls({digest: tenant.shared_by(num_replicas, most or num_replicas) for digest, tenant in tenants.items()})
-        except ValueError as error:
-            raise InvalidField("api_keys_file", str(path), str(error)) from error
+        for tenant in tenants.values():
+            if tenant.max_concurrent is not None and tenant.max_concurrent < most:
+                few = f"must be at least api.replicas ({most}), got {tenant.max_concurrent}"
+                raise InvalidField("api_keys_file", str(path), f"max_concurrent_requests of {tenant.name} {few}")
+        return cls(tenants)
+
+    def shared_by(self, num_replicas: int, most: int) -> "ApiKeys":
+        """The same keys, with the limits of one of ``num_replicas``."""
+        return ApiKeys({digest: one.shared_by(num_replicas, most) for digest, one in self._tenants.items()})
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
@@ -127,15 +131,16 @@ class KeyFiles:
         return True
 
     def divide(self, num_replicas: int) -> None:
-        """Among another number of replicas, from the next ``refresh`` on."""
+        """Among another number of replicas, at once and without reading the files."""
+        shares = num_replicas, self._most
         self._num_replicas = num_replicas
-        self._seen, self._looked_s = None, float("-inf")
-
-    def _read(self) -> None:
-        shares = self._num_replicas, self._most
-        keys, operators = (None if file is None else ApiKeys.from_file(file, *shares) for file in self._files)
+        keys, operators = (None if one is None else one.shared_by(*shares) for one in self._whole)
         self.operators = operators
         self.callers = keys if keys is None or operators is None else keys.plus(operators)
+
+    def _read(self) -> None:
+        self._whole = [None if file is None else ApiKeys.from_file(file, self._most) for file in self._files]
+        self.divide(self._num_replicas)
 
     def _stamps(self) -> list[_Stamp | None]:
         return [None if file is None else _stamp(file) for file in self._files]

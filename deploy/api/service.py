@@ -140,6 +140,7 @@ class Service:
         self._num_replicas = self.dashboard.num_replicas = num
         self._admission.divide(num)
         self._keys.divide(num)
+        self._set_tenants()
 
     def _set_tenants(self) -> None:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants

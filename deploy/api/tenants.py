@@ -34,11 +34,7 @@ class Tenant:
         return self.max_concurrent if self.width is None else self.width
 
     def shared_by(self, num_replicas: int, most: int) -> "Tenant":
-        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at any time.
-        Raises ValueError: one would give no sequence."""
-        if self.max_concurrent is not None and self.max_concurrent < num_replicas:
-            few = f"must be at least api.replicas ({num_replicas}), got {self.max_concurrent}"
-            raise ValueError(f"max_concurrent_requests of {self.name} {few}")
+        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at any time."""
         return replace(
             self,
             max_concurrent=None if self.max_concurrent is None else self.max_concurrent // num_replicas,

@@ -16,7 +16,7 @@ from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed
 from deploy.api.admission import Admission
 from deploy.api.app import create_app
-from deploy.api.keys import ApiKeys
+from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import Peers
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
@@ -72,14 +72,28 @@ def test_replicas_together_keep_to_a_budget(per_minute: int, burst: float, repli
 def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 5, tokens_per_minute: 900}\n")
-    tenant = ApiKeys.from_file(path, 2).tenants["search"]
+    keys = ApiKeys.from_file(path, 5)
+    tenant = keys.shared_by(2, 2).tenants["search"]
     assert tenant.max_concurrent == 2
     tokens = Budget(tenant.limits).tokens
     assert tokens is not None
     assert tokens.size == 450
-    assert [ApiKeys.from_file(path, num, 5).tenants["search"].widest for num in (1, 2, 5)] == [1, 1, 1], "they may join"
+    assert [keys.shared_by(num, 5).tenants["search"].widest for num in (1, 2, 5)] == [1, 1, 1], "they may join"
     with pytest.raises(InvalidField, match=r"max_concurrent_requests of search must be at least api.replicas \(6\), got 5"):
         ApiKeys.from_file(path, 6)
+
+
+def test_keys_are_divided_without_reading_them_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 6}\n")
+    path.chmod(0o640)
+    files = KeyFiles(path, None, 3)
+    path.unlink()
+    with caplog.at_level("INFO"):
+        files.divide(2)
+    assert files.callers is not None
+    assert files.callers.tenants["search"].max_concurrent == 3
+    assert not caplog.text
 
 
 def test_a_budget_that_is_divided_anew_gives_no_more_than_before() -> None:
