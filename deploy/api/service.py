@@ -214,7 +214,12 @@ class Service:
             room = info.max_model_len - len(prompt.token_ids)
             fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
-        asked = await self._built(request, partial(self._form.grammar, use, opening, grammar_of(fields)))
+        build = partial(self._form.grammar, use, opening, grammar_of(fields))
+        # A short schema of a tool may take long to read: its parts can refer to each other many times.
+        if (use.tools and self._form.reads_schemas) or request.state.body_len > _INLINE_BYTES:
+            asked = await self._in_share(request, partial(asyncio.to_thread, build), is_brief=False)
+        else:
+            asked = build()
         new_parser = self._form.new_parser(use, opening)
         options = OutputOptions(
             new_parser=new_parser,
@@ -241,18 +246,13 @@ class Service:
         fields = await self._bodies.read(request, DetokenizeRequest)
         return await self._in_share(request, partial(detokenize, fields, self._tokenizer, await self.info()))
 
-    async def _in_share(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
-        """As ``_in_time``, within the tenant's share of threads. What a short body asks for is awaited at once."""
-        if request.state.body_len <= _INLINE_BYTES:
+    async def _in_share(self, request: Request, work: Callable[[], Awaitable[T]], *, is_brief: bool = True) -> T:
+        """As ``_in_time``, within the tenant's share of threads. ``is_brief``: what a short body asks for is awaited at
+        once."""
+        if is_brief and request.state.body_len <= _INLINE_BYTES:
             return await work()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         return await self._in_time(request, self._threads.run(tenant.name, work))
-
-    async def _built(self, request: Request, build: Callable[[], T]) -> T:
-        """In a thread of the tenant's share, unless the body is too short to take time."""
-        if request.state.body_len <= _INLINE_BYTES:
-            return build()
-        return await self._in_share(request, lambda: asyncio.to_thread(build))
 
     async def _in_time(self, request: Request, work: Awaitable[T], advice: str = "send a shorter text") -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""

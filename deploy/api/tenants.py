@@ -34,7 +34,7 @@ class Tenant:
         return self.max_concurrent if self.width is None else self.width
 
     def shared_by(self, num_replicas: int, most: int) -> "Tenant":
-        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at any time."""
+        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at once."""
         return replace(
             self,
             max_concurrent=None if self.max_concurrent is None else self.max_concurrent // num_replicas,

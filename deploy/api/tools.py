@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from cluster.grammar import Grammar, GrammarKind
 from deploy.api.answer_parts import AnswerParser, Opening, PlainText, ReasoningParser
 from deploy.api.errors import bad_request
-from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, format_of, marker_of, pattern, sequence, spelled, tag
+from deploy.api.grammar_parts import (
+    ANY_TEXT,
+    Format,
+    any_of,
+    arguments,
+    format_of,
+    marker_of,
+    pattern,
+    sequence,
+    spelled,
+    tag,
+)
 from deploy.api.messages import NamedTool, Tool
 from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
@@ -149,6 +160,11 @@ class AnswerForm:
         shown = frozenset([*marker_ids.values(), *(i for i in inner if i is not None)])
         return cls(calls, reasoning, thinks == "deepseek_r1", on_channels, marker_ids, shown)
 
+    @property
+    def reads_schemas(self) -> bool:
+        """Whether arguments are not written as JSON, so that the schemas of tools are read here."""
+        return self.calls is not None and self.calls.arguments is not arguments
+
     def use_of(self, fields: ChatRequest) -> ToolUse:
         """Raises ApiError: a choice of tools that are not given, or tools for a model whose calls cannot be parsed."""
         choice = fields.tool_choice
@@ -204,7 +220,7 @@ class AnswerForm:
         Raises:
             ApiError: 400 naming the field, for a grammar that is too long or malformed.
         """
-        if self.calls is not None and self.calls.elements is not None:
+        if self.reads_schemas:
             for tool in use.tools:
                 _ = tool.function.parameters_read  # here, where it is not on the event loop: the parser needs it
         field, tools = "tools", self._tool_grammar(use)

@@ -5,9 +5,11 @@ annotations, and what several schemas demand at once. All that matches the rewri
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote, urljoin
 
+from cluster.errors import InvalidField
 from engine.grammar.schema_spellings import plain, refused, types_of
 
 MAX_DEPTH = 64
@@ -32,6 +34,12 @@ def normal_form(schema: Any, *, names_root: bool = False) -> Any:
     return _Document(schema, names_root).normal()
 
 
+def properties_apart(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a schema whose normal form is none, or no list of properties: the normal forms of properties that have one. Each
+    stands alone, with ``$defs``; references to definitions without one have no target."""
+    return _Document(schema, True).properties_apart()
+
+
 class _Document:
     def __init__(self, root: Any, names_root: bool) -> None:
         self._root = root
@@ -49,6 +57,18 @@ class _Document:
             name, target = self._waiting.pop()
             definitions[name] = self._node(target, "", f"#/$defs/{name}", 0)
         return {**found, "$defs": definitions} if definitions and isinstance(found, dict) else found
+
+    def properties_apart(self) -> dict[str, Any]:
+        given = self._root.get("properties")
+        found, definitions = dict[str, Any](), dict[str, Any]()
+        for name, one in given.items() if isinstance(given, dict) else ():
+            with suppress(InvalidField):
+                found[name] = self._node(one, "", f"#/properties/{name}", 0)
+        while self._waiting:
+            name, target = self._waiting.pop()
+            with suppress(InvalidField):
+                definitions[name] = self._node(target, "", f"#/$defs/{name}", 0)
+        return {name: {**one, "$defs": definitions} if isinstance(one, dict) else one for name, one in found.items()}
 
     def _index(self) -> None:
         stack = [(self._root, "")]

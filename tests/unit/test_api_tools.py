@@ -33,6 +33,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 CALLED = 'Let me see. <tool_call>{"name": "get_weather", "arguments": {"city": "東京"}}</tool_call>'
+MARKS = {"hermes": "", "qwen3_coder": "{% if tools %}{% endif %}{# <function= <parameter= #}"}
 THINKING = CHAT_TEMPLATE + "{# <think> </think> #}"
 
 
@@ -73,9 +74,11 @@ async def streamed(http: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, An
     return message, finish
 
 
-@pytest.mark.parametrize(("text_len", "is_beside"), [(10, False), (2500, True)])
-async def test_the_grammar_of_a_long_body_is_built_beside_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch, text_len: int, is_beside: bool
+@pytest.mark.parametrize(
+    ("form", "text_len", "is_beside"), [("hermes", 10, False), ("hermes", 2500, True), ("qwen3_coder", 10, True)]
+)
+async def test_long_bodies_and_schemas_are_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, form: str, text_len: int, is_beside: bool
 ) -> None:
     threads, build = list[threading.Thread](), AnswerForm.grammar
 
@@ -85,7 +88,7 @@ async def test_the_grammar_of_a_long_body_is_built_beside_the_event_loop(
 
     monkeypatch.setattr(AnswerForm, "grammar", grammar)
     function = {"name": "now", "description": "x" * text_len}
-    async with answering("It is noon.") as (http, _):
+    async with answering("It is noon.", CHAT_TEMPLATE + MARKS[form]) as (http, _):
         response = await http.post(CHAT, json=chat_body(tools=[{"type": "function", "function": function}]))
     assert response.is_success, response.text
     assert [one is not threading.main_thread() for one in threads] == [is_beside]

@@ -263,6 +263,16 @@ def test_alternatives_that_refer_to_themselves_are_read_to_an_end() -> None:
     assert kinds == ["string", ["integer", "null"]], "in their order"
 
 
+def test_what_can_be_read_of_a_schema_is_read_at_once() -> None:
+    """Not when the model calls the tool, which is on the event loop: a part may take long to read."""
+    properties = {"bad": {"type": "text"}, "a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/b"}, "c": {"type": "integer"}}
+    schema = {"properties": properties, "$defs": {"a": {"type": "boolean"}, "b": {"type": "text"}}}
+    known = Parameters(schema)
+    properties.clear()
+    types = [known.types(key) for key in ("bad", "a", "b", "c", "d")]
+    assert types == [frozenset(), {"boolean"}, frozenset(), {"integer"}, frozenset()]
+
+
 def test_a_long_number_is_read_once() -> None:
     """Not from each of its digits again: the pattern gives no digit back."""
     assert json_of_literal("1" * 100_000 + "x") is None

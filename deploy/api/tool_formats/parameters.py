@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidField
-from engine.grammar.schema_forms import normal_form
+from engine.grammar.schema_forms import normal_form, properties_apart
 from engine.grammar.schema_rules import read_schema
 from engine.grammar.schema_spellings import OF_ARRAY, OF_NUMBER, OF_OBJECT, OF_STRING
 
@@ -16,7 +16,6 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 ALL_TYPES = frozenset(_NAMES.values())
 _OWN = {"string": OF_STRING, "number": OF_NUMBER, "array": OF_ARRAY, "object": OF_OBJECT}
 _LISTED = {"type", "properties", "required", "additionalProperties", "$defs"}
-_SHARED = ("$id", "$defs", "definitions")
 
 
 class Parameters:
@@ -30,7 +29,6 @@ class Parameters:
     """
 
     def __init__(self, schema: Mapping[str, Any], *, strict: bool = False) -> None:
-        self._given = schema
         self._types: dict[str, frozenset[str]] = {}  # by property
         self.is_listed = True  # the schema demands no more than properties, some of them required
         try:
@@ -46,12 +44,13 @@ class Parameters:
         self.properties: dict[str, Any] = rules.get("properties", {})
         self.required: list[str] = rules.get("required", [])
         self.others: Any = rules.get("additionalProperties", not self.properties)  # False: there are none
+        self._apart = {} if self.is_listed else properties_apart(schema)
 
     def types(self, key: str) -> frozenset[str]:
         """The JSON types that the schema names for a property; none where it does not say."""
         if key not in self._types:
             try:
-                found = self.alternatives(self._schema_of(key))
+                found = self.alternatives(self.properties.get(key, self._apart.get(key, self.others)))
             except InvalidField:
                 found = []
             self._types[key] = types_of(found)
@@ -60,10 +59,10 @@ class Parameters:
     def alternatives(self, schema: Any) -> list[dict[str, Any]]:
         """The schemas of which a value matches one, in order, without references. Those of a string are about strings alone.
 
-        Raises InvalidField: they have no end.
+        Raises InvalidField: they have no end, or refer to what is no schema.
         """
         found, waiting = list[dict[str, Any]](), [schema]
-        definitions = self._definitions | (schema.get("$defs", {}) if isinstance(schema, dict) else {})
+        definitions = schema["$defs"] if isinstance(schema, dict) and "$defs" in schema else self._definitions
         for _ in range(_MAX_SCHEMAS):
             if not waiting:
                 return found
@@ -74,7 +73,10 @@ class Parameters:
             kinds = one.get("type")
             cases = one.get("anyOf", one.get("oneOf"))
             if "$ref" in one:
-                waiting.insert(0, definitions[one["$ref"].removeprefix("#/$defs/")])
+                name = one["$ref"].removeprefix("#/$defs/")
+                if name not in definitions:
+                    raise InvalidField("tools", name, "refers to what is no schema")
+                waiting.insert(0, definitions[name])
             elif cases is not None:
                 waiting[:0] = cases
             elif isinstance(kinds, list) and "string" in kinds and values_of(one) is None:
@@ -92,13 +94,6 @@ class Parameters:
                     found[name] = self._definitions[name]
                     waiting.append(found[name])
         return {**schema, "$defs": found} if found else schema
-
-    def _schema_of(self, key: str) -> Any:
-        """Raises InvalidField: of a schema that is none as a whole, this property is none either."""
-        given = self._given.get("properties")
-        if self.is_listed or not isinstance(given, dict) or not isinstance(given.get(key), dict) or key in self.properties:
-            return self.properties.get(key, self.others)
-        return normal_form({**{name: self._given[name] for name in _SHARED if name in self._given}, **given[key]})
 
 
 def types_of(alternatives: list[dict[str, Any]]) -> frozenset[str]:
@@ -118,7 +113,7 @@ def _types_about(rules: Mapping[str, Any]) -> frozenset[str]:
     if types is not None:
         found = frozenset([types] if isinstance(types, str) else types)
     elif values is not None:
-        found = frozenset(_NAMES[type(value)] for value in values)
+        found = frozenset(_NAMES[kind] for kind in set(map(type, values)))
     else:
         about = [kind for kind, keys in _OWN.items() if keys & rules.keys()]
         found = frozenset(about if len(about) == 1 else ())
