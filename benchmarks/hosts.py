@@ -226,6 +226,8 @@ class Hosts:
             raise FaultBenchFailed("no name is free for a bridge")
         _ip("link", "set", self.name, "alias", f"{_OWNER}{os.getpid()}")
         self.prefix = f"10.213.{number}"
+        # Else the lowest of its ports' addresses, which changes with them: hosts would lose this process for seconds.
+        _ip("link", "set", self.name, "address", f"02:00:00:00:fe:{number:02x}")
         _ip("address", "add", f"{self.own_address}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 
