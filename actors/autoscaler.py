@@ -181,9 +181,8 @@ class Autoscaler:
     async def _make_scaler(self, reports: Sequence[TargetReport]) -> FleetScaler | None:
         for report in reports:
             member = self._pool.targets.get(report.status.name)
-            if member is None or member.process is None or member.state is not ProcessState.READY:
-                continue
-            costs: CostTables | None = await health.ask(member.process, self._config.supervision, "cost_tables")
+            ready = None if member is None else member.ready
+            costs: CostTables | None = await health.ask(ready, self._config.supervision, "cost_tables")
             if costs is not None and report.status.num_blocks:
                 kv_tokens = report.status.num_blocks * self._config.target.block_len
                 return fleet_scaler(self._config, costs, kv_tokens, await self._machines())

@@ -122,8 +122,7 @@ class LastReports:
     async def ask(self, member: ManagedProcess, supervision: SupervisionConfig) -> TargetReport:
         """What a target reports now; the last report of one that does not answer."""
         unknown = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
-        process = member.process
-        if process is None or member.state is not ProcessState.READY:
+        if (process := member.ready) is None:
             return unknown
         report: TargetReport | None = await health.ask(process, supervision, "report", deadline_s=REPORT_DEADLINE_S)
         if report is None:

@@ -134,23 +134,7 @@ class LinkClient:
         lost_s = 0.0
         async with AsyncExitStack() as alone:
             while True:
-                if self._ends:
-                    raise STOPS.error
-                if lost is not None and not await self._until(
-                    partial(self._candidates, avoided), lost_s + self._resume_wait_s
-                ):
-                    raise lost
-                try:
-                    stream = self._submit(request, avoided, resumption.num_fruitless)
-                except LinkClosed:
-                    if lost is None:
-                        raise
-                    continue
-                except Overloaded:
-                    if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
-                        raise
-                    await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
-                    continue
+                stream = await self._sent(request, avoided, resumption.num_fruitless, lost, lost_s)
                 goes_on = finished = False
                 try:
                     while True:
@@ -163,12 +147,8 @@ class LinkClient:
                         if lost is not None and not goes_on:
                             goes_on = True
                             self._num_resumed += 1
-                            logger.info(
-                                "%s goes on elsewhere after %d tokens: %s",
-                                request.id,
-                                len(request.output_token_ids),
-                                lost,
-                            )
+                            num = len(request.output_token_ids)
+                            logger.info("%s goes on elsewhere after %d tokens: %s", request.id, num, lost)
                         if item.token_ids and resumption.num_fruitless:
                             await alone.aclose()
                         commit = resumption.deliver(item)
@@ -239,6 +219,24 @@ class LinkClient:
             with self._lock:
                 del self._awaiting[linked]
         return True
+
+    async def _sent(
+        self, request: Request, avoided: set[Link], num_fruitless: int, lost: LinkClosed | None, lost_s: float
+    ) -> RequestStream:
+        """As ``_submit``. A request whose last target was ``lost`` waits for another one, and for room there."""
+        while not self._ends:
+            if lost and not await self._until(partial(self._candidates, avoided), lost_s + self._resume_wait_s):
+                raise lost
+            try:
+                return self._submit(request, avoided, num_fruitless)
+            except LinkClosed:
+                if lost is None:
+                    raise
+            except Overloaded:
+                if lost is None or asyncio.get_running_loop().time() > lost_s + MAX_FULL_S:
+                    raise
+                await asyncio.sleep(FULL_PAUSE_S)  # links do not tell when they have room
+        raise STOPS.error
 
     def _submit(self, request: Request, avoided: set[Link], num_fruitless: int) -> RequestStream:
         """Adds targets whose links are closed to ``avoided``. Raises LinkClosed: no target is linked; Overloaded: the linked

@@ -105,8 +105,12 @@ def _discard(answer: asyncio.Future[float]) -> None:
         answer.exception()  # of a process that has ended: retrieved, so that asyncio does not log it
 
 
-async def ask(process: Process, config: SupervisionConfig, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-    """The answer, or None from a process that is dead or does not answer; ``wait_failure`` handles that case."""
+async def ask(
+    process: Process | None, config: SupervisionConfig, method: str, *args: Any, deadline_s: float = math.inf
+) -> Any:
+    """The answer, or None from a process that is dead or does not answer, which ``wait_failure`` handles, and from none."""
+    if process is None:
+        return None
     timeout_s = min(deadline_s, config.health_timeout_ms / 1e3)
     try:
         async with asyncio.timeout(timeout_s):

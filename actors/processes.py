@@ -143,6 +143,11 @@ class ManagedProcess:
     reason: str | None = None  # why it is not ready
     task: asyncio.Task[None] | None = None  # supervises it
 
+    @property
+    def ready(self) -> Process | None:
+        """None: it does not serve now."""
+        return self.process if self.state is ProcessState.READY else None
+
 
 @dataclass(slots=True, eq=False)
 class ProcessPool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from actors import health
 from actors.drafter_loader import SILENT
-from actors.processes import ProcessPool, ProcessState
+from actors.processes import ProcessPool
 from actors.target import TargetReport
 from cluster.config import Config, DrafterConfig, TargetConfig
 from cluster.placement import drafter_name, target_name
@@ -120,8 +120,7 @@ class Resizer:
         return []
 
     def _is_ready(self, name: str) -> bool:
-        member = self._pool.targets.get(name) or self._pool.drafters[name]
-        return member.state is ProcessState.READY
+        return (self._pool.targets.get(name) or self._pool.drafters[name]).ready is not None
 
     def _counted(self, names: Iterable[str]) -> Replicas:
         staying = [name for name in names if name not in self.leaving]
@@ -132,11 +131,11 @@ class Resizer:
         """Waits until the target has no requests, has ended, or its time is over, which passes only while another one
         serves. Without another one it serves on."""
         end_s, num_idle = None, 0
-        while (member := self._pool.targets[name]).state is ProcessState.READY and member.process is not None:
+        while (process := self._pool.targets[name].ready) is not None:
             is_idle = False
             serves_on = not any(self._is_ready(other) for other in self._pool.targets if other not in self.leaving)
             # In each turn, since an answer may be lost, and an earlier supervisor may have asked.
-            await health.ask(member.process, self._config.supervision, "drain", not serves_on)
+            await health.ask(process, self._config.supervision, "drain", not serves_on)
             if serves_on:
                 end_s = None
             else:
@@ -154,7 +153,7 @@ class Resizer:
     async def _unused(self, name: str) -> None:
         """Waits until no target drafts with it, or DRAFTER_DRAIN_S."""
         end_s = time.monotonic() + DRAFTER_DRAIN_S
-        while self._pool.drafters[name].state is ProcessState.READY and time.monotonic() < end_s:
+        while self._pool.drafters[name].ready is not None and time.monotonic() < end_s:
             counts = [one for report in await self._processes.reports() for one in report.drafters if one.name == name]
             if not any(one.num_requests for one in counts):
                 return

@@ -18,7 +18,6 @@ from actors.processes import (
     AdapterRegistry,
     Directory,
     ManagedProcess,
-    Process,
     ProcessEnded,
     ProcessPool,
     ProcessState,
@@ -138,8 +137,8 @@ class Supervisor:
         self.start()
         reports, router, chains = await asyncio.gather(
             self.reports(),
-            self._call_control(ROUTER, "report", deadline_s=REPORT_DEADLINE_S),
-            self._call_control(CHAINS, "report", deadline_s=REPORT_DEADLINE_S),
+            self._ask(self._pool.control.get(ROUTER), "report", deadline_s=REPORT_DEADLINE_S),
+            self._ask(self._pool.control.get(CHAINS), "report", deadline_s=REPORT_DEADLINE_S),
         )
         model = self._directory.model
         name = model.name if model is not None else self._config.model.public_names[0]
@@ -152,11 +151,11 @@ class Supervisor:
 
     async def try_policy(self, policy: PolicyConfig | None, for_s: float) -> bool:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
-        return await self._call_control(ROUTER, "try_policy", policy, for_s) is not None
+        return await self._ask(self._pool.control.get(ROUTER), "try_policy", policy, for_s) is not None
 
     def pids(self) -> dict[str, int]:
         """Process ids of the ready processes, by name."""
-        return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state is ProcessState.READY}
+        return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.ready}
 
     async def leave_machines(self, names: frozenset[str]) -> None:
         """``names``: all members on machines that drain. Requests go to others, if there are any. Those whose numbers scale
@@ -173,9 +172,8 @@ class Supervisor:
     async def drain(self, deadline_s: float) -> bool:
         """Targets accept no more requests. Returns whether all running ones ended within the deadline; gateways end the
         others with an error, which has been sent when this returns."""
-        targets = [m.process for m in self._pool.targets.values() if m.process is not None]
         end_s = time.monotonic() + deadline_s
-        await asyncio.gather(*(self._call(process, "drain", deadline_s=deadline_s) for process in targets))
+        await asyncio.gather(*(self._ask(target, "drain", deadline_s=deadline_s) for target in self._pool.targets.values()))
         if await self._idle_by(end_s):
             return True
         await self._notify(self._directory.changed(ends=True))
@@ -263,7 +261,7 @@ class Supervisor:
         self._failed_start = None
         if info.draining and self._config.target.scales and member.name not in (target_name(0), *self._resizer.leaving):
             self._resizer.begin_leaving(member.name)  # as an earlier supervisor had begun
-        await self._membership_changed(info.model)
+        await self.members_changed(info.model)
         if not self._pool.control:
             self._start_pool(info.model)
 
@@ -298,25 +296,25 @@ class Supervisor:
 
     async def _drafter_ready(self, member: ManagedProcess, info: ProcessInfo) -> None:
         """A drafter that an earlier supervisor started may have outdated addresses."""
-        if not self._starting_targets and member.process is not None:
-            await self._call(member.process, "set_addresses", self._directory.addresses)
+        if not self._starting_targets:
+            await self._ask(member, "set_addresses", self._directory.addresses)
 
-    async def _membership_changed(self, model: ModelInfo | None) -> None:
-        """Tells drafters, router and gateways which targets there are, and which of them leave."""
+    async def members_changed(self, model: ModelInfo | None = None) -> None:
+        """Tells drafters, router and gateways which targets there are, and which of them leave. ``model``: by default the
+        last one."""
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
         leaving = tuple(sorted((self._resizer.leaving | self._draining) & self._addresses.keys()))
-        directory = self._directory.changed(model=self._adapters.applied(model), addresses=addresses, leaving=leaving)
+        applied = self._adapters.applied(model or self._directory.model)
+        directory = self._directory.changed(model=applied, addresses=addresses, leaving=leaving)
         await self._notify(directory)  # gateways first: drafters that do not answer take their deadline
         await self._send_addresses()
         await self._update_router()
 
     async def _send_addresses(self) -> None:
         """To the drafters, once all targets were found again: they close links to targets that are left out."""
-        if self._starting_targets:
-            return
-        # One that starts is told when it is ready.
-        ready = [d.process for d in self._pool.drafters.values() if d.process and d.state is ProcessState.READY]
-        await asyncio.gather(*(self._call(process, "set_addresses", self._directory.addresses) for process in ready))
+        if not self._starting_targets:  # one that starts is told when it is ready
+            addresses = self._directory.addresses
+            await asyncio.gather(*(self._ask(member, "set_addresses", addresses) for member in self._pool.drafters.values()))
 
     async def _control_ready(self, member: ManagedProcess, info: Any) -> None:
         await self._update_router()
@@ -324,18 +322,13 @@ class Supervisor:
     async def _update_router(self) -> None:
         models = self._loader.models
         if self._config.target.scales:
-            await self._call_control(ROUTER, "set_targets", tuple(self._pool.targets))
-        await self._call_control(ROUTER, "set_draining", self._draining | self._resizer.leaving | models.retiring)
+            await self._ask(self._pool.control.get(ROUTER), "set_targets", tuple(self._pool.targets))
+        await self._ask(
+            self._pool.control.get(ROUTER), "set_draining", self._draining | self._resizer.leaving | models.retiring
+        )
         if models.tenants:
             offered = models.offered(time.monotonic()) - self._draining
-            await self._call_control(ROUTER, "set_offered", offered, models.on_fallback)
-
-    async def _call_control(self, name: str, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-        """The answer of the router or the scheduler of chains; None while it is not ready."""
-        member = self._pool.control.get(name)
-        if member is None or member.process is None or member.state is not ProcessState.READY:
-            return None
-        return await self._call(member.process, method, *args, deadline_s=deadline_s)
+            await self._ask(self._pool.control.get(ROUTER), "set_offered", offered, models.on_fallback)
 
     # ---- `actors.drafter_loader.DrafterProcesses`
 
@@ -344,7 +337,7 @@ class Supervisor:
         return await asyncio.gather(*(self._last_reports.ask(member, supervision) for member in self._pool.targets.values()))
 
     async def load_demand(self) -> Mapping[str, int]:
-        return await self._call_control(ROUTER, "load_demand") or {}
+        return await self._ask(self._pool.control.get(ROUTER), "load_demand") or {}
 
     def load(self, name: str) -> None:
         self._supervise(self._pool.drafters[name])
@@ -387,9 +380,6 @@ class Supervisor:
         else:
             del self._pool.drafters[name], self._drafters[name]
 
-    async def members_changed(self) -> None:
-        await self._membership_changed(self._directory.model)
-
     def resize(self, size: FleetSize) -> FleetSize:
         """Begins to start or end replicas; returns what is wanted now, within the bounds of the configuration."""
         self.start()  # a restarted supervisor takes over what runs first
@@ -406,8 +396,10 @@ class Supervisor:
 
     # ---- helpers
 
-    async def _call(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-        return await health.ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)
+    async def _ask(self, member: ManagedProcess | None, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
+        """The answer, or None from one that is not ready."""
+        ready = None if member is None else member.ready
+        return await health.ask(ready, self._config.supervision, method, *args, deadline_s=deadline_s)
 
     async def _end(self, member: ManagedProcess) -> None:
         """Also the task that would start it again."""
@@ -417,7 +409,7 @@ class Supervisor:
         process, member.process = member.process, None
         member.state = ProcessState.DOWN
         if process is not None:
-            await self._call(process, "stop")
+            await health.ask(process, self._config.supervision, "stop")
             await process.kill()
 
     async def _notify(self, directory: Directory | None = None) -> None:
