@@ -30,7 +30,7 @@ from benchmarks.injections import (
 from benchmarks.load import LoadRequest, TimedAnswer
 from benchmarks.local_rows import start_local_rows
 from benchmarks.node_rows import start_node_rows
-from benchmarks.recovery import drafts_again, routes_again, target_is_ready
+from benchmarks.recovery import routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
@@ -55,7 +55,6 @@ def run(options: BenchOptions) -> BenchResult:
     - ``identical_fraction``, over the streams whose target was not killed;
     - ``num_lost``: processes that ended without being killed, and streams that ended with an error that no promise allows,
       of requests that came before or with the fault;
-    - ``max_gap_s`` and ``recovery_s`` of a killed drafter;
     - ``router.*``: of a router killed while the state folder is locked;
     - ``unsound.num_unlinked`` of two faulty peers; ``slow_pass.ttft_s``;
     - ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, and
@@ -124,7 +123,6 @@ class FaultOutcome:
     """Results of the whole benchmark."""
 
     plain: list[TimedAnswer]
-    drafter: Disturbed
     unsound: Disturbed
     router: Disturbed
     target: Disturbed
@@ -156,9 +154,6 @@ class _FaultBench(DisturbedServer):
         secret, state = config.cluster.token_file.read_text(), config.cluster.state.folder / config.cluster.namespace
         with self.phase("undisturbed"):
             plain = asyncio.run(self.undisturbed(asks))
-        with self.phase("a drafter is killed"):
-            back = drafts_again(config.drafters[0].name)
-            drafter = asyncio.run(self.disturbed(asks, lambda: self.kill("DrafterActor"), back))
         unlinked: list[int] = []
         with self.phase("a drafter and a gateway send unsound messages"):
             address = target_address(self.server)
@@ -180,7 +175,7 @@ class _FaultBench(DisturbedServer):
             target.recovery_s = time.monotonic() - target.killed_s
             used = self.server.workers("TargetActor")[0].cpu_times()
         return FaultOutcome(
-            plain, drafter, unsound, router, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
+            plain, unsound, router, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
             self.lost, used.user + used.system,
         )  # fmt: skip
 
@@ -215,11 +210,7 @@ class _FaultBench(DisturbedServer):
 
 def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequence[str]) -> BenchResult:
     plain, target = outcome.plain, outcome.target
-    kept = {
-        "drafter": outcome.drafter,
-        "unsound": outcome.unsound,
-        "router": outcome.router,
-    }
+    kept = {"unsound": outcome.unsound, "router": outcome.router}
     same = {name: run.identical_fraction(plain) for name, run in kept.items()}
     pairs = [(one, answer) for run in kept.values() for one, answer in zip(plain, run.answers, strict=True)]
     ended = [answer.error for _, answer in pairs if answer.error is not None]
@@ -227,7 +218,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
     undisturbed_gap_s = Disturbed(0.0, list(plain)).max_gap_s
     of_rows = row_figures(rows, rows_lost)
     whats = {
-        "drafter": "a drafter is killed",
         "unsound": "two peers send unsound messages",
         "router": "the router is killed, the state folder is locked",
     }
@@ -238,8 +228,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
             **of_rows,
             "num_lost": len(outcome.lost) + len(ended) + of_rows["num_lost"],
             "num_wrong_tokens": num_wrong_tokens + of_rows["num_wrong_tokens"],
-            "max_gap_s": outcome.drafter.max_gap_s,
-            "recovery_s": outcome.drafter.recovery_s,
             "router.identical_fraction": same["router"],
             "router.max_gap_s": outcome.router.max_gap_s,
             "router.recovery_s": outcome.router.recovery_s,

@@ -6,24 +6,6 @@ from collections.abc import Callable, Mapping
 Metrics = Mapping[tuple[str, str], float]
 
 
-def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
-    """Draft tokens were verified after the restart: the new process has proposed."""
-    first: float | None = None
-
-    def recovered(metrics: Metrics) -> bool:
-        nonlocal first
-        if (
-            metrics.get(("outrider_drafter_restarts_total", drafter), 0.0) < 1
-            or not metrics["outrider_drafter_ready", drafter]
-        ):
-            return False
-        verified = metrics["outrider_drafter_verified_total", drafter]
-        first = verified if first is None else first
-        return verified > first
-
-    return recovered
-
-
 def routes_again() -> Callable[[Metrics], bool]:
     """A new table was published after the kill."""
     first: float | None = None
