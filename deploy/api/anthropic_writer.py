@@ -34,15 +34,7 @@ class AnthropicWriter:
         for delta in deltas:
             for _ in self._take(delta):
                 continue
-        outrider = {"acceptance": total_counts([self._choice]).as_json()}
-        message: Event = {
-            **self._head,
-            "content": self._blocks,
-            **self._stop(),
-            "usage": self._usage(),
-            "outrider": outrider,
-        }
-        return encode_json(message).encode()
+        return encode_json({**self._head, "content": self._blocks, **self._stop(), **self._counts()}).encode()
 
     def opening(self) -> bytes:
         unknown = {"stop_reason": None, "stop_sequence": None}

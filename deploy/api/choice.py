@@ -45,7 +45,6 @@ class Delta:
     tokens: tuple[OutputToken, ...] = ()
     segments: tuple[Segment, ...] = ()
     finish: FinishReason | None = None
-    token_ids: tuple[int, ...] = ()  # of ``tokens``, if asked for
     parts: tuple[Part, ...] = ()  # of the text, where it is parsed
 
 
@@ -125,6 +124,30 @@ class Choice:
         return FinishReason.ERROR if self.failed else self.finish or FinishReason.ABORT
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it has an outcome for metrics; a choice that was refused before its first token has none."""
+        return self.finish is not None or self.failed or self.first_token_s is not None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last."""
+        return None if self.first_token_s is None or self.last_token_s is None else self.last_token_s - self.first_token_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first."""
+        return None if self.decode_s is None or self.num_tokens < 2 else self.decode_s / (self.num_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Of a complete answer."""
+        return None if self.finish is None or self.last_token_s is None else self.last_token_s - self.request.arrival_s
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the choice; None: it ended otherwise."""
         return self._stops.matched
@@ -196,8 +219,7 @@ class Choice:
         text = "".join(self._released)
         self._released.clear()
         tokens, segments = self._take_tokens(text)
-        token_ids = tuple([token.id for token in tokens]) if self.options.token_ids else ()
-        delta = Delta(text, tokens, segments, self.finish, token_ids, tuple(merged(self._parts)))
+        delta = Delta(text, tokens, segments, self.finish, tuple(merged(self._parts)))
         self._parts.clear()
         self._taken_len += len(text)
         return delta

@@ -47,7 +47,7 @@ class _Format(ABC):
             "logprobs": self._logprobs_of(choice, delta.tokens) if asked else None,
             "finish_reason": "tool_calls" if calls else delta.finish,
             **({} if delta.finish is None else {"stop_reason": choice.stop_reason}),
-            **({"token_ids": delta.token_ids} if choice.options.token_ids else {}),
+            **({"token_ids": [token.id for token in delta.tokens]} if choice.options.token_ids else {}),
         }
 
 

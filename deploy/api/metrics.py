@@ -20,7 +20,7 @@ from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
 from cluster.histograms import HistogramCounts
 from cluster.slo import OTHER, SloCounts
-from cluster.types import Adapter, Commit, FinishReason
+from cluster.types import Adapter, Commit, FinishReason, Slo
 from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.metric_table import METRICS, Metric, Readings, objective_counts
@@ -89,31 +89,29 @@ class Metrics:
 
     def record_choice(self, choice: Choice) -> None:
         """Counts a choice that ended."""
-        arrival_s, first_s, last_s = choice.request.arrival_s, choice.first_token_s, choice.last_token_s
-        if choice.finish is not None or choice.failed or first_s is not None:
+        if choice.is_counted:
             self._counters["choices_finished"].labels(choice.outcome.value).inc()
-        if first_s is None or last_s is None:
+        ttft_s, decode_s = choice.ttft_s, choice.decode_s
+        if ttft_s is None or decode_s is None:
             return
-        self._observe("ttft_seconds", first_s - arrival_s)
-        tpot_s = (last_s - first_s) / (choice.num_tokens - 1) if choice.num_tokens > 1 else None
-        if tpot_s is not None:
-            self._observe("tpot_seconds", tpot_s)
-        if choice.finish is None:
+        self._observe("ttft_seconds", ttft_s)
+        if choice.tpot_s is not None:
+            self._observe("tpot_seconds", choice.tpot_s)
+        if choice.e2e_s is None:
             return
-        self._record_objectives(choice, first_s - arrival_s, tpot_s)
-        self._observe("e2e_seconds", last_s - arrival_s)
-        self._observe("decode_seconds", last_s - first_s)
+        self._record_objectives(choice.request.slo, ttft_s, choice.tpot_s)
+        self._observe("e2e_seconds", choice.e2e_s)
+        self._observe("decode_seconds", decode_s)
         self._observe("choice_prompt_tokens", len(choice.request.prompt_token_ids))
         self._observe("choice_completion_tokens", choice.num_tokens)
         self._observe("choice_max_tokens", choice.request.sampling.max_tokens)
         if choice.prefill is not None:
             prefill_s = choice.prefill.prefill_s
             self._observe("prefill_seconds", prefill_s)
-            self._observe("inference_seconds", prefill_s + last_s - first_s)
-            self._observe("choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
+            self._observe("inference_seconds", prefill_s + decode_s)
+            self._observe("choice_queue_seconds", max(0.0, ttft_s - prefill_s))
 
-    def _record_objectives(self, choice: Choice, ttft_s: float, tpot_s: float | None) -> None:
-        slo = choice.request.slo
+    def _record_objectives(self, slo: Slo, ttft_s: float, tpot_s: float | None) -> None:
         if slo.name is None:
             return
         self._histograms["slo_ttft_seconds"].labels(slo.name).observe(ttft_s)

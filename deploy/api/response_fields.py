@@ -18,7 +18,7 @@ from deploy.api.response_tools import (
     chosen,
     hosted,
 )
-from deploy.api.schema import CommonFields, TranslatedRequest
+from deploy.api.schema import OpenAiFields, TranslatedRequest
 
 _NOT_STORED = only(advice="is not supported: responses are not stored; send the whole conversation as input")
 
@@ -47,7 +47,7 @@ def _form_of_choice(value: object) -> str:
     return "<text>" if kind is None else "<allowed>" if kind == "allowed_tools" else "<chosen>"
 
 
-class ResponsesRequest(CommonFields, TranslatedRequest):
+class ResponsesRequest(OpenAiFields, TranslatedRequest):
     """POST /v1/responses"""
 
     id_prefix: ClassVar[str] = "resp_"
@@ -80,8 +80,7 @@ class ResponsesRequest(CommonFields, TranslatedRequest):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # beyond OpenAI's API, as in chat
 
-    # Nothing is stored, whatever is asked for: answers say "store": false.
-    store: bool | None = None
+    # Nothing is stored, whatever ``store`` asks for: answers say "store": false.
     previous_response_id: Annotated[Any, _NOT_STORED] = None
     conversation: Annotated[Any, _NOT_STORED] = None
     background: Annotated[Any, only(False)] = None
@@ -91,15 +90,7 @@ class ResponsesRequest(CommonFields, TranslatedRequest):
     top_logprobs: Annotated[int | None, Hint(0)] = None
     max_tool_calls: Annotated[int | None, Hint()] = None  # of tools that OpenAI's servers run
 
-    # Accepted and ignored.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None  # Codex's
+    client_metadata: dict[str, Any] | None = None  # Codex's, ignored
 
     def without_effect(self) -> Iterator[str]:
         yield from super().without_effect()

@@ -162,7 +162,20 @@ class CommonFields(_Scalars):
     slo: SloField | None = None  # a class of the configuration, or objectives
 
 
-class GenerationFields(CommonFields):
+class OpenAiFields(CommonFields):
+    """Of OpenAI's APIs. They are accepted and ignored: they affect storage, billing or caching of an answer."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class GenerationFields(OpenAiFields):
     """Common fields of chat and completions."""
 
     max_tokens: int | None = None
@@ -203,16 +216,6 @@ class GenerationFields(CommonFields):
     spaces_between_special_tokens: Annotated[bool | None, Hint(True)] = None
 
     drafting_details: bool | None = None  # answers report the text of each drafter
-
-    # Accepted and ignored: they affect storage, billing or caching of an answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
 
     moderation: Annotated[Any, only()] = None
 

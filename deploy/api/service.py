@@ -203,7 +203,8 @@ class Service:
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         use = self._form.use_of(fields)
-        if fields.reasoning_effort is not None and not self._tokenizer.knows_effort:
+        template = self._tokenizer.chat_template
+        if fields.reasoning_effort is not None and not (template is not None and template.knows_effort):
             names = {} if translated is None else translated.own_names
             request.state.fields_without_effect += (names.get("reasoning_effort", "reasoning_effort"),)
         drops_oldest = isinstance(translated, ResponsesRequest) and translated.truncation == "auto"

@@ -53,11 +53,6 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def knows_effort(self) -> bool:
-        """Whether the chat template tells the model how much to reason."""
-        return self.chat_template is not None and self.chat_template.knows_effort
-
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Of a Hugging Face folder. Raises ModelUnavailable: a file is missing, damaged or unsupported."""

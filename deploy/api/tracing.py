@@ -129,8 +129,8 @@ def _call_attributes(outcome: Outcome, call: Call) -> dict[str, AttributeValue]:
 def _prefill_attributes(choice: Choice) -> dict[str, AttributeValue]:
     """``outrider.ttft_s`` counts from the arrival of the call; the target's times are durations by its own clock."""
     attributes: dict[str, AttributeValue] = {"outrider.prompt_tokens": len(choice.request.prompt_token_ids)}
-    if choice.first_token_s is not None:
-        attributes["outrider.ttft_s"] = choice.first_token_s - choice.request.arrival_s
+    if choice.ttft_s is not None:
+        attributes["outrider.ttft_s"] = choice.ttft_s
     if choice.prefill is not None:
         attributes["outrider.cached_tokens"] = choice.prefill.num_cached_tokens
         attributes["outrider.target_queue_s"] = choice.prefill.queue_s

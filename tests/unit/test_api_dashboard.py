@@ -203,7 +203,7 @@ def test_a_sample_sums_over_targets_and_drafters() -> None:
 
 def test_answers_are_counted_between_samples() -> None:
     """Their times within the width of a bucket, how they ended, and what of their prompts was cached; each answer once."""
-    answers = History(_unused, lambda: 0).answers
+    history = History(_unused, lambda: 0)
     ends: list[tuple[FinishReason | None, float | None, bool]] = [
         (FinishReason.STOP, 102.0, False),
         (FinishReason.LENGTH, 102.0, False),
@@ -217,17 +217,19 @@ def test_answers_are_counted_between_samples() -> None:
         )
         choice.first_token_s, choice.last_token_s, choice.num_tokens = first_s, first_s and first_s + 1.5, 4
         choice.finish, choice.failed = finish, failed
-        answers.end(choice)
-    answers.note(Commit("a", 100, (5,), prefill=Prefill(60, 0.1, 0.2)))
-    answers.note(Commit("a", 101, (5,)))
-    counts = answers.take()
+        history.answers.end(choice)
+    history.answers.note(Commit("a", 100, (5,), prefill=Prefill(60, 0.1, 0.2)))
+    history.answers.note(Commit("a", 101, (5,)))
+    for _ in range(2):
+        history.take(ClusterStatus("m", "hedge", 1, (), ()), 0.0)
+    counts, after = (sample.answers for sample in history.samples(0))
     assert (counts.num_complete, counts.num_failed, counts.num_aborted) == (2, 1, 1)
     assert (counts.num_prompt_tokens, counts.num_cached_tokens) == (100, 60)
     for times, number, seconds in ((counts.ttft, 4, 2.0), (counts.tpot, 4, 0.5), (counts.e2e, 2, 3.5)):
         ((bucket, counted),) = times.items()
         assert counted == number
         assert RATIO**bucket <= seconds < RATIO ** (bucket + 1)
-    assert answers.take() == AnswerCounts()
+    assert after == AnswerCounts()
 
 
 FIGURES = """

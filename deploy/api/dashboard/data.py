@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
-from deploy.api.dashboard.history import INTERVAL_S, History
+from deploy.api.dashboard.history import INTERVAL_S, AnswerCounts, History
 from deploy.api.dashboard.timelines import Timelines
 from deploy.api.errors import bad_request, shorten
 from deploy.api.tasks import running
@@ -31,11 +31,15 @@ class DashboardData:
     ) -> None:
         self.timelines = Timelines()
         self._history = History(status, num_queued)
-        self.answers = self._history.answers
         self._status = status
         self._num_queued = num_queued
         self.num_replicas = num_replicas
         self._epoch = secrets.token_hex(8)  # versions count from the start of this process
+
+    @property
+    def answers(self) -> AnswerCounts:
+        """Of this process, since the newest sample."""
+        return self._history.answers
 
     def recording(self) -> AbstractAsyncContextManager[None]:
         """Samples the status within the block."""

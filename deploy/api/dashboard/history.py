@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.client import ClusterStatus
@@ -22,12 +22,13 @@ MAX_SAMPLES = 600  # 20 minutes
 RATIO = 1.1  # of the bounds of one bucket of times, so that a percentile is right within 5%
 _LEAST_S = 1e-4
 
-Times = Mapping[int, int]  # number of answers by bucket; bucket i holds times around RATIO ** (i + 0.5) seconds
+Times = dict[int, int]  # number of answers by bucket; bucket i holds times around RATIO ** (i + 0.5) seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerCounts:
-    """Of the answers that ended in a period. An answer cut off by its client has no end-to-end time."""
+    """Of the answers that end in a period. An answer cut off by its client has no end-to-end time. Used from one event
+    loop."""
 
     ttft: Times = field(default_factory=dict)
     tpot: Times = field(default_factory=dict)
@@ -38,53 +39,22 @@ class AnswerCounts:
     num_prompt_tokens: int = 0  # looked up in the prefix cache
     num_cached_tokens: int = 0
 
-
-class Answers:
-    """Counts until ``take``. Used from one event loop."""
-
-    def __init__(self) -> None:
-        self._begin()
-
     def note(self, commit: Commit) -> None:
         """The first commit of a request tells how much of its prompt was cached."""
         if commit.prefill is not None:
-            self._num_prompt_tokens += commit.base_len
-            self._num_cached_tokens += commit.prefill.num_cached_tokens
+            self.num_prompt_tokens += commit.base_len
+            self.num_cached_tokens += commit.prefill.num_cached_tokens
 
     def end(self, choice: Choice) -> None:
-        """A choice has ended, complete or not. One that was refused before its first token is counted by its outcome."""
-        arrival_s, first_s, last_s = choice.request.arrival_s, choice.first_token_s, choice.last_token_s
-        if choice.finish is not None or choice.failed or first_s is not None:
-            self._outcomes[choice.outcome] += 1
-        if first_s is None or last_s is None:
-            return
-        self._ttft[_bucket(first_s - arrival_s)] += 1
-        if choice.num_tokens > 1:
-            self._tpot[_bucket((last_s - first_s) / (choice.num_tokens - 1))] += 1
-        if choice.finish is not None:
-            self._e2e[_bucket(last_s - arrival_s)] += 1
-
-    def take(self) -> AnswerCounts:
-        """What was counted since the last call."""
-        outcomes = self._outcomes
-        num_failed, num_aborted = outcomes[FinishReason.ERROR], outcomes[FinishReason.ABORT]
-        counts = AnswerCounts(
-            ttft=dict(self._ttft),
-            tpot=dict(self._tpot),
-            e2e=dict(self._e2e),
-            num_complete=outcomes.total() - num_failed - num_aborted,
-            num_failed=num_failed,
-            num_aborted=num_aborted,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-        )
-        self._begin()
-        return counts
-
-    def _begin(self) -> None:
-        self._ttft, self._tpot, self._e2e = Counter[int](), Counter[int](), Counter[int]()
-        self._outcomes = Counter[FinishReason]()
-        self._num_prompt_tokens = self._num_cached_tokens = 0
+        """A choice has ended, complete or not."""
+        if choice.is_counted:
+            self.num_failed += choice.outcome is FinishReason.ERROR
+            self.num_aborted += choice.outcome is FinishReason.ABORT
+            self.num_complete += choice.outcome not in (FinishReason.ERROR, FinishReason.ABORT)
+        for times, seconds in ((self.ttft, choice.ttft_s), (self.tpot, choice.tpot_s), (self.e2e, choice.e2e_s)):
+            if seconds is not None:
+                bucket = _bucket(seconds)
+                times[bucket] = times.get(bucket, 0) + 1
 
 
 def _bucket(seconds: float) -> int:
@@ -121,7 +91,7 @@ class History:
     """``status`` and ``num_queued`` are asked for each sample. A cluster that does not answer leaves a gap."""
 
     def __init__(self, status: Callable[[], Awaitable[ClusterStatus]], num_queued: Callable[[], int]) -> None:
-        self.answers = Answers()
+        self.answers = AnswerCounts()  # since the newest sample
         self._status = status
         self._num_queued = num_queued
         self._num_taken = 0
@@ -166,9 +136,10 @@ class History:
                 plain_s=sum(one.drafting.plain_s for one in targets),
                 rejected_s=sum(one.drafting.rejected_s for one in targets),
                 slo={one.name: (one.num_answers, one.num_met, one.num_refused) for one in counts},
-                answers=self.answers.take(),
+                answers=self.answers,
             )
         )
+        self.answers = AnswerCounts()
 
     def samples(self, after: int) -> list[Sample]:
         """Those with a number above ``after``, in order."""
