@@ -1,10 +1,37 @@
 """What no pass needs: done at once, or where the device computes asynchronously, while it computes the next pass."""
 
 from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 from engine.target import AsynchronousEngine, TargetEngine
 
 Later = Callable[[Callable[[], None]], None]
+
+
+P = ParamSpec("P")
+
+
+def observed(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """A method that raises nothing. Its object has ``observing`` (`engine.telemetry.Observing`)."""
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **others: P.kwargs) -> None:
+        with self.observing:
+            method(self, *args, **others)
+
+    return call
+
+
+def observed_later(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """As ``observed``, beside the next pass. Its object has ``later``, too."""
+    at_once = observed(method)
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **others: P.kwargs) -> None:
+        self.later(partial(at_once, self, *args, **others))
+
+    return call
 
 
 def at_once(work: Callable[[], None]) -> None:

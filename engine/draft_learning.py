@@ -3,12 +3,11 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
-from cluster.messages import DraftScore, LevelReport, ProposalRound
+from cluster.messages import DraftScore, ProposalRound
 from cluster.types import FREE_DRAFTERS, Commit, Proposal
 from engine.colocated import ColocatedDrafters
-from engine.deferred_work import Later
+from engine.deferred_work import Later, observed, observed_later
 from engine.draft_state import Candidate, DraftState
 from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
@@ -21,134 +20,110 @@ Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whe
 
 
 class DraftLearning:
-    """The round owns it. Its methods raise nothing (`Observing`): where one fails, what it would answer is not known.
-    ``later``: for what changes no estimate that the present round needs, in the order of the calls."""
+    """The round owns it. Its methods raise nothing: where one fails, what it would answer is not known. ``later``: for what
+    changes no estimate that the present round needs, in the order of the calls."""
 
     def __init__(self, telemetry: Telemetry, colocated: ColocatedDrafters, later: Later) -> None:
-        self._later = later
+        self.later, self.observing = later, telemetry.observing
         self._telemetry = telemetry
-        self._observing = telemetry.observing
         self._colocated = colocated
         self._unpredicted: defaultdict[str, list[tuple[DraftState, Proposal]]] = defaultdict(list)  # by drafter
-        self._unlearned: dict[str, tuple[Judgement, int]] = {}  # of published commits, with the tokens verified
-        # Of published commits: verdicts with the kind of the request's grammar, those of proposals that were passed over,
-        # and of free drafts.
+        # Of published commits: verdicts by request, with the tokens verified; verdicts with the kind of the request's
+        # grammar, those of proposals that were passed over, and of free drafts; and rounds for the router.
+        self._unlearned: dict[str, tuple[Judgement, int]] = {}
         self._unlearned_aside: list[tuple[str | None, Judgement]] = []
-        self._unobserved: list[ObservedCommit] = []  # of published commits
+        self._unobserved: list[ObservedCommit] = []
 
     def views(self, names: Iterable[str]) -> dict[str, DrafterView]:
         """What the planner knows of these drafters."""
         views = {}
-        with self._observing:
+        with self.observing:
             for name in names:
                 view = self._telemetry.drafter(name).view
                 views[name] = replace(view, shares_device=True) if self._colocated.shares_device(name) else view
         return views
 
+    @observed
     def restarted(self, drafter: str) -> None:
-        with self._observing:
-            self._telemetry.drafter(drafter).restarted()
+        self._telemetry.drafter(drafter).restarted()
 
+    @observed_later
     def forget(self, request_id: str) -> None:
         """The request ended, was preempted, or another drafter follows it."""
-        self._later(partial(self._forget, request_id))
+        self._telemetry.forget(request_id)
 
-    def _forget(self, request_id: str) -> None:
-        with self._observing:
-            self._telemetry.forget(request_id)
-
+    @observed
     def held(self, drafter: str, held_s: float, waited_s: float | None) -> None:
         """A request was held for its proposal. ``waited_s``: without success, since its commit."""
-        with self._observing:
-            stats = self._telemetry.drafter(drafter)
-            stats.tally.hold_s.note(held_s)
-            if waited_s is not None:
-                stats.late(waited_s)
+        stats = self._telemetry.drafter(drafter)
+        stats.tally.hold_s.note(held_s)
+        if waited_s is not None:
+            stats.late(waited_s)
 
+    @observed
     def unsound(self, drafter: str, num: int) -> None:
         """So many unsound parts of messages."""
-        with self._observing:
-            self._telemetry.drafter(drafter).num_unsound += num
+        self._telemetry.drafter(drafter).num_unsound += num
 
+    @observed
     def fed(self, drafter: str, feed: FeatureFeed) -> None:
         """What its feed has sent since the last call."""
-        with self._observing:
-            tally = self._telemetry.drafter(drafter).tally
-            tally.num_fed, tally.fed_bytes = tally.num_fed + feed.num_sent, tally.fed_bytes + feed.num_bytes
-            feed.num_sent = feed.num_bytes = 0
+        tally = self._telemetry.drafter(drafter).tally
+        tally.num_fed, tally.fed_bytes = tally.num_fed + feed.num_sent, tally.fed_bytes + feed.num_bytes
+        feed.num_sent = feed.num_bytes = 0
 
-    def received(
-        self,
-        drafter: str,
-        message: ProposalRound,
-        offers: Sequence[Offer],
-        levels: Sequence[LevelReport],
-        scores: Sequence[DraftScore],
-        arrived_s: float,
-        after_pass: bool,
-    ) -> None:
-        """``offers``, ``levels``, ``scores``: of the message, those without a fault. ``after_pass``: it may have waited for
-        the end of a pass. ``predict_survival`` follows."""
-        with self._observing:
-            taken = [sequence for sequence, _, is_taken in offers if is_taken]
-            if taken:
-                self._note_taken(taken, self._telemetry.drafter(drafter))
-        self._later(partial(self._note_message, drafter, message, offers, levels, scores, arrived_s, after_pass))
-
-    def _note_message(
-        self,
-        drafter: str,
-        message: ProposalRound,
-        offers: Sequence[Offer],
-        levels: Sequence[LevelReport],
-        scores: Sequence[DraftScore],
-        arrived_s: float,
-        after_pass: bool,
-    ) -> None:
-        with self._observing:
-            stats = self._telemetry.drafter(drafter)
-            lens = [num for one in message.proposals if (num := len(one.token_ids))]
-            for timing in message.timings:
-                stats.drafted(timing.num_requests, timing.seconds, lens)
-                if timing.waited_s:
-                    stats.tally.link_s.note(timing.waited_s)
-            was_awaited = not after_pass or self._colocated.shares_device(drafter)
-            for sequence, proposal, is_taken in offers:
-                # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
-                if proposal.token_ids:
-                    _note_reply(sequence, proposal, stats, arrived_s, was_awaited)
-                if is_taken:
-                    stats.tally.note_drafted(len(proposal.token_ids))
-                else:
-                    stats.num_stale += 1
-            if levels:
-                self._telemetry.note_levels(levels)
-            for report in message.outcomes:
-                stats.tally.outcomes = stats.tally.outcomes.plus(report)
-            if scores:
-                self._telemetry.note_scores(drafter, scores)
-            stats.num_resyncs += len(message.resyncs)
-
-    def _note_taken(self, taken: Iterable[LiveSequence], stats: DrafterStats) -> None:
-        for sequence in taken:
+    @observed
+    def predict_taken(self, drafter: str, offers: Sequence[Offer]) -> None:
+        """Of the proposals that were taken: their survival, at once or by `predict_survival`."""
+        for sequence, _, is_taken in offers:
             draft, proposal = sequence.draft, sequence.draft.proposal
-            if proposal is None or proposal.drafter in FREE_DRAFTERS:
+            if not is_taken or proposal is None or proposal.drafter in FREE_DRAFTERS:
                 continue  # the message had two of one request
             kind = draft.grammar_kind
             if kind is None and not draft.passed_over:
                 self._unpredicted[proposal.drafter].append((draft, proposal))
                 continue
+            stats = self._telemetry.drafter(drafter)
             survival = stats.survival_under(kind, proposal.confidences)
             if kind is not None:
                 stats.under(kind).proposed(sum(survival))
             draft.set_survival(survival)
+
+    @observed_later
+    def received(
+        self, drafter: str, message: ProposalRound, offers: Sequence[Offer], arrived_s: float, after_pass: bool
+    ) -> None:
+        """A message of which all parts are possible, and its proposals. ``after_pass``: it may have waited for the end of a
+        pass."""
+        stats = self._telemetry.drafter(drafter)
+        lens = [num for one in message.proposals if (num := len(one.token_ids))]
+        for timing in message.timings:
+            stats.drafted(timing.num_requests, timing.seconds, lens)
+            if timing.waited_s:
+                stats.tally.link_s.note(timing.waited_s)
+        was_awaited = not after_pass or self._colocated.shares_device(drafter)
+        for sequence, proposal, is_taken in offers:
+            # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
+            if proposal.token_ids:
+                _note_reply(sequence, proposal, stats, arrived_s, was_awaited)
+            if is_taken:
+                stats.tally.note_drafted(len(proposal.token_ids))
+            else:
+                stats.num_stale += 1
+        if message.levels:
+            self._telemetry.note_levels(message.levels)
+        for report in message.outcomes:
+            stats.tally.outcomes = stats.tally.outcomes.plus(report)
+        if message.scores:
+            self._telemetry.note_scores(drafter, message.scores)
+        stats.num_resyncs += len(message.resyncs)
 
     def predict_survival(self) -> None:
         """Of the proposals taken since the last call, until MIN_RECORDS drafts are known of a drafter none."""
         if not self._unpredicted:
             return
         unpredicted, self._unpredicted = self._unpredicted, defaultdict(list)
-        with self._observing:
+        with self.observing:
             known = [(c, of) for name, of in unpredicted.items() if (c := self._telemetry.drafter(name).known_calibration)]
             taken = [one for _, of in known for one in of]
             found = survivals([(calibration, [one.confidences for _, one in of]) for calibration, of in known])
@@ -159,30 +134,25 @@ class DraftLearning:
     def candidates(self, draft: DraftState, drafts: Iterable[Proposal]) -> tuple[list[Candidate], float]:
         """Free drafts with their survival, and the tokens that are expected of the drafter's own; 0: not known."""
         kind, drafter = draft.grammar_kind, self._telemetry.drafter
-        with self._observing:
+        with self.observing:
             found = [(one, drafter(one.drafter).survival_under(kind, one.confidences)) for one in drafts]
             return found, 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
         return [], 0.0
 
+    @observed_later
     def committed(
-        self, commits: Sequence[tuple[LiveSequence, Commit]], linked: Iterable[str], has_scorers: bool, now_s: float
-    ) -> None:
-        """Whose drafts were right, and who had none. ``linked``: drafters, when the pass ended."""
-        self._later(partial(self._note_commits, commits, tuple(linked), has_scorers, now_s))
-
-    def _note_commits(
         self, commits: Sequence[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
     ) -> None:
-        with self._observing:
-            for sequence, commit in commits:
-                draft = sequence.draft
-                if commit.error is not None:  # a failed pass says nothing
-                    continue
-                if draft.grammar is not None:
-                    verdicts = (draft.judgement, *draft.passed_judgements)
-                    self._unlearned_aside += [(draft.grammar.kind, each) for each in verdicts if each is not None]
-                if sequence.teaches:
-                    self._note_commit(draft, commit, linked, has_scorers, now_s)
+        """Whose drafts were right, and who had none. ``linked``: drafters, when the pass ended."""
+        for sequence, commit in commits:
+            draft = sequence.draft
+            if commit.error is not None:  # a failed pass says nothing
+                continue
+            if draft.grammar is not None:
+                verdicts = (draft.judgement, *draft.passed_judgements)
+                self._unlearned_aside += [(draft.grammar.kind, each) for each in verdicts if each is not None]
+            if sequence.teaches:
+                self._note_commit(draft, commit, linked, has_scorers, now_s)
 
     def _note_commit(
         self, draft: DraftState, commit: Commit, linked: Collection[str], has_scorers: bool, now_s: float
@@ -211,16 +181,12 @@ class DraftLearning:
         elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
         self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, expects_draft, elapsed_s))
 
-    def judgements(self) -> dict[str, Judgement]:
-        """Of the proposals of commits that ``learn`` has not learned from yet, by request."""
-        return {request_id: judgement for request_id, (judgement, _) in self._unlearned.items()}
-
-    def learn(self) -> None:
-        """Learns from the commits that were noted since the last call."""
+    def learn(self) -> dict[str, Judgement]:
+        """Learns from the commits since the last call. Returns the verdicts on their proposals, by request."""
         unlearned, self._unlearned = self._unlearned, {}
         aside, self._unlearned_aside = self._unlearned_aside, []
         unobserved, self._unobserved = self._unobserved, []
-        with self._observing:
+        with self.observing:
             for judgement, num_proposed in unlearned.values():
                 self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
             for kind, judgement in aside:
@@ -229,8 +195,9 @@ class DraftLearning:
                     stats.judged(judgement, 0)
                 else:
                     stats.under(kind).judged(judgement)
-        with self._observing:
+        with self.observing:
             self._telemetry.observe(unobserved)
+        return {request_id: judgement for request_id, (judgement, _) in unlearned.items()}
 
 
 def _note_reply(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
@@ -108,9 +109,12 @@ class DrafterSessions:
         name = link.peer.name
         outbox, faults = self._outboxes[name], list[str]()
         offers = [offer for one in message.proposals if (offer := self._offer(one, outbox, faults)) is not None]
-        levels = [level for level in message.levels if self._is_own(level, name, faults)]
-        scores = [score for score in message.scores if self._is_possible(score, faults)]
-        self.learning.received(name, message, offers, levels, scores, arrived_s, after_pass)
+        if message.levels or message.scores:
+            levels = tuple([level for level in message.levels if self._is_own(level, name, faults)])
+            scores = tuple([score for score in message.scores if self._is_possible(score, faults)])
+            message = replace(message, levels=levels, scores=scores)
+        self.learning.predict_taken(name, offers)
+        self.learning.received(name, message, offers, arrived_s, after_pass)
         for request_id in message.resyncs:
             self._reopen(request_id, name, outbox)
         return tuple(faults)
@@ -191,7 +195,7 @@ class DrafterSessions:
     def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
         outboxes = self._outboxes
-        self.learning.committed(commits, outboxes, bool(self.table.scorers), now_s)
+        self.learning.committed(commits, tuple(outboxes), bool(self.table.scorers), now_s)
         scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
         for sequence, commit in commits:

@@ -58,9 +58,6 @@ class PassCounts:
         return cost.step_s(self.num_rows, self.num_context) - cost.step_s(num_decode_rows, self.num_context)
 
 
-NOTHING_COUNTED = PassCounts(0, 0, 0, 0, 0, frozenset(), 0)
-
-
 @record
 class PlannedBatch:
     """The requests of a plan that decode."""

@@ -113,7 +113,7 @@ class TargetLoop:
         self._drafters.feeds = pool.feeds
         self._pass_costs = PassCosts(cost)
         learns = companions, self._pass_costs, self._draft_lengths, slo
-        self.observer = RoundObserver(self._deferred, self.telemetry, self._drafters, *learns)
+        self.observer = RoundObserver(self._deferred.later, self.telemetry, self._drafters, *learns)
         self._gateways = GatewaySessions(self._sequences, self._end)
         self._admission = Admission(rules or AdmissionRules(), engine, self._sequences, slo, self._refuse, mailbox.wake)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self._submit)

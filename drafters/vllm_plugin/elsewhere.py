@@ -179,9 +179,8 @@ class DraftersElsewhere:
     def _learn(self, now_s: float) -> None:
         """From the verdicts on the last drafts."""
         commits, self._published = [commit for _, commit in self._published], []
-        learning, pass_s = self._drafters.learning, now_s - self._began_s
-        self._rule.learn(PassFeedback(commits, learning.judgements(), pass_s, pass_s))
-        learning.learn()
+        pass_s = now_s - self._began_s
+        self._rule.learn(PassFeedback(commits, self._drafters.learning.learn(), pass_s, pass_s))
         self.telemetry.take_observations()  # no router reads them
 
     def _await(self, decoding: Sequence[LiveSequence], expected: Mapping[str, float], tokens_per_s: float) -> None:
