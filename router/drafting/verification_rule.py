@@ -44,8 +44,6 @@ class OutriderVerification:
         ranking = Ranking(ready, context, max(0, context.capacity.max_pass_tokens - num_ready - least_chunk))
         if num_prompts:
             num_drafts, num_prompts, gain = _with_prompts(ranking, num_ready, num_context, table, context)
-        elif ranking.is_short:
-            num_drafts, gain = _best_of_few(ranking, num_ready, table, context)
         else:
             num_drafts, gain = _best(ranking, num_ready, table, context)
         num_drafts = self._steady(num_drafts, gain, (num_ready.bit_length(), (num_context // num_ready).bit_length()))
@@ -70,21 +68,6 @@ def _best(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyCon
     return best, float(rates[best] / rates[0]) - 1.0
 
 
-def _best_of_few(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyContext) -> tuple[int, float]:
-    limit_s = context.limit_s
-    best, best_rate, plain_rate = 0, 0.0, 0.0
-    for number, expected in enumerate(ranking.expected):
-        seconds = table.at(num_ready + number)
-        rate = float(expected) / seconds
-        if not number:
-            plain_rate = best_rate = rate
-        elif limit_s is not None and seconds > limit_s:
-            break
-        elif rate > best_rate:
-            best, best_rate = number, rate
-    return best, best_rate / plain_rate - 1.0
-
-
 def _with_prompts(
     ranking: Ranking, num_ready: int, num_context: int, table: TableCost, context: VerifyContext
 ) -> tuple[int, int, float]:
@@ -92,7 +75,7 @@ def _with_prompts(
     num_drafts, num_prompts = ranking.num_tokens, context.num_prompt_tokens
     limit_s = context.limit_s
     prompts = _prompt_table(table, context)
-    expected = np.asarray(ranking.expected)
+    expected = ranking.expected
     decoding_s = table.at_each(np.arange(num_ready, num_ready + num_drafts + 1))
     layers_s = prompts.at_each(np.arange(num_ready, num_ready + num_drafts + num_prompts + 1))
     sampling_s = decoding_s - layers_s[: num_drafts + 1]

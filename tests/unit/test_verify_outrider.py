@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 
 from router.cost_model import TableCost, padded
-from router.drafting import ranking
 from router.drafting.verification_rule import OutriderVerification
 from tests.support.verification import COMMITTED_LEN, Drawn, RowsAttend, a_pass, decide, decoding, passes
 
@@ -48,16 +47,6 @@ def fits(drawn: Drawn, num_drafts: int, num_prompts: int) -> bool:
     assert drawn.context.limit_s is not None
     least = num_drafts == 0 and num_prompts == drawn.least_prompts
     return least or drawn.seconds(num_drafts, num_prompts) <= drawn.context.limit_s
-
-
-@given(passes())
-def test_a_few_drafts_are_decided_as_many_are(drawn: Drawn) -> None:
-    few = decide("outrider", drawn.batch, drawn.context)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ranking, "FEW", -1)
-        many = decide("outrider", drawn.batch, drawn.context)
-    rates = [drawn.expected(lens) / drawn.seconds(sum(lens)) for lens in map(drawn.lens_of, (few, many))]
-    assert rates[0] == pytest.approx(rates[1])
 
 
 def test_prompts_do_not_wait_for_what_others_attend_to() -> None:
