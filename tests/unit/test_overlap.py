@@ -212,34 +212,6 @@ def test_it_takes_more_to_get_a_frontier_than_to_keep_it() -> None:
     assert chosen(frontiers, replace(FAST, acceptance=between)) is not None
 
 
-def test_a_frontier_is_compared_with_proposals_as_long_as_they_are() -> None:
-    """Of the best length they would be as fast; but these were of 8 tokens, of which few are right."""
-    drafter = replace(FAST, acceptance=0.4, draft_s=0.048, draft_len=8.0, token_s=0.006)
-    frontiers = Frontiers()
-    assert chosen(frontiers, drafter) is None
-    assert chosen(frontiers, drafter) is None, "their length is not known yet"
-    assert chosen(frontiers, drafter) is not None
-    short = Frontiers()
-    assert [chosen(short, replace(drafter, draft_len=1.0)) for _ in range(4)] == [None] * 4
-
-
-def test_what_was_awaited_long_ago_does_not_keep_a_frontier() -> None:
-    """Proposals of one token, awaited, are faster than it; those of 8 were not."""
-    drafter = replace(FAST, acceptance=0.4, draft_s=0.12, draft_len=8.0, token_s=0.015)
-    frontiers = Frontiers()
-    found = [chosen(frontiers, drafter) is not None for _ in range(300)]
-    first = found.index(True)
-    ended = found.index(False, first)
-    assert ended - first > 50, "they are remembered for a while"
-    assert found[ended : ended + 3] == [False] * 3, "and not taken for its chunks afterwards"
-
-
-def test_a_frontier_that_stays_forgets_what_was_awaited() -> None:
-    frontiers = Frontiers()
-    found = [chosen(frontiers, replace(FAST, draft_len=1.0)) for _ in range(300)]
-    assert None not in found[10:]
-
-
 def test_a_frontier_for_a_few_is_not_kept_for_many() -> None:
     frontiers = Frontiers()
     assert chosen(frontiers, FAST) is not None
