@@ -1,14 +1,10 @@
 """Whether a drafter that shares the target's time drafts in a round.
 
 The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
-lengthen the pass, proposals add handling to the round, and after rounds without drafts the drafter catches up. All this is
-measured per octave of batch sizes, apart for rounds in which prompts wait: a pass that prompts fill is not saved, and trials
-would delay first tokens.
-
-While drafts do not pay, trials of some rounds lose a hundredth of the time (`router.estimates.trial.Exploration`): what a
-trial will lose at least, with the time in which the drafter catches up, must be covered, and what it loses is charged. No
-trial must be covered beyond _MOST_NEEDED plain passes, and debts are reduced to _MOST_OWED: otherwise a drafter that
-stalled, or needs long to catch up, would not be tried again.
+lengthen the pass (`value.saved_s`), proposals add handling to the round, and after rounds without drafts the drafter catches
+up. All this is measured per octave of batch sizes, apart for rounds in which prompts wait: a pass that prompts fill is not
+saved, and trials would delay first tokens. While drafts do not pay, trials lose a hundredth of the time
+(`router.estimates.trial.Exploration`), catching up included.
 """
 
 from collections import deque
@@ -17,18 +13,23 @@ from statistics import median
 
 from router.estimates.decayed import UNUSUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
-from router.estimates.trial import Exploration
+from router.estimates.trial import EXPLORED, Exploration
 
 _CATCH_UP_MEMORY = 4096.0  # tokens
 _PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
 _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
-_FIRST_CREDIT = 1.0  # plain passes; where prompts wait as much is owed
-# A trial has at least so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a
-# round of a busy target. Where none are verified it ends after _MOST_ASKED rounds.
+# A trial has so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a round of a
+# busy target. Where none are verified it ends after _MOST_ASKED rounds.
 _TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS, _MOST_ASKED = 32, 2, 6, 16
-_LEAST_LOSS = 0.25  # of what its drafts cost, that a trial counts on: else one near its price would alternate
-_MOST_OWED, _MOST_NEEDED = 10.0, 20.0  # plain passes
+# In plain passes: a drafter that stalled, or needs long to catch up, is tried again.
+_MOST_OWED, _MOST_NEEDED = 10.0, 20.0
+_LEAST_LOSS = (
+    0.25  # of the cost of its drafts, that a trial is expected to lose: otherwise one near its price would alternate
+)
+_LEAST_LOSS = (
+    0.25  # of the cost of its drafts, that a trial is expected to lose: otherwise one near its price would alternate
+)
 _REST_ROUNDS, _FEW_RESTS = 15, 5  # whose median is taken, and from how many on
 
 
@@ -37,55 +38,50 @@ class _Situation:
 
     def __init__(self, prompts_wait: bool = False) -> None:
         self.draft_s = DraftTimes()
+        self.saved_s, self.catch_up_s = DecayedMean(), DecayedMean()  # of a round that it is queried in
         # Rounds without pass and drafting, by whether it was queried in them.
         self.rest_s: dict[bool, deque[float]] = {asked: deque(maxlen=_REST_ROUNDS) for asked in (True, False)}
-        self.on_trial = False
-        self._saved_s, self._catch_up_s = DecayedMean(), DecayedMean()  # of a round that it is queried in
-        self._exploration = Exploration(credit=-_FIRST_CREDIT if prompts_wait else _FIRST_CREDIT)
-        self._plain_s = 0.0  # of a round without drafts
-        self._trial = _Trial()
+        self._exploration = Exploration(1, round(_MOST_NEEDED / EXPLORED), growth=1.0, credit=-1.0 if prompts_wait else 1.0)
+        # Of the present trial: its rounds (0: there is none), those with verified drafts, and what these saved beyond what
+        # they took. In the first one the drafter catches up, which does not count: if its drafts pay it has to do so once.
+        self._num_asked = self._num_verified = 0
+        self._gain_s = self._taken_s = 0.0
+        self._left_s = 0.0  # that it may still lose, catching up included
 
     def decide(self, batch: int, plain_s: float, draft_s: float, catch_up_s: Callable[[], float]) -> bool:
         draft_s += self._handling_s
-        self._plain_s = plain_s
-        exploration = self._exploration
-        trial, num_rounds = self._trial, min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
-        if self.on_trial and trial.num_verified < num_rounds and trial.num_asked < _MOST_ASKED:
-            trial.num_asked += 1
+        num_rounds = min(max(_FEWEST_ROUNDS, -(-_TRIAL_DRAFTS // batch)), _MOST_ROUNDS)
+        is_open = 0 < self._num_asked < _MOST_ASKED and self._num_verified < num_rounds
+        if not is_open and self.saved_s.value > draft_s + self.catch_up_s.value:
+            self._num_asked = 0
+            self._exploration.reset()
             return True
-        if self._saved_s.value > draft_s + self._catch_up_s.value:
-            self.on_trial = False
-            exploration.reset()
+        if is_open or (self._num_asked and self._num_verified and max(self._left_s, self._gain_s) > 0.0):
+            self._num_asked += 1
             return True
-        if self.on_trial:
-            if trial.num_verified and max(exploration.credit, trial.gain_s) > 0.0:
-                return True
-            self.on_trial = False
-            exploration.credit = max(exploration.credit, -_MOST_OWED)
-        else:
-            trial_s = 0.0  # of a batch size that has not been tried the drafts may save as much as they take
-            if self.draft_s.num:
-                trial_s = num_rounds * max(draft_s - self._saved_s.value, _LEAST_LOSS * draft_s)
-            most_s, credit_s = _MOST_NEEDED * plain_s, exploration.credit * plain_s
-            if credit_s >= min(trial_s, most_s) and credit_s >= min(trial_s + catch_up_s(), most_s):
-                self.on_trial, self._trial = True, _Trial()
-                return True
-        exploration.earn()
-        return False
+        if self._num_asked:
+            self._num_asked = 0
+            self._exploration.credit = max(-_MOST_OWED, self._left_s / plain_s)
+        loss_s, credit_s = catch_up_s(), self._exploration.credit * plain_s
+        if self.draft_s.num:  # of a batch size that has not been tried the drafts may save as much as they take
+            loss_s += num_rounds * max(draft_s - self.saved_s.value, _LEAST_LOSS * draft_s)
+        if self._exploration.tries(loss_s / plain_s):
+            self._num_asked, self._num_verified = 1, 0
+            self._gain_s, self._left_s = 0.0, credit_s
+        return bool(self._num_asked)
 
     def note_taken(self, seconds: float, caught_up_s: float) -> None:
         """The target waited for drafts so long, of which the drafter caught up for ``caught_up_s``."""
-        self._catch_up_s.add(caught_up_s)
-        if self.on_trial:
-            seconds += self._handling_s
-            self._exploration.credit -= seconds / self._plain_s
-            self._trial.note_taken(seconds, caught_up_s)
+        self.catch_up_s.add(caught_up_s)
+        seconds += self._handling_s
+        self._left_s -= seconds
+        self._taken_s = seconds - (caught_up_s if self._num_asked == 1 else 0.0)
 
-    def note_saved(self, saved_s: float, of_trial: bool) -> None:
-        self._saved_s.add(saved_s)
-        if of_trial:
-            self._exploration.credit += saved_s / self._plain_s
-            self._trial.note_saved(saved_s)
+    def note_saved(self, saved_s: float) -> None:
+        self.saved_s.add(saved_s)
+        self._num_verified += 1
+        self._left_s += saved_s
+        self._gain_s += saved_s - self._taken_s
 
     @property
     def _handling_s(self) -> float:
@@ -94,23 +90,6 @@ class _Situation:
         if len(queried) < _FEW_RESTS or len(others) < _FEW_RESTS:
             return 0.0
         return max(0.0, median(queried) - median(others))
-
-
-class _Trial:
-    """Some rounds of a situation, and what their verified drafts saved less what these took. In the first one the drafter
-    catches up, which does not count: if its drafts pay it has to do so once."""
-
-    def __init__(self) -> None:
-        self.num_asked, self.num_verified = 1, 0
-        self.gain_s = 0.0
-        self._taken_s = 0.0  # for the newest drafts, not verified yet
-
-    def note_taken(self, seconds: float, caught_up_s: float) -> None:
-        self._taken_s = seconds - (caught_up_s if self.num_asked == 1 else 0.0)
-
-    def note_saved(self, saved_s: float) -> None:
-        self.num_verified += 1
-        self.gain_s += saved_s - self._taken_s
 
 
 class BreakEvenGate:
@@ -127,7 +106,7 @@ class BreakEvenGate:
         self._is_noted = True  # what the drafts of this round took
         self._situation = _Situation()  # of the last decision
         self._plain_s = 0.0  # of it
-        self._asked, self._of_trial = self._situation, False  # for the last drafts before those of this round
+        self._asked = self._situation  # for the last drafts before those of this round
         self._draft_s = DraftTimes()  # of any batch
         self._catch_up_token_s = DecayedMean(_CATCH_UP_MEMORY, catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
         self._num_missed = 0  # tokens, at the last decision
@@ -191,7 +170,7 @@ class BreakEvenGate:
 
     def note_saved(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
-        self._asked.note_saved(saved_s, self._of_trial)
+        self._asked.note_saved(saved_s)
 
     def _usual_s(self, batch: int) -> float:
         """Of drafts, in this situation or else in any; 0 if nothing is known."""
@@ -201,5 +180,5 @@ class BreakEvenGate:
     def _begin_round(self) -> None:
         """What is verified from now on was asked for before it."""
         if self.is_queried:
-            self._asked, self._of_trial = self._situation, self._situation.on_trial
+            self._asked = self._situation
         self._was_queried = self.is_queried

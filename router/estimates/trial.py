@@ -120,18 +120,20 @@ EXPLORED = 0.01  # of the time, that trials may lose
 @dataclass(slots=True)
 class Exploration:
     """When an option that does not pay is tried again, since an estimate of zero could never recover: each round without it
-    earns EXPLORED of a round, and a trial is due once that covers what it will lose. With each trial in vain it must cover
-    twice as much.
+    earns EXPLORED of a round, and a trial is due once that covers what it will lose.
 
     Args:
         shortest, longest: rounds between two trials.
         num_rounds: of a trial.
+        growth: of what must be covered, with each trial in vain.
+        credit: rounds that trials may lose already; below 0: those that must be earned before.
     """
 
     shortest: int = 64
     longest: int = 512
     num_rounds: int = 1
-    credit: float = 0.0  # rounds that trials may lose; below 0: they have lost more
+    growth: float = 2.0
+    credit: float = 0.0
     _num_vain: int = 0
     _num_left: int = 0  # rounds of the present trial
 
@@ -139,16 +141,13 @@ class Exploration:
         """The option pays."""
         self.credit, self._num_vain, self._num_left = 0.0, 0, 0
 
-    def earn(self) -> None:
-        self.credit += EXPLORED
-
     def tries(self, loss: float = 0.0) -> bool:
         """Counts a round. Returns whether it is one of a trial, which loses about ``loss`` rounds."""
         if self._num_left:
             self._num_left -= 1
             return True
-        self.earn()
-        pause = min(max(loss / EXPLORED, self.shortest) * 2**self._num_vain, self.longest)
+        self.credit += EXPLORED
+        pause = min(max(loss / EXPLORED, self.shortest) * self.growth**self._num_vain, self.longest)
         if self.credit < EXPLORED * (pause - 0.5):
             return False
         self.credit, self._num_left = 0.0, self.num_rounds - 1
