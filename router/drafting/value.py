@@ -5,15 +5,14 @@
 r: tokens per second that the batch decodes at present (`DecodeRate`). Times of passes come from the cost model, which passes
 correct; times of drafts and acceptance are measured (`DrafterView`). A price is the same in tokens: seconds times r.
 
-`DraftingValue` answers for a round: which drafter pays, how long its drafts should be, from which acceptance on a request
-joins them, how long a round with them takes. `saved_s` is what came of a pass. The drafter ends drafts by `DraftTerms`.
+`DraftingValue` answers for a round: which drafter pays, how long its drafts should be, how long a round with them takes.
+`saved_s` is what came of a pass. The drafter ends drafts by `DraftTerms`.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import field
 from itertools import accumulate
-from math import inf
 
 from cluster.config import DEFAULT_DRAFT_LEN
 from cluster.fast_dataclass import record
@@ -25,7 +24,6 @@ from router.plan import UNKNOWN_DRAFTER, DrafterView
 from router.planning.slo import NO_LIMITS, RoundLimits
 
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
-_PRECISION = 1e-6  # of a break-even acceptance
 
 
 @record
@@ -53,14 +51,6 @@ class DraftingValue:
 
     def draft_s(self, drafter: str, num_requests: int, length: int) -> float:
         return drafting_s(drafter, self.view(drafter), num_requests, length, self.cost)
-
-    def request_s(self, drafter: str, num_requests: int) -> float:
-        """What one request more adds to a batch of drafts of the usual length."""
-        view = self.view(drafter)
-        length = max(1, round(view.draft_len or DEFAULT_DRAFT_LEN))
-        if self.cost.draft_s(drafter_of(drafter), num_requests + 1, length) is None:
-            return view.request_s
-        return max(0.0, self.draft_s(drafter, num_requests + 1, length) - self.draft_s(drafter, num_requests, length))
 
     def pays(self, drafter: str, num_requests: int, num_context: int, max_len: int, share: float = 1.0) -> bool:
         """Whether drafts of any length up to ``max_len``, for all requests, save more than ``share`` of the wait for them.
@@ -184,29 +174,6 @@ def row_price(
         last_price = tokens_per_s * (here_s - cost.step_s(num_rows - 1, num_context))
     price = min(next_price, max(last_price, best_left_out))
     return max(0.0, min(1.0, price))  # a cost that is corrected meanwhile may fall
-
-
-def break_even_acceptance(row_price: float, price: float, max_len: int) -> float:
-    """The acceptance a of a draft token above which drafting gains: sum over k = 1 .. ``max_len`` of max(0, a^k - row price)
-    exceeds ``price``, in tokens. Above 1: none does."""
-    if max_len * (1.0 - row_price) <= price:
-        return inf
-    if price <= _PRECISION:
-        return row_price
-    # The sum is convex and rises with a, so that Newton's method descends to the root from above.
-    acceptance = 1.0
-    while True:
-        survival, gain, slope = 1.0, 0.0, 0.0
-        for k in range(1, max_len + 1):
-            slope_k, survival = k * survival, survival * acceptance
-            if survival <= row_price:
-                break
-            gain += survival - row_price
-            slope += slope_k
-        step = (gain - price) / slope
-        acceptance -= step
-        if step < _PRECISION:
-            return acceptance
 
 
 class QuotedPrice:

@@ -1,9 +1,8 @@
 """Each draft-length policy against cases worked by hand, with a control for each."""
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, log, sqrt
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import DEFAULT_DRAFT_LEN, DraftLengthConfig
-from cluster.types import Commit, DraftTerms, FinishReason
+from cluster.types import Commit, DraftTerms
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths, PassFeedback
 from router.drafting.policies import build_draft_lengths
-from router.drafting.value import DraftingValue, QuotedPrice, break_even_acceptance
+from router.drafting.value import DraftingValue, QuotedPrice
 from router.estimates.drafter_stats import Judgement
 from router.estimates.trial import Exploration
 from router.papers.faser import MAX_UPDATES, lower_bounds
@@ -26,7 +25,6 @@ FLAT = TableCost((1, 1024), (0.01, 0.01))
 MAX_LEN = 8
 LONGEST = {"d": MAX_LEN, "short": 2}
 GOOD = {"d": DrafterView(0.0, 3.0, 0.8)}
-ADDING = {"d": DrafterView(0.0, 3.0, 0.8, request_s=0.001)}  # to the time of a batch, with each request
 
 
 def view(name: str, drafter: str | None = "d") -> SequenceView:
@@ -83,42 +81,6 @@ def test_the_row_price_of_a_batch_that_wavers_about_a_threshold_is_sent_once() -
 
 
 class TestOutrider:
-    def test_what_breaks_even(self) -> None:
-        assert break_even_acceptance(0.0, 0.0, 8) == 0.0, "free rows and free drafts"
-        assert break_even_acceptance(0.4, 0.0, 8) == pytest.approx(0.4, abs=1e-4), "the first token must be worth its row"
-        assert break_even_acceptance(0.4, 1e-20, 1) == pytest.approx(0.4, abs=1e-4), "in doubles 0.4 + 1e-20 is 0.4"
-        # One token: a - 0.2 > 0.3.
-        assert break_even_acceptance(0.2, 0.3, 1) == pytest.approx(0.5, abs=1e-4)
-        # Two tokens: a + a^2 > 0.75.
-        assert break_even_acceptance(0.0, 0.75, 2) == pytest.approx(0.5, abs=1e-4)
-        assert break_even_acceptance(0.5, 4.0, 8) == inf, "8 certain tokens gain 4"
-
-    def test_at_the_break_even_the_gain_is_the_price(self) -> None:
-        rng = random.Random(3)
-        for _ in range(500):
-            row_price, price, max_len = rng.random(), 4 * rng.random() ** 3, rng.randint(1, 8)
-            found = break_even_acceptance(row_price, price, max_len)
-
-            def gain(acceptance: float, row_price: float = row_price, max_len: int = max_len) -> float:
-                return sum(max(0.0, acceptance**k - row_price) for k in range(1, max_len + 1))
-
-            if found == inf:
-                assert gain(1.0) <= price + 1e-9
-            else:
-                assert gain(found) == pytest.approx(price, abs=1e-4), (row_price, price, max_len)
-
-    @staticmethod
-    def after(num_right: Mapping[str, int], num_rounds: int, row_price: float) -> tuple[DraftLengths, dict[str, int]]:
-        lengths, sequences = policy(DraftLengthConfig()), [view(name) for name in num_right]
-        budgets: Mapping[str, DraftTerms] = {}
-        for _ in range(num_rounds):
-            budgets = lengths.budgets(sequences, DraftingValue(FLAT, ADDING, row_price, 100.0))
-            lengths.learn(passed({name: right for name, right in num_right.items() if budgets[name].num_tokens}))
-        return lengths, lens(budgets)
-
-    def test_a_request_without_gain_is_decoded_plainly_and_the_others_go_on(self) -> None:
-        assert self.after({"good": 3, "bad": 0}, 30, 0.3)[1] == {"good": MAX_LEN, "bad": 0}
-
     @pytest.mark.parametrize(("num_free", "is_drafted"), [(2, True), (0, False)])
     def test_drafts_that_fill_the_rows_before_a_knee_pay_whatever_a_row_costs(self, num_free: int, is_drafted: bool) -> None:
         """At 0.55 a row a first token gains 0.05 of each request, and the wait for it costs 0.1. Two rows cost nothing: they
@@ -189,48 +151,6 @@ class TestOutrider:
         if row_price == 0.0:
             assert longest(0.01) == MAX_LEN, "a cascade whose most expensive member is seldom queried"
 
-    def test_nobody_is_paused_where_drafting_takes_no_time(self) -> None:
-        """Whether its rows pay is decided for each draft: a request that is mostly wrong may have a certain draft."""
-        lengths, sequences = policy(DraftLengthConfig()), [view("bad")]
-        at_once = {"d": DrafterView(0.0, 3.0, 0.8)}
-        on_device = {"d": DrafterView(0.05, 3.0, 0.8, draft_s=0.05, request_s=0.01, draft_len=8.0, shares_device=True)}
-        for drafters in (at_once, on_device):
-            for _ in range(30):
-                budgets = lengths.budgets(sequences, DraftingValue(FLAT, drafters, 0.3, 100.0))
-                assert lens(budgets) == {"bad": MAX_LEN}
-                assert budgets["bad"].second_price == (100.0 if drafters is at_once else 0.0)
-                lengths.learn(passed({"bad": 0}))
-
-    def test_a_plain_request_is_tried_again_after_a_pause_and_drafted_for_if_it_has_improved(self) -> None:
-        lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, seen = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
-        for _ in range(Exploration().shortest + 20):
-            num_tokens = lengths.budgets([view("a")], batch)["a"].num_tokens
-            seen.append(num_tokens)
-            if num_tokens:
-                lengths.learn(passed({"a": 3}))
-        assert seen[0] == 0
-        assert seen[-1] == MAX_LEN
-        assert 20 < seen.count(0) <= Exploration().shortest
-
-    def test_a_trial_in_vain_doubles_the_pause(self) -> None:
-        lengths, _ = self.after({"a": 0}, 30, 0.3)
-        batch, drafted = DraftingValue(FLAT, ADDING, 0.3, 100.0), []
-        for number in range(4 * Exploration().shortest):
-            if lengths.budgets([view("a")], batch)["a"].num_tokens:
-                drafted.append(number)
-                lengths.learn(passed({"a": 0}))
-        assert len(drafted) <= 2 * 4, "two trials of four drafts"
-        assert drafted
-
-    def test_a_lower_price_resumes_at_once(self) -> None:
-        lengths, before = self.after({"a": 1}, 60, 0.8)
-        assert before == {"a": 0}
-        assert lens(lengths.budgets([view("a")], DraftingValue(FLAT, ADDING, 0.78, 100.0))) == {"a": 0}, (
-            "as good as the same"
-        )
-        assert lens(lengths.budgets([view("a")], DraftingValue(FLAT, ADDING, 0.1, 100.0))) == {"a": MAX_LEN}
-
     def test_where_certain_drafts_would_not_pay_nobody_is_drafted_for(self) -> None:
         sequences = [view(f"r{i}") for i in range(4)]
         slow = {"d": DrafterView(1.0, 3.0, 0.9, exposure=1.0)}  # 100 tokens a second are lost in each of its replies
@@ -241,19 +161,6 @@ class TestOutrider:
         assert set(lens(lengths.budgets(sequences, in_turn)).values()) == {MAX_LEN}
         at_once = DraftingValue(FLAT, overlapped, 0.0, 400.0)
         assert set(lens(lengths.budgets(sequences, at_once)).values()) == {0}, "they would wait for it from now on"
-
-    def test_a_request_that_is_drafted_for_beside_others_costs_them_no_wait(self) -> None:
-        """Drafts of 8 tokens for a batch take 80 ms, in which it could decode 4 tokens: 2 each of the two, of which `bad`
-        gains 0.2 and `good` gains 4."""
-        drafters = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.0, draft_len=8.0)}
-        lengths, batch = policy(DraftLengthConfig()), DraftingValue(FLAT, drafters, 0.0, 50.0)
-        for _ in range(30):
-            budgets = lengths.budgets([view("good"), view("bad")], batch)
-            lengths.learn(passed({name: right for name, right in (("good", 3), ("bad", 0)) if budgets[name].num_tokens}))
-        assert lens(budgets) == {"good": MAX_LEN, "bad": MAX_LEN}
-        adding = {"d": DrafterView(0.08, 3.0, 0.8, draft_s=0.08, batch=2.0, request_s=0.02, draft_len=8.0)}
-        costly = DraftingValue(FLAT, adding, 0.0, 50.0)  # a token of the batch for each request more
-        assert lens(lengths.budgets([view("good"), view("bad")], costly)) == {"good": MAX_LEN, "bad": 0}
 
     def test_a_drafter_that_pays_for_nobody_is_tried_by_one_request_and_taken_again_once_it_is_fast(self) -> None:
         """Else its reply time would stay what it was when it was last used."""
@@ -275,15 +182,6 @@ class TestOutrider:
             batch = DraftingValue(FLAT, half, 0.0, 400.0, num_micro_batches)
             budgets = policy(DraftLengthConfig()).budgets(sequences, batch)
             assert budgets["r0"].second_price == pytest.approx(expected)
-
-    def test_a_new_drafter_and_a_new_request_of_the_name_begin_anew(self) -> None:
-        lengths, before = self.after({"a": 0}, 30, 0.3)
-        assert before == {"a": 0}
-        batch = DraftingValue(FLAT, {**ADDING, "short": ADDING["d"]}, 0.3, 100.0)
-        assert lens(lengths.budgets([view("a", "short")], batch)) == {"a": 2}
-        lengths, _ = self.after({"a": 0}, 30, 0.3)
-        lengths.learn(PassFeedback([Commit("a", 20, (1,), finish=FinishReason.STOP)], {}, 0.01, 0.02))
-        assert lens(lengths.budgets([view("a")], batch)) == {"a": MAX_LEN}
 
 
 class TestTurboSpec:
