@@ -131,13 +131,13 @@ class DraftersElsewhere:
         self._read(after_pass=True)
         decoding = [self._sequences[demand.request_id] for demand in demands]
         views = [sequence.view() for sequence in decoding]
-        tokens_per_s = self._price(views, now_s)
+        value = self._price(views, now_s)
         self._drafters.publish(self._published, now_s)
         self._drafters.flush()
         drafts = self._local.propose(demands)  # while the other drafter drafts
         self._learn(now_s)
         expected = {draft.request_id: sum(accumulate(draft.confidences, mul)) for draft in drafts}
-        self._await(decoding, expected, tokens_per_s)
+        self._await(decoding, expected, value)
         self._chosen.clear()
         found = [self._better(*one, expected) for one in zip(demands, drafts, strict=True)]
         self._began_s = self._clock()
@@ -162,8 +162,8 @@ class DraftersElsewhere:
             chains = {sequence.request.id: chain for sequence in self._sequences}
             self._drafters.follow(RoutingTable(former.version + 1, chains, (chain,)))
 
-    def _price(self, views: Sequence[SequenceView], now_s: float) -> float:
-        """Sets the budgets of the drafts that answer these commits. Returns the tokens that are decoded a second."""
+    def _price(self, views: Sequence[SequenceView], now_s: float) -> DraftingValue:
+        """Sets the budgets of the drafts that answer these commits. Returns what they are worth."""
         num, cost = max(1, len(views)), self._lengths.times.table()
         num_tokens = sum([len(commit.token_ids) for _, commit in self._published])
         self._rate.note(self._began_s, num_tokens, 0.0, len(views), cost.at(num))
@@ -171,10 +171,10 @@ class DraftersElsewhere:
         tokens_per_s = num / cost.at(num) * (1.0 if over_plain is None else over_plain)
         num_rows = num + sum(self._lengths.verified.values())
         drafters = self._drafters.views()
-        state = DraftingValue(cost, drafters, row_price(tokens_per_s, num_rows, 0, cost), tokens_per_s)
+        value = DraftingValue(cost, drafters, row_price(tokens_per_s, num_rows, 0, cost), tokens_per_s)
         frontiers = self._frontiers.choose(Pipeline(views, drafters, cost))
-        self._drafters.set_budgets(in_chunks(self._rule.budgets(views, state), frontiers, views))
-        return tokens_per_s
+        self._drafters.set_budgets(in_chunks(self._rule.budgets(views, value), frontiers, views))
+        return value
 
     def _learn(self, now_s: float) -> None:
         """From the verdicts on the last drafts."""
@@ -183,13 +183,14 @@ class DraftersElsewhere:
         self._rule.learn(PassFeedback(commits, self._drafters.learning.learn(), pass_s, pass_s))
         self.telemetry.take_observations()  # no router reads them
 
-    def _await(self, decoding: Sequence[LiveSequence], expected: Mapping[str, float], tokens_per_s: float) -> None:
+    def _await(self, decoding: Sequence[LiveSequence], expected: Mapping[str, float], value: DraftingValue) -> None:
         """Waits for proposals, while they are expected to bring more than ``expected`` tokens and the wait costs."""
         while True:
             self._read(after_pass=False)
             now_s = self._clock()
             views = [sequence.view() for sequence in decoding]
-            held = batch_held_until(views, self._drafters.views(), expected, _MAX_HOLD_S, tokens_per_s)
+            value = replace(value, drafters=self._drafters.views())
+            held = batch_held_until(views, value, expected, _MAX_HOLD_S)
             until_s = max(held.values(), default=now_s)
             if until_s <= now_s:
                 break

@@ -102,7 +102,7 @@ class ByGain:
         return other
 
     def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
-        held = held_until(decoding, self._max_hold_s, context)
+        held = held_until(decoding, self._max_hold_s, context.value, context.now_s)
         pipeline = Pipeline(decoding, context.drafters, context.cost)
         num = 1 if self.always_ahead else pipeline.num_micro_batches()
         if num > 1:  # drafters have the other micro-batches to draft for, and need no frontier

@@ -23,6 +23,8 @@ from router.estimates.decayed import DecayedMean
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 from router.planning.slo import NO_LIMITS, RoundLimits
 
+# Of a proposal that is awaited: without it an estimate of zero accepted tokens could never recover.
+MIN_ACCEPTED = 0.05
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
 
 
@@ -75,6 +77,17 @@ class DraftingValue:
                 return True
             survivals, start = survivals + survival * num, end
         return False
+
+    def worth_s(self, drafter: str, num_context: int) -> float:
+        """The longest that one request should wait for its proposal: what its accepted tokens take in plain decoding."""
+        accepted = max(self.view(drafter).accepted_per_round, MIN_ACCEPTED)
+        return accepted * self.cost.step_s(1, num_context)
+
+    def all_worth_s(self, expected: Mapping[str, tuple[str, float]]) -> float:
+        """The longest that a whole batch should wait for proposals. ``expected``: by request its drafter, and the accepted
+        tokens of the draft that it has otherwise."""
+        gains = [self.view(drafter).accepted_per_round - num for drafter, num in expected.values()]
+        return sum([max(0.0, gain) for gain in gains]) / self.tokens_per_s if self.tokens_per_s else 0.0
 
     def best_len(self, drafter: str, num_requests: int, max_len: int, row_price: float) -> int:
         """The length at which drafts for all requests, all of whom wait for the longest, save most; at least 1. Without a

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from cluster.fast_dataclass import record
 from router.cost_model import CostModel
+from router.drafting.value import DraftingValue
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView
 
 MIN_CHUNK_LEN = 16  # prompt tokens that a pass computes at any price, so that each prompt ends
@@ -25,6 +26,10 @@ class VerifyContext:
     num_due_tokens: int = 0  # of the prompt tokens, that it must compute to meet a deadline
     tpot_s: float | None = None  # the tightest TPOT objective of the batch: AdaSpec's constraint
     num_prompt_context: int = 0  # tokens that the prompt tokens attend to: what is computed of the first of these prompts
+
+    @property
+    def value(self) -> DraftingValue:
+        return DraftingValue(self.cost, self.drafters)
 
     @property
     def prompt_context_s(self) -> tuple[float, float]:

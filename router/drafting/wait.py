@@ -3,44 +3,37 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from router.cost_model import CostModel
-from router.drafting.verification import VerifyContext
+from router.drafting.value import DraftingValue
 from router.plan import NO_PROMPTS, UNKNOWN_DRAFTER, DrafterView, PromptRows, SequenceView
 
-# Minimum hold, in one-row steps: without it an estimate of zero accepted tokens could never recover.
-MIN_HOLD_STEPS = 0.05
 
-
-def held_until(decoding: Iterable[SequenceView], max_hold_s: float, context: VerifyContext) -> dict[str, float]:
-    """Which requests wait for their proposal, and until when: at most the time that its accepted tokens would save."""
+def held_until(decoding: Iterable[SequenceView], max_hold_s: float, value: DraftingValue, now_s: float) -> dict[str, float]:
+    """Which requests wait for their proposal, and until when: at most as long as it is worth."""
     held = {}
     for sequence in decoding:
         since_s = sequence.waits_since_s
         if sequence.drafter is None or since_s is None:
             continue
-        drafter = context.drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
-        gain = max(drafter.accepted_per_round, MIN_HOLD_STEPS)
-        hold_s = min(max_hold_s, gain * context.cost.step_s(1, sequence.committed_len))
-        if drafter.reply_s <= hold_s and context.now_s < since_s + hold_s:
+        hold_s = min(max_hold_s, value.worth_s(sequence.drafter, sequence.committed_len))
+        if value.view(sequence.drafter).reply_s <= hold_s and now_s < since_s + hold_s:
             held[sequence.request_id] = since_s + hold_s
     return held
 
 
 def batch_held_until(
-    decoding: Iterable[SequenceView],
-    drafters: Mapping[str, DrafterView],
-    expected: Mapping[str, float],
-    max_hold_s: float,
-    tokens_per_s: float,
+    decoding: Iterable[SequenceView], value: DraftingValue, expected: Mapping[str, float], max_hold_s: float
 ) -> dict[str, float]:
     """As ``held_until``, where a pass takes all requests or none: those that await proposals gain the tokens that these
     bring beyond ``expected`` ones of other drafts, and all lose what is decoded meanwhile."""
     awaited = [one for one in decoding if one.drafter and one.waits_since_s is not None]
-    views = [drafters.get(one.drafter or "", UNKNOWN_DRAFTER) for one in awaited]
-    gains = (view.accepted_per_round - expected.get(one.request_id, 0.0) for one, view in zip(awaited, views, strict=True))
-    hold_s = min(max_hold_s, sum([max(0.0, gain) for gain in gains]) / tokens_per_s)
-    in_time = zip(awaited, views, strict=True)
-    held = {one.request_id: (one.waits_since_s or 0.0) + hold_s for one, view in in_time if view.reply_s <= hold_s}
-    return dict.fromkeys(held, replies_s(held, awaited, drafters)[1])
+    others = {one.request_id: (one.drafter or "", expected.get(one.request_id, 0.0)) for one in awaited}
+    hold_s = min(max_hold_s, value.all_worth_s(others))
+    held = {
+        one.request_id: (one.waits_since_s or 0.0) + hold_s
+        for one in awaited
+        if value.view(one.drafter or "").reply_s <= hold_s
+    }
+    return dict.fromkeys(held, replies_s(held, awaited, value.drafters)[1])
 
 
 def replies_s(
