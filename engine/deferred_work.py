@@ -16,7 +16,7 @@ def observed(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenat
     """A method that raises nothing. Its object has ``observing`` (`engine.telemetry.Observing`)."""
 
     @wraps(method)
-    def call(self: Any, *args: P.args, **others: P.kwargs) -> None:
+    def call(self: Any, /, *args: P.args, **others: P.kwargs) -> None:
         with self.observing:
             method(self, *args, **others)
 
@@ -28,7 +28,7 @@ def observed_later(method: Callable[Concatenate[Any, P], None]) -> Callable[Conc
     at_once = observed(method)
 
     @wraps(method)
-    def call(self: Any, *args: P.args, **others: P.kwargs) -> None:
+    def call(self: Any, /, *args: P.args, **others: P.kwargs) -> None:
         self.later(partial(at_once, self, *args, **others))
 
     return call

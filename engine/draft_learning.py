@@ -11,7 +11,7 @@ from engine.deferred_work import Later, observed, observed_later
 from engine.draft_state import Candidate, DraftState
 from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
-from engine.telemetry import ObservedCommit, Telemetry
+from engine.telemetry import Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.estimates.survival import survivals
 from router.plan import DrafterView
@@ -28,11 +28,6 @@ class DraftLearning:
         self._telemetry = telemetry
         self._colocated = colocated
         self._unpredicted: defaultdict[str, list[tuple[DraftState, Proposal]]] = defaultdict(list)  # by drafter
-        # Of published commits: verdicts by request, with the tokens verified; verdicts with the kind of the request's
-        # grammar, those of proposals that were passed over, and of free drafts; and rounds for the router.
-        self._unlearned: dict[str, tuple[Judgement, int]] = {}
-        self._unlearned_aside: list[tuple[str | None, Judgement]] = []
-        self._unobserved: list[ObservedCommit] = []
 
     def views(self, names: Iterable[str]) -> dict[str, DrafterView]:
         """What the planner knows of these drafters."""
@@ -139,65 +134,57 @@ class DraftLearning:
             return found, 0.0 if draft.drafter is None else drafter(draft.drafter).expected_len_under(kind)
         return [], 0.0
 
-    @observed_later
-    def committed(
+    def learn(
         self, commits: Sequence[tuple[LiveSequence, Commit]], linked: Collection[str], has_scorers: bool, now_s: float
-    ) -> None:
-        """Whose drafts were right, and who had none. ``linked``: drafters, when the pass ended."""
-        for sequence, commit in commits:
-            draft = sequence.draft
-            if commit.error is not None:  # a failed pass says nothing
-                continue
-            if draft.grammar is not None:
-                verdicts = (draft.judgement, *draft.passed_judgements)
-                self._unlearned_aside += [(draft.grammar.kind, each) for each in verdicts if each is not None]
-            if sequence.teaches:
-                self._note_commit(draft, commit, linked, has_scorers, now_s)
+    ) -> dict[str, Judgement]:
+        """Whose drafts were right, and who had none, of the commits of a pass that ended at ``now_s``. ``linked``: drafters.
+        Returns the verdicts on the proposals of those that teach, by request."""
+        judgements: dict[str, Judgement] = {}
+        with self.observing:
+            for sequence, commit in commits:
+                draft = sequence.draft
+                if commit.error is not None:  # a failed pass says nothing
+                    continue
+                if (kind := draft.grammar_kind) is not None:
+                    for verdict in (draft.judgement, *draft.passed_judgements):
+                        if verdict is not None:
+                            self._telemetry.drafter(verdict.drafter).under(kind).judged(verdict)
+                if sequence.teaches:
+                    self._learn_of(draft, commit, linked, has_scorers, now_s, judgements)
+                if commit.finish is not None:
+                    self._telemetry.forget(commit.request_id)
+        return judgements
 
-    def _note_commit(
-        self, draft: DraftState, commit: Commit, linked: Collection[str], has_scorers: bool, now_s: float
+    def _learn_of(
+        self,
+        draft: DraftState,
+        commit: Commit,
+        linked: Collection[str],
+        has_scorers: bool,
+        now_s: float,
+        judgements: dict[str, Judgement],
     ) -> None:
-        judgement, passed = draft.judgement, draft.passed_judgements
-        drafter, budget, expects_draft = draft.asked
+        judgement, telemetry = draft.judgement, self._telemetry
+        drafter, terms, expects_draft = draft.asked
         if drafter not in linked:
             drafter = None
-        self._unlearned_aside += [(None, one) for one in passed]
+        for one in draft.passed_judgements:
+            telemetry.drafter(one.drafter).judged(one, 0)
         if judgement is not None and judgement.drafter in FREE_DRAFTERS:
-            self._unlearned_aside.append((None, judgement))
-            self._telemetry.forget(commit.request_id)
-            for other in passed if has_scorers else ():
+            telemetry.drafter(judgement.drafter).judged(judgement, 0)
+            telemetry.forget(commit.request_id)
+            for other in draft.passed_judgements if has_scorers else ():
                 if other.drafter == drafter:
                     score = DraftScore(commit.request_id, commit.base_len, other.num_right, other.num_judged)
-                    self._telemetry.note_scores(drafter, (score,))
+                    telemetry.note_scores(drafter, (score,))
             return
         if judgement is not None:
-            self._unlearned[commit.request_id] = judgement, commit.num_proposed
-        if drafter is None:
-            return
-        draft_len = budget.num_tokens
-        if judgement is None and not draft_len:
-            self._telemetry.forget(commit.request_id)  # the round says nothing of the drafter
-            return
-        elapsed_s = self._telemetry.note_commit(commit.request_id, now_s)
-        self._unobserved.append(ObservedCommit(commit, drafter, judgement, draft_len, expects_draft, elapsed_s))
-
-    def learn(self) -> dict[str, Judgement]:
-        """Learns from the commits since the last call. Returns the verdicts on their proposals, by request."""
-        unlearned, self._unlearned = self._unlearned, {}
-        aside, self._unlearned_aside = self._unlearned_aside, []
-        unobserved, self._unobserved = self._unobserved, []
-        with self.observing:
-            for judgement, num_proposed in unlearned.values():
-                self._telemetry.drafter(judgement.drafter).judged(judgement, num_proposed)
-            for kind, judgement in aside:
-                stats = self._telemetry.drafter(judgement.drafter)
-                if kind is None:
-                    stats.judged(judgement, 0)
-                else:
-                    stats.under(kind).judged(judgement)
-        with self.observing:
-            self._telemetry.observe(unobserved)
-        return {request_id: judgement for request_id, (judgement, _) in unlearned.items()}
+            judgements[commit.request_id] = judgement
+            telemetry.drafter(judgement.drafter).judged(judgement, commit.num_proposed)
+        if drafter is not None and (judgement is not None or terms.num_tokens):
+            telemetry.count_round(commit, drafter, judgement, terms.num_tokens, expects_draft, now_s)
+        elif drafter is not None:
+            telemetry.forget(commit.request_id)  # the round says nothing of the drafter
 
 
 def _note_reply(

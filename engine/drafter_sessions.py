@@ -16,6 +16,7 @@ from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
 from router.assignment import Chain, drafter_of
+from router.estimates.drafter_stats import Judgement
 from router.plan import DrafterView, Span, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,6 @@ class DrafterSessions:
     def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
         outboxes = self._outboxes
-        self.learning.committed(commits, tuple(outboxes), bool(self.table.scorers), now_s)
         scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
         for sequence, commit in commits:
@@ -215,6 +215,11 @@ class DrafterSessions:
                 draft.expect(now_s, draft.drafter in queried)
             else:
                 draft.expect_nothing()
+
+    def learn(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> dict[str, Judgement]:
+        """From what came of the drafts of a pass that ended at ``now_s``, once it is published. Returns the verdicts, by
+        request."""
+        return self.learning.learn(commits, self._outboxes, bool(self.table.scorers), now_s)
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

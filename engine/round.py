@@ -244,7 +244,7 @@ class TargetLoop:
         commits = self._commit(begun, end_s)
         self._drafters.flush()  # they draft while this thread publishes and learns
         is_last = not self._sequences
-        self.observer.published(begun, [commit for _, commit in commits], is_last)
+        self.observer.published(begun, commits, is_last)
         self._deferred.later(lambda: self._publish(commits))
         if is_last:
             self._deferred.catch_up()  # no pass follows

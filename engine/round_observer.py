@@ -80,15 +80,16 @@ class RoundObserver:
             wanted, num_unsent = self._drafters.wanted(ended.spans), self._drafters.num_unsent
             self._colocated.choose(*sampled, wanted, prompts_wait=_prompts_wait(ended, counts), num_missed=num_unsent)
 
-    def published(self, ended: PendingPass, commits: Sequence[Commit], is_last: bool) -> None:
+    def published(self, ended: PendingPass, commits: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
         """Drafters were sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
         ended.since_s = ended.pass_began_s if self._last_end_s is None else self._last_end_s
         self._last_end_s = None if is_last else ended.end_s
         self._learn(ended, commits, is_last)
 
     @observed_later
-    def _learn(self, ended: PendingPass, commits: Sequence[Commit], is_last: bool) -> None:
-        judgements, counts = self._drafters.learning.learn(), PassCounts.of(ended.spans)
+    def _learn(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
+        judgements, counts = self._drafters.learn(committed, ended.end_s), PassCounts.of(ended.spans)
+        commits = [commit for _, commit in committed]
         with self.observing:
             self._slo.note_pass(counts.num_sampled_rows, ended.end_s, is_last)
         with self.observing:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from cluster import messages
-from cluster.fast_dataclass import record
 from cluster.histograms import Histogram
 from cluster.messages import LevelReport
 from cluster.slo import Attainment
@@ -44,19 +43,6 @@ class Observing:
             text = "a defect: an observation of a round has failed (%d failures since the start)"
             logger.error(text, self.num_failed, exc_info=error)
         return True
-
-
-@record
-class ObservedCommit:
-    """A commit of a request that ``drafter`` follows, and may propose ``draft_len`` tokens for. ``judgement``: of the
-    proposal that was at hand, if one was. ``expected``: one should have been. ``elapsed_s``: since its last commit."""
-
-    commit: Commit
-    drafter: str
-    judgement: Judgement | None = None
-    draft_len: int = 0
-    expected: bool = False
-    elapsed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -190,32 +176,35 @@ class Telemetry:
             taken, self._observations = self._observations, {}
         return tuple(tally.observation(*key) for key, tally in taken.items())
 
-    def note_commit(self, request_id: str, now_s: float) -> float:
-        """The request commits now. Returns the seconds since it last did."""
-        before_s = self._committed_s.get(request_id)
-        self._committed_s[request_id] = now_s
-        return self.step_s.value if before_s is None else now_s - before_s
-
-    def observe(self, commits: Iterable[ObservedCommit]) -> None:
-        """Counts a round for each of these commits."""
+    def count_round(
+        self,
+        commit: Commit,
+        drafter: str,
+        judgement: Judgement | None = None,
+        draft_len: int = 0,
+        expected: bool = False,
+        now_s: float = 0.0,
+    ) -> None:
+        """A round of a request that ``drafter`` follows, and may propose ``draft_len`` tokens for. ``judgement``: of the
+        proposal that was at hand, if one was. ``expected``: one should have been."""
+        before_s = self._committed_s.get(commit.request_id)
+        self._committed_s[commit.request_id] = now_s
+        key = (commit.request_id, drafter)
         with self._taking:
             observations = self._observations
-            for one in commits:
-                commit, judgement = one.commit, one.judgement
-                key = (commit.request_id, one.drafter)
-                tally = observations.get(key)
-                if tally is None:
-                    if len(observations) >= MAX_OBSERVATIONS:  # no router collects them: drop the oldest
-                        observations.pop(next(iter(observations)))
-                    tally = observations[key] = _Tally()
-                num_committed = len(commit.token_ids)
-                tally.num_rounds += 1
-                tally.num_proposed += commit.num_proposed
-                tally.num_accepted += commit.num_accepted
-                tally.num_committed += num_committed
-                tally.elapsed_s += one.elapsed_s
-                if judgement is not None:
-                    failed = judgement.failed(num_committed, one.draft_len, ended=commit.finish is not None)
-                    count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)
-                elif one.expected:
-                    tally.num_missed += 1
+            tally = observations.get(key)
+            if tally is None:
+                if len(observations) >= MAX_OBSERVATIONS:  # no router collects them: drop the oldest
+                    observations.pop(next(iter(observations)))
+                tally = observations[key] = _Tally()
+            num_committed = len(commit.token_ids)
+            tally.num_rounds += 1
+            tally.num_proposed += commit.num_proposed
+            tally.num_accepted += commit.num_accepted
+            tally.num_committed += num_committed
+            tally.elapsed_s += self.step_s.value if before_s is None else now_s - before_s
+            if judgement is not None:
+                failed = judgement.failed(num_committed, draft_len, ended=commit.finish is not None)
+                count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)
+            elif expected:
+                tally.num_missed += 1

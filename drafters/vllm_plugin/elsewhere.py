@@ -178,9 +178,9 @@ class DraftersElsewhere:
 
     def _learn(self, now_s: float) -> None:
         """From the verdicts on the last drafts."""
-        commits, self._published = [commit for _, commit in self._published], []
-        pass_s = now_s - self._began_s
-        self._rule.learn(PassFeedback(commits, self._drafters.learning.learn(), pass_s, pass_s))
+        published, self._published = self._published, []
+        judgements, pass_s = self._drafters.learn(published, now_s), now_s - self._began_s
+        self._rule.learn(PassFeedback([commit for _, commit in published], judgements, pass_s, pass_s))
         self.telemetry.take_observations()  # no router reads them
 
     def _await(self, decoding: Sequence[LiveSequence], expected: Mapping[str, float], value: DraftingValue) -> None:

@@ -79,19 +79,18 @@ class Target:
         self._allow(sequence)
         span.chosen, span.num_accepted = (RIGHT,) * (num_right + 1), num_right
         commit = self._publish(span)
-        self.drafters.learning.learn()
         if commit.finish is not None:
             self.sequences.remove(request_id)
             self.drafters.release(sequence)
 
     def fail(self, sequence: LiveSequence) -> None:
         self._publish(Span(sequence.request.id, 1, error="no number among the logits"))
-        self.drafters.learning.learn()
 
     def _publish(self, span: Span) -> Commit:
         committed = self.sequences.commit(span, self.now_s)
         assert committed is not None
         self.drafters.publish([committed], self.now_s)
+        self.drafters.learn([committed], self.now_s)
         return committed[1]
 
     def seen(self) -> Observation:

@@ -79,8 +79,9 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
         base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))
         sequence.draft.judge((5, 6))
-        drafters.publish([(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))], 3.0)
-        drafters.learning.learn()
+        commits = [(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))]
+        drafters.publish(commits, 3.0)
+        drafters.learn(commits, 3.0)
     assert telemetry.drafter("d").accepted_per_round.value == pytest.approx(expected, abs=0.05)
 
 
@@ -193,7 +194,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     assert committed is not None
     drafters.publish([committed], 1.0)
     drafters.flush()
-    drafters.learning.learn()
+    drafters.learn([committed], 1.0)
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody

@@ -93,7 +93,7 @@ class Rounds:
         drafter = self.draft.judge(committed)
         commit = Commit("r", base_len, committed, num_verified, num_right, drafter)
         self._drafters.publish([(self.sequence, commit)], 0.0)
-        self._drafters.learning.learn()
+        self._drafters.learn([(self.sequence, commit)], 0.0)
         self._drafters.offer_free(self.sequence)
 
     def _new_request(self) -> LiveSequence:

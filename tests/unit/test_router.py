@@ -14,7 +14,7 @@ from cluster.config import (
     SuffixOptions,
 )
 from cluster.types import Commit, FinishReason, RoutingTable
-from engine.telemetry import ObservedCommit, Telemetry
+from engine.telemetry import Telemetry
 from router.assignment import (
     Chain,
     MemberCosts,
@@ -234,7 +234,7 @@ def committed(
     telemetry: Telemetry, num_tokens: int, judgement: Judgement | None, finish: FinishReason | None = None
 ) -> None:
     commit = Commit("r", 10, (5,) * num_tokens, drafter="d", finish=finish)
-    telemetry.observe([ObservedCommit(commit, "d", judgement, draft_len=4, elapsed_s=1.0)])
+    telemetry.count_round(commit, "d", judgement, draft_len=4)
 
 
 @pytest.mark.parametrize(
