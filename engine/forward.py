@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from engine.batch_layout import Layout, PackedSpan, StayingRows, lay_out
 from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
-from engine.liveness import PASSES
+from engine.loop_status import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.quantised import QuantisedMatrix
 from engine.models.weights import LayerWeights, LinearWeight, Weights

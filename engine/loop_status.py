@@ -1,6 +1,8 @@
-"""A round between its halves, its report, and a snapshot of the loop for other threads."""
+"""A round between its halves, its report, and for other threads a snapshot of the loop and the time since a pass last
+advanced, which distinguishes a long pass from a hung one."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.fast_dataclass import record
@@ -41,3 +43,22 @@ class LoopStatus:
     table_version: int = 0
     draining: bool = False
     followed: tuple[tuple[str, int], ...] = ()  # linked drafters, and for how many requests each drafts
+
+
+class PassProgress:
+    """``advanced`` is called by the computing thread, at least once per layer; ``still_s`` by any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._advanced_s = clock()
+
+    def advanced(self) -> None:
+        self._advanced_s = self._clock()
+
+    def still_s(self) -> float:
+        """Seconds since the last advance, or since construction."""
+        return self._clock() - self._advanced_s
+
+
+# A process has one loop, and so one progress.
+PASSES = PassProgress()

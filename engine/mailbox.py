@@ -7,11 +7,11 @@ from cluster.config import TlsConfig
 from cluster.messages import Hello
 from cluster.transport.base import Event, Link, LinkDown, Mailbox
 from cluster.transport.dialer import Dialer
-from engine.liveness import PASSES
+from engine.loop_status import PASSES
 
 
 class MonitoredMailbox(Mailbox):
-    """Measures the time since its loop's last progress: a drain, or a finished layer of a pass (`engine.liveness`)."""
+    """Measures the time since its loop's last progress: a drain, or a finished layer of a pass (`engine.loop_status`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.types import Request
-from engine.liveness import PASSES
+from engine.loop_status import PASSES
 from engine.native import NativeTarget
 from engine.tensor_parallel.ranks import RankGroup
 from router.plan import Span

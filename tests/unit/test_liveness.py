@@ -18,9 +18,9 @@ from actors.worker import LoopActor, LoopThread
 from cluster.config import Config, ObservabilityConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from engine import liveness
+from engine import loop_status
 from engine.factory import load_target
-from engine.liveness import PassProgress
+from engine.loop_status import PassProgress
 from engine.mailbox import MonitoredMailbox
 from router.cost_model import TableCost
 from router.drafter.policies import build_policy
@@ -77,7 +77,7 @@ def test_the_time_of_a_start_is_no_stall_of_the_router(monkeypatch: pytest.Monke
 def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_model_folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=64)
     seen: list[float] = []
-    monkeypatch.setattr(liveness.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
+    monkeypatch.setattr(loop_status.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), 0.0)
     target.open(request, (1, 2, 3))
     target.execute([Span.bound("r", 0, (1, 2, 3))])
