@@ -18,9 +18,7 @@ from playwright.sync_api import Browser, expect
 
 from cluster.config import PolicyConfig
 from cluster.errors import LinkClosed
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
-from tests.support.api import model_info, saying, tokenizer
+from tests.support.api import app_of, model_info, saying
 from tests.support.dashboard import give_key, opened
 from tests.support.scripted import ScriptedClient
 from tests.support.settings import API_KEY
@@ -42,10 +40,8 @@ def _served(folder: Path) -> Iterator[tuple[str, ScriptedClient]]:
     async def try_policy(policy: PolicyConfig | None, for_s: float) -> bool:
         return True
 
-    settings = ApiSettings(api_keys_file=keys, operator_keys_file=keys, status_ttl_s=0.01)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(cluster, tokenizer(), settings, try_policy=try_policy), log_level="warning")
-    )
+    app = app_of(cluster, try_policy=try_policy, api_keys_file=keys, operator_keys_file=keys, status_ttl_s=0.01)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
         thread.start()

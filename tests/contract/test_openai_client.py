@@ -16,12 +16,10 @@ from openai.types.chat import ChatCompletion
 from cluster.client import EngineClient
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import PREDICTION, ModelInfo, Request, TokenLogprobs
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from engine.telemetry import Telemetry
 from router.cost_model import TableCost
-from tests.support.api import finishing, listening, model_info, token_ids, tokenizer
+from tests.support.api import app_of, finishing, listening, model_info, token_ids, tokenizer
 from tests.support.scripted import ScriptedClient, Step
 from tests.support.waiting import eventually
 
@@ -105,8 +103,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
             case _:
                 opened = embedded_cluster(request.getfixturevalue("model_folder"))
         client, words, info, target = stack.enter_context(opened)
-        settings = ApiSettings(max_request_bytes=100_000, status_ttl_s=1e-6)  # figures of the target as they are now
-        address = stack.enter_context(listening(create_app(client, words, settings)))
+        app = app_of(client, words, max_request_bytes=100_000, status_ttl_s=1e-6)  # figures of the target as they are now
+        address = stack.enter_context(listening(app))
         api = stack.enter_context(OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0))
         http = stack.enter_context(httpx.Client(base_url=address))
         yield Served(api, info.name, http, words, target)
@@ -190,7 +188,7 @@ def test_a_predicted_output_changes_nothing(served: Served, temperature: float) 
 def test_a_predicted_output_is_accepted_and_counted(model_folder: Path) -> None:
     with ExitStack() as stack:
         client, words, info, target = stack.enter_context(embedded_cluster(model_folder))
-        address = stack.enter_context(listening(create_app(client, words, ApiSettings())))
+        address = stack.enter_context(listening(app_of(client, words)))
         api = stack.enter_context(OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0))
         http = stack.enter_context(httpx.Client(base_url=address))
         served = Served(api, info.name, http, words, target)
@@ -352,7 +350,7 @@ def test_a_stream_left_early_is_aborted(served: Served) -> None:
 
 
 def test_limits_and_outages_have_the_client_s_classes() -> None:
-    app = create_app(ScriptedClient(model_info(), scripted_answer), tokenizer(), ApiSettings())
+    app = app_of(ScriptedClient(model_info(), scripted_answer))
     with listening(app) as address, OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as api:
         ask = api.completions.create
         full = refused_by(lambda: ask(model="scripted", prompt=[0, 0]), openai.RateLimitError)
@@ -364,7 +362,7 @@ def test_limits_and_outages_have_the_client_s_classes() -> None:
 def test_keys_are_asked_for(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-right\n")
-    app = create_app(ScriptedClient(model_info(), scripted_answer), tokenizer(), ApiSettings(api_keys_file=keys))
+    app = app_of(ScriptedClient(model_info(), scripted_answer), api_keys_file=keys)
     with listening(app) as address:
         with OpenAI(base_url=f"{address}/v1", api_key="sk-wrong", max_retries=0) as api:
             assert refused_by(api.models.list, openai.AuthenticationError).code == "invalid_api_key"

@@ -15,10 +15,8 @@ from benchmarks.report import BenchOptions, TraceOptions
 from benchmarks.serve import BenchFailed
 from cluster.errors import InvalidField
 from cluster.types import Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from simulator.plots import plot
-from tests.support.api import MODEL, listening, model_info, saying, tokenizer
+from tests.support.api import MODEL, app_of, listening, model_info, saying
 from tests.support.scripted import ScriptedClient, Step
 
 DEADLINE_S = 60.0  # a test ends long before
@@ -31,9 +29,8 @@ def _cluster(script: Callable[[Request], Iterable[Step]]) -> ScriptedClient:
 def _replay(
     cluster: ScriptedClient, num: int, *, max_under_way: int = 8, deadline_s: float = DEADLINE_S, max_concurrent: int = 8
 ) -> list[Outcome]:
-    settings = ApiSettings(max_concurrent=max_concurrent, max_queued=0)
     chats = [Chat(0.0, "chat", f"question {i}", 20) for i in range(num)]
-    with listening(create_app(cluster, tokenizer(), settings)) as url:
+    with listening(app_of(cluster, max_concurrent=max_concurrent, max_queued=0)) as url:
         endpoint = Endpoint.parse(url, None)
         return asyncio.run(replay(endpoint, MODEL, chats, max_under_way=max_under_way, deadline_s=deadline_s))
 
@@ -126,7 +123,7 @@ def test_the_command_asks_with_the_key_and_draws_a_picture(tmp_path: Path, monke
     monkeypatch.setattr(trace, "QUICK_S", 1.0)
     picture, prompts = tmp_path / "trace.png", tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "1", "domain": "chat", "prompt": "what is it?"}\n')
-    with listening(create_app(_cluster(saying("the answer")), tokenizer(), ApiSettings(api_keys_file=keys))) as url:
+    with listening(app_of(_cluster(saying("the answer")), api_keys_file=keys)) as url:
         to_url = TraceOptions(url=f"{url}/v1", rate=8.0, plot=picture)
         options = BenchOptions(quick=True, prompts=(prompts,), model=MODEL, trace=to_url)
         monkeypatch.setenv("OPENAI_API_KEY", "sk-right")
@@ -143,7 +140,7 @@ def test_the_command_asks_with_the_key_and_draws_a_picture(tmp_path: Path, monke
 
 def test_a_first_request_that_fails_ends_it(tmp_path: Path) -> None:
     cluster = _cluster(lambda request: [ValueError("broken")])
-    with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
+    with listening(app_of(cluster)) as url:
         options = TraceOptions(url=url, plot=tmp_path / "trace.png")
         with pytest.raises(BenchFailed, match="first request"):
             trace.run(BenchOptions(quick=True, model=MODEL, trace=options))

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -18,6 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from cluster.client import EngineClient
 from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
@@ -53,8 +55,8 @@ def fast_tokenizer() -> FastTokenizer:
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE, {"eos_token": "<|end|>"}))
+def tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
+    return Tokenizer(fast_tokenizer(), ChatTemplate(template, {"eos_token": "<|end|>"}))
 
 
 def token_ids(text: str) -> tuple[int, ...]:
@@ -67,8 +69,8 @@ def end_id() -> int:
     return end
 
 
-def model_info() -> ModelInfo:
-    return ModelInfo(MODEL, tokenizer().vocab_size, MAX_MODEL_LEN, (end_id(),), "scripted")
+def model_info(max_model_len: int = MAX_MODEL_LEN) -> ModelInfo:
+    return ModelInfo(MODEL, tokenizer().vocab_size, max_model_len, (end_id(),), "scripted")
 
 
 def saying(text: str, *, num_per_round: int = 3, drafter: str | None = "ngram") -> Callable[[Request], list[Step]]:
@@ -92,14 +94,27 @@ def finishing(request: Request, ids: Iterable[int], **how: Any) -> list[Commit]:
     return [*commits[:-1], replace(commits[-1], finish=finish)]
 
 
+def app_of(cluster: EngineClient, words: Tokenizer | None = None, **options: Any) -> FastAPI:
+    """The app over a cluster. ``options``: fields of `ApiSettings`, and what else `create_app` takes."""
+    others = {name: options.pop(name) for name in ("peers", "try_policy", "swap_adapter") if name in options}
+    return create_app(cluster, words or tokenizer(), ApiSettings(**options), **others)
+
+
+def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api", **options)
+
+
 @asynccontextmanager
 async def serving(
-    script: Callable[[Request], Iterable[Step]] | None = None, **settings: Any
+    script: Callable[[Request], Iterable[Step]] | None = None,
+    template: str = CHAT_TEMPLATE,
+    max_model_len: int = MAX_MODEL_LEN,
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
     """An HTTP client of the app, and the scripted cluster behind it, which must have nothing open at the end."""
-    cluster = ScriptedClient(model_info(), script or saying("the answer"), drafters=("ngram", "small", "big"))
-    app = create_app(cluster, tokenizer(), ApiSettings(**settings))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    info = model_info(max_model_len)
+    cluster = ScriptedClient(info, script or saying("the answer"), drafters=("ngram", "small", "big"))
+    async with client_of(app_of(cluster, tokenizer(template), **settings)) as http:
         yield http, cluster
     assert cluster.num_open == 0
 

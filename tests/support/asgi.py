@@ -8,14 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from cluster.types import Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
-from tests.support.api import (
-    model_info,
-    saying,
-    token_ids,
-    tokenizer,
-)
+from tests.support.api import app_of, model_info, saying, token_ids
 from tests.support.scripted import ScriptedClient, Step, spell
 
 CHAT = "/v1/chat/completions"
@@ -35,7 +28,7 @@ class Caller:
 
     def __init__(self, script: Any = None, app: FastAPI | None = None, **settings: Any) -> None:
         self.cluster = ScriptedClient(model_info(), script or saying("the answer"))
-        self.app = app or create_app(self.cluster, tokenizer(), ApiSettings(**settings))
+        self.app = app or app_of(self.cluster, **settings)
         self.reads = True
         self.stalls_at: bytes | None = None  # takes nothing from these bytes on
         self.sent: list[dict[str, Any]] = []

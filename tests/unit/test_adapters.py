@@ -18,12 +18,10 @@ from cluster.message_checks import request_fault
 from cluster.sampling_params import SamplingParams
 from cluster.strict_yaml import ConfigError
 from cluster.types import Adapter, Commit, FinishReason, ModelInfo, Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from deploy.command_line import parse
 from engine.admission import load_adapter
 from engine.sequences import Sequences
-from tests.support.api import chat_body, finishing, model_info, token_ids, tokenizer
+from tests.support.api import app_of, chat_body, client_of, finishing, model_info, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import ScriptedClient, Step
 
@@ -39,7 +37,7 @@ class Server:
         self.cluster = ScriptedClient(replace(model_info(), max_adapters=2), self._answer)
         self.registry = AdapterRegistry()
         settings = {"lora_folder": folder} | settings
-        self._app = create_app(self.cluster, tokenizer(), ApiSettings(**settings), swap_adapter=self._swap)
+        self._app = app_of(self.cluster, swap_adapter=self._swap, **settings)
 
     def _answer(self, request: Request) -> Iterable[Step]:
         if request.adapter is not None and Path(request.adapter.path).name == "bad":
@@ -53,7 +51,7 @@ class Server:
 
     def http(self, key: str = "") -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://api", headers=headers)
+        return client_of(self._app, headers=headers)
 
 
 async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path) -> None:

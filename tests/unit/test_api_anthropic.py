@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -12,12 +10,8 @@ import pytest
 
 from cluster.errors import LinkClosed, Overloaded
 from deploy.api.anthropic_fields import MessagesRequest
-from deploy.api.app import create_app
-from deploy.api.chat_template import ChatTemplate
 from deploy.api.schema import ChatRequest
-from deploy.api.settings import ApiSettings
-from deploy.api.tokenizer import Tokenizer
-from tests.support.api import CHAT_TEMPLATE, MAX_MODEL_LEN, MODEL, fast_tokenizer, model_info, saying, serving
+from tests.support.api import CHAT_TEMPLATE, MAX_MODEL_LEN, MODEL, fast_tokenizer, saying, serving
 from tests.support.asgi import Caller, answering
 from tests.support.scripted import ScriptedClient
 
@@ -32,14 +26,10 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "what is it?"}], **fields}
 
 
-@asynccontextmanager
-async def answering_with(
+def answering_with(
     text: str, template: str = CHAT_TEMPLATE
-) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
-    cluster = ScriptedClient(replace(model_info(), max_model_len=4096), saying(text))
-    app = create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(template, {})), ApiSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
-        yield http, cluster
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, ScriptedClient]]:
+    return serving(saying(text), template, 4096)
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from deploy.api.choice import Choice, OutputOptions
 from deploy.api.dashboard.history import MAX_SAMPLES, RATIO, AnswerCounts, History
 from deploy.api.dashboard.pages import PAGE, page_paths
 from deploy.api.dashboard.timelines import MAX_REQUESTS, MAX_ROUNDS, MAX_SENT_ROUNDS, Timelines
-from tests.support.api import chat_body, listening, model_info, saying, serving, tokenizer
+from tests.support.api import app_of, chat_body, listening, model_info, saying, serving, tokenizer
 from tests.support.scripted import ScriptedClient
 
 CHAT = "/v1/chat/completions"
@@ -163,12 +163,9 @@ async def test_a_cluster_that_does_not_answer_is_told() -> None:
 
 
 def test_samples_are_taken_while_the_app_runs() -> None:
-    from deploy.api.app import create_app
-    from deploy.api.settings import ApiSettings
-
     client = ScriptedClient(model_info(), saying("the answer"))
     with (
-        listening(create_app(client, tokenizer(), ApiSettings())) as url,
+        listening(app_of(client)) as url,
         httpx.Client(base_url=url, trust_env=False) as http,
     ):
         samples: list[dict[str, object]] = []

@@ -6,20 +6,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 import deploy.api.call
 import deploy.api.middleware
 from cluster.types import Request
-from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import (
     CHAT_TEMPLATE,
+    app_of,
     chat_body,
+    client_of,
     completion_body,
     events,
     fast_tokenizer,
@@ -219,8 +218,8 @@ async def test_tokenizing_ends_at_the_deadline_and_when_the_caller_hangs_up(
     path: str, body: dict[str, Any], hangs_up: bool
 ) -> None:
     words = HeldTokenizer()
-    settings = ApiSettings(request_timeout_s=300.0 if hangs_up else 0.05)
-    caller = Caller(app=create_app(ScriptedClient(model_info(), saying("")), words, settings))
+    cluster = ScriptedClient(model_info(), saying(""))
+    caller = Caller(app=app_of(cluster, words, request_timeout_s=300.0 if hangs_up else 0.05))
     call = caller.start(body, path)
     try:
         assert await asyncio.to_thread(words.started.wait, 60.0)
@@ -246,8 +245,7 @@ async def test_many_tokens_are_spelled_in_a_thread() -> None:
 
     words = Spelling()
     words.release.set()
-    app = create_app(ScriptedClient(model_info(), saying("")), words, ApiSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    async with client_of(app_of(ScriptedClient(model_info(), saying("")), words)) as http:
         for num_words in (1, 10_000):
             body = {"prompt": "the answer " * num_words, "return_token_strs": True}
             answer = (await http.post("/tokenize", json=body)).json()

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
-from tests.support.api import MODEL, listening, model_info, saying, tokenizer
+from tests.support.api import MODEL, app_of, listening, model_info, saying
 from tests.support.scripted import ScriptedClient
 
 VARIABLE = "OUTRIDER_CLIENTS"  # as in tests/cluster/test_clients.py
@@ -22,7 +20,7 @@ def test_no_case_of_schemathesis_breaks_the_server() -> None:
     if not folder:
         pytest.skip("make test-clients runs it")
     cluster = ScriptedClient(model_info(), saying("the answer"), drafters=("ngram",))
-    with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
+    with listening(app_of(cluster)) as url:
         outcome = subprocess.run(
             [
                 Path(folder) / "bin" / "python",

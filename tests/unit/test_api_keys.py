@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidField
-from deploy.api.app import create_app
 from deploy.api.keys import ApiKeys
-from deploy.api.settings import ApiSettings
 from tests.support import wire
-from tests.support.api import chat_body, finishing, listening, model_info, serving, token_ids, tokenizer
+from tests.support.api import app_of, chat_body, finishing, listening, model_info, serving, token_ids
 from tests.support.asgi import CHAT
 from tests.support.scripted import ScriptedClient
 
@@ -49,9 +47,8 @@ async def test_other_keys_are_refused_before_anything_is_read(keys_file: Path, h
 def test_a_key_in_a_trailer_is_no_key(keys_file: Path, header: str) -> None:
     given = {"headers": ["Content-Type: application/json"], "trailers": []}
     given[header] = [*given[header], "Authorization: Bearer sk-plain"]
-    settings = ApiSettings(api_keys_file=keys_file)
     cluster = ScriptedClient(model_info(), lambda request: finishing(request, token_ids("the answer")))
-    with listening(create_app(cluster, tokenizer(), settings)) as url:
+    with listening(app_of(cluster, api_keys_file=keys_file)) as url:
         answer = wire.exchange(url, wire.chunked(CHAT, json.dumps(chat_body()).encode(), **given))
     assert answer.status == (200 if header == "headers" else 401)
 

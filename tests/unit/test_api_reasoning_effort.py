@@ -1,17 +1,11 @@
 """How much a model is to reason: OpenAI's field, which becomes variables of the chat template."""
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from deploy.api.app import create_app
-from deploy.api.chat_template import ChatTemplate
-from deploy.api.settings import ApiSettings
-from deploy.api.tokenizer import Tokenizer
-from tests.support.api import CHAT_TEMPLATE, chat_body, fast_tokenizer, model_info, saying
-from tests.support.scripted import ScriptedClient
+from tests.support.api import CHAT_TEMPLATE, chat_body, fast_tokenizer, serving
 
 EFFORT = "{{ reasoning_effort | default('medium') }}\n"
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -19,9 +13,7 @@ THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think></
 
 async def asked(template: str, path: str, body: dict[str, Any]) -> tuple[str, httpx.Response]:
     """The prompt's text, and the answer."""
-    cluster = ScriptedClient(replace(model_info(), max_model_len=4096), saying("the answer"))
-    app = create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(template, {})), ApiSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    async with serving(None, template, 4096) as (http, cluster):
         response = await http.post(path, json=body)
         assert response.status_code == 200, response.text
         ids = list(cluster.requests[0].prompt_token_ids)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,12 +14,18 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseO
 from pydantic import TypeAdapter
 
 from cluster.errors import LinkClosed
-from deploy.api.app import create_app
-from deploy.api.chat_template import ChatTemplate
 from deploy.api.response_fields import ResponsesRequest
-from deploy.api.settings import ApiSettings
-from deploy.api.tokenizer import Tokenizer
-from tests.support.api import CHAT_TEMPLATE, MODEL, fast_tokenizer, listening, model_info, saying
+from tests.support.api import (
+    CHAT_TEMPLATE,
+    MODEL,
+    app_of,
+    client_of,
+    fast_tokenizer,
+    listening,
+    model_info,
+    saying,
+    tokenizer,
+)
 from tests.support.asgi import Caller, answering
 from tests.support.scripted import ScriptedClient
 
@@ -30,8 +35,8 @@ CALLED = 'Let me see. <tool_call>{"name": "get_weather", "arguments": {"city": "
 
 @contextmanager
 def serving(text: str, template: str = CHAT_TEMPLATE) -> Iterator[tuple[OpenAI, ScriptedClient]]:
-    cluster = ScriptedClient(replace(model_info(), max_model_len=16384), saying(text))
-    app = create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(template, {})), ApiSettings())
+    cluster = ScriptedClient(model_info(16384), saying(text))
+    app = app_of(cluster, tokenizer(template))
     with listening(app) as address, OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
         yield client, cluster
 
@@ -75,10 +80,9 @@ def test_an_answer_and_its_stream_are_the_same() -> None:
 @pytest.mark.parametrize("max_tokens", [200, 60, 2])
 async def test_each_event_has_the_fields_that_the_client_s_types_ask_for(max_tokens: int) -> None:
     text = f"<think>why</think>{CALLED}"
-    cluster = ScriptedClient(replace(model_info(), max_model_len=4096), saying(text))
-    app = create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE + "{# </think> #}", {})), ApiSettings())
+    app = app_of(ScriptedClient(model_info(4096), saying(text)), tokenizer(CHAT_TEMPLATE + "{# </think> #}"))
     event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    async with client_of(app) as http:
         body = {"model": MODEL, "input": "a", "tools": [TOOL], "max_output_tokens": max_tokens}
         Response.model_validate((await http.post("/v1/responses", json=body)).json())
         stream = (await http.post("/v1/responses", json={**body, "stream": True})).text

@@ -19,14 +19,12 @@ from cluster.errors import Overloaded
 from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
 from deploy.api import grammar_checker
-from deploy.api.app import create_app
 from deploy.api.errors import ApiError
 from deploy.api.grammar_checker import Checked, GrammarChecker, GrammarProcess
 from deploy.api.schema import ChatRequest, CompletionRequest
-from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
 from deploy.api.tokenizer import Tokenizer
-from tests.support.api import MODEL, chat_body, completion_body, saying
+from tests.support.api import MODEL, app_of, chat_body, client_of, completion_body, saying
 from tests.support.scripted import ScriptedClient
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -122,8 +120,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[httpx.As
     tokenizer = Tokenizer.from_folder(folder)
     info = ModelInfo(MODEL, tokenizer.vocab_size, 256, (tokenizer.vocab_size - 1,), "tiny")
     cluster = ScriptedClient(info, saying(""))
-    app = create_app(cluster, tokenizer, ApiSettings(**settings))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    async with client_of(app_of(cluster, tokenizer, **settings)) as http:
         yield http, cluster
 
 

@@ -2,15 +2,12 @@
 
 import json
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
 
-from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate, TemplateOptions
 from deploy.api.errors import ApiError
 from deploy.api.messages import Message
@@ -18,7 +15,7 @@ from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
-from tests.support.api import CHAT_TEMPLATE, chat_body, completion_body, events, fast_tokenizer, model_info, saying, serving
+from tests.support.api import CHAT_TEMPLATE, chat_body, completion_body, events, fast_tokenizer, saying, serving
 from tests.support.scripted import ScriptedClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -37,14 +34,11 @@ MARKS = {"hermes": "", "qwen3_coder": "{% if tools %}{% endif %}{# <function= <p
 THINKING = CHAT_TEMPLATE + "{# <think> </think> #}"
 
 
-@asynccontextmanager
-async def answering(text: str, template: str = CHAT_TEMPLATE) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
+def answering(
+    text: str, template: str = CHAT_TEMPLATE
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, ScriptedClient]]:
     """A server with room for tools in its prompts."""
-    words = Tokenizer(fast_tokenizer(), ChatTemplate(template, {}))
-    cluster = ScriptedClient(replace(model_info(), max_model_len=4096), saying(text))
-    app = create_app(cluster, words, ApiSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
-        yield http, cluster
+    return serving(saying(text), template, 4096)
 
 
 def thinking(text: str, tail: str = "") -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, ScriptedClient]]:

@@ -15,10 +15,10 @@ from cluster.config import Config, ObservabilityConfig
 from cluster.errors import InvalidField, LinkClosed
 from cluster.strict_yaml import ConfigError, parse
 from cluster.types import Prefill
-from deploy.api.app import check_tracing, create_app
-from deploy.api.settings import ApiSettings
+from deploy.api.app import check_tracing
 from tests.support.api import (
     MODEL,
+    app_of,
     chat_body,
     completion_body,
     finishing,
@@ -26,7 +26,6 @@ from tests.support.api import (
     model_info,
     saying,
     token_ids,
-    tokenizer,
 )
 from tests.support.asgi import CHAT, answering
 from tests.support.otlp import attributes, collecting
@@ -40,9 +39,7 @@ SAMPLED, NOT_SAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flag
 def traced(endpoint: str | None, script: Any = None, **observability: Any) -> Iterator[httpx.Client]:
     """A client of the app behind a real server, whose end sends what is queued."""
     config = ObservabilityConfig(otlp_endpoint=endpoint, **observability)
-    app = create_app(
-        ScriptedClient(model_info(), script or saying("the answer")), tokenizer(), ApiSettings(observability=config)
-    )
+    app = app_of(ScriptedClient(model_info(), script or saying("the answer")), observability=config)
     with listening(app) as url, httpx.Client(base_url=url, trust_env=False) as http:
         yield http
 

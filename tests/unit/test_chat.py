@@ -12,11 +12,9 @@ from rich.console import Console
 
 from cluster.errors import LinkClosed
 from cluster.types import Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from deploy.chat import Terminal, printable
 from deploy.chat_client import Conversation, ServerFailed, connect, served_model
-from tests.support.api import listening, model_info, saying, token_ids, tokenizer
+from tests.support.api import app_of, listening, model_info, saying, token_ids, tokenizer
 from tests.support.scripted import ScriptedClient, Step, spell
 from tests.support.terminal import COLUMNS, on_terminal
 
@@ -27,7 +25,7 @@ Script = Callable[[Request], Iterable[Step]]
 def conversation(script: Script) -> Iterator[tuple[Conversation, ScriptedClient]]:
     cluster = ScriptedClient(model_info(), script)
     with (
-        listening(create_app(cluster, tokenizer(), ApiSettings())) as address,
+        listening(app_of(cluster)) as address,
         connect(f"{address}/v1", None) as client,
     ):
         yield Conversation(client, served_model(client)), cluster
@@ -152,7 +150,7 @@ def test_a_terminal_breaks_lines_between_words() -> None:
     answer = "an answer to the other answers, word by word, " * 5
     cluster = ScriptedClient(model_info(), saying(answer.strip()))
     with (
-        listening(create_app(cluster, tokenizer(), ApiSettings())) as url,
+        listening(app_of(cluster)) as url,
         on_terminal("chat", "--url", url) as terminal,
     ):
         terminal.await_text("> ")

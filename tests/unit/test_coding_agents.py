@@ -3,15 +3,10 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from cluster.types import Commit, Request
-from deploy.api.app import create_app
-from deploy.api.chat_template import ChatTemplate
-from deploy.api.settings import ApiSettings
-from deploy.api.tokenizer import Tokenizer
-from tests.support.api import CHAT_TEMPLATE, fast_tokenizer, finishing, listening, model_info, token_ids
+from tests.support.api import app_of, fast_tokenizer, finishing, listening, model_info, token_ids
 from tests.support.coding_agents import CodingAgents, git_repository, program
 from tests.support.scripted import ScriptedClient
 
@@ -40,11 +35,10 @@ def calling(name: str, **arguments: str) -> Callable[[Request], Iterator[Commit]
 
 @contextmanager
 def agents(folder: Path, script: Callable[[Request], Iterator[Commit]]) -> Iterator[tuple[CodingAgents, ScriptedClient]]:
-    info = replace(model_info(), max_model_len=MAX_MODEL_LEN)
-    cluster = ScriptedClient(info, script)
+    cluster = ScriptedClient(model_info(MAX_MODEL_LEN), script)
     git_repository(folder, **{"greeting.txt": "hello\n"})
-    with listening(create_app(cluster, Tokenizer(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE, {})), ApiSettings())) as url:
-        yield CodingAgents(folder, url, info.name, MAX_MODEL_LEN), cluster
+    with listening(app_of(cluster)) as url:
+        yield CodingAgents(folder, url, cluster.info.name, MAX_MODEL_LEN), cluster
 
 
 def test_codex_runs_commands_in_two_turns(tmp_path: Path) -> None:

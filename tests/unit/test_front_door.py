@@ -11,10 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.client import ClusterStatus
 from cluster.types import Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from tests.support import wire
-from tests.support.api import MODEL, chat_body, finishing, listening, model_info, token_ids, tokenizer
+from tests.support.api import MODEL, app_of, chat_body, finishing, listening, model_info, token_ids
 from tests.support.haproxy import behind_haproxy
 from tests.support.scripted import ScriptedClient, Step, spell
 from tests.support.waiting import eventually
@@ -61,7 +59,7 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def replica(cluster: Cluster) -> Replica:
-    return Replica(create_app(cluster, tokenizer(), ApiSettings(status_ttl_s=300.0)))
+    return Replica(app_of(cluster, status_ttl_s=300.0))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +183,7 @@ def test_probes_and_scrapes_share_an_answer_of_the_cluster(front: str, cluster: 
 
 def test_without_a_replica_there_is_a_503_in_the_shape_of_errors() -> None:
     with ExitStack() as replica:
-        url = replica.enter_context(listening(create_app(Cluster(), tokenizer(), ApiSettings())))
+        url = replica.enter_context(listening(app_of(Cluster())))
         with behind_haproxy(url) as front:
             replica.close()
             answer = wire.exchange(front, wire.get("/health"))

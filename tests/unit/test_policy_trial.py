@@ -14,7 +14,7 @@ from cluster.types import RoutingTable
 from router.assignment import RequestView
 from router.drafter.policies import build_policy, build_pool
 from router.drafter.router import Router, SlotReport
-from tests.support.api import model_info, saying, tokenizer
+from tests.support.api import app_of, client_of, model_info, saying
 from tests.support.scripted import ScriptedClient
 
 PATH = "/v1/outrider/policy"
@@ -75,17 +75,12 @@ def test_the_configured_policy_returns_when_the_trial_is_over() -> None:
 
 
 async def _ask(cluster: Any, body: dict[str, object] | None, headers: dict[str, str], folder: Path, **given: Any) -> Any:
-    import httpx
-
-    from deploy.api.app import create_app
-    from deploy.api.settings import ApiSettings
-
     (folder / "keys").write_text("sk-user\n")
     (folder / "operators").write_text("sk-operator\n")
     files = {"api_keys_file": folder / "keys", "operator_keys_file": folder / "operators"} | given.pop("files", {})
     client = ScriptedClient(model_info(), saying("the answer"))
-    app = create_app(client, tokenizer(), ApiSettings(**files), try_policy=cluster)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    app = app_of(client, try_policy=cluster, **files)
+    async with client_of(app) as http:
         if body is None:
             return await http.get("/v1/outrider/status", headers=headers)
         return await http.post(PATH, json=body, headers=headers)

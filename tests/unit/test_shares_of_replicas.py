@@ -15,14 +15,13 @@ from cluster.client import LOST_S, MetricsExchange, ReplicaMetrics
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed
 from deploy.api.admission import Admission
-from deploy.api.app import create_app
 from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.metrics import Peers
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
 from deploy.serve_app import replicas_of
 from router.planning.token_budgets import Budget, Limits
-from tests.support.api import chat_body, model_info, saying, tokenizer
+from tests.support.api import app_of, chat_body, client_of, model_info, saying, serving
 from tests.support.asgi import CHAT
 from tests.support.scripted import ScriptedClient
 from tests.support.waiting import DEADLINE_S
@@ -117,7 +116,7 @@ async def test_limits_follow_the_number_of_replicas(tmp_path: Path, monkeypatch:
     path.write_text("tenants:\n- {name: search, keys: [sk-one], requests_per_minute: 400}\n")
     path.chmod(0o600)
     exchange = Exchange()
-    settings = ApiSettings(num_replicas=1, max_replicas=4, max_concurrent=100, max_queued=100, api_keys_file=path)
+    settings = {"num_replicas": 1, "max_replicas": 4, "max_concurrent": 100, "max_queued": 100, "api_keys_file": path}
     headers = {"authorization": "Bearer sk-one"}
 
     async def until_full_s(http: httpx.AsyncClient) -> float:
@@ -125,15 +124,9 @@ async def test_limits_follow_the_number_of_replicas(tmp_path: Path, monkeypatch:
         reset = (await http.post(CHAT, json=chat_body(), headers=headers)).headers["x-ratelimit-reset-requests"]
         return sum(float(num) * {"ms": 0.001, "s": 1}[unit] for num, unit in re.findall(r"([\d.]+)(ms|s)", reset))
 
-    apps = [
-        create_app(ScriptedClient(model_info(), saying("a")), tokenizer(), settings, peers=exchange.peers(name))
-        for name in "ab"
-    ]
+    apps = [app_of(ScriptedClient(model_info(), saying("a")), peers=exchange.peers(name), **settings) for name in "ab"]
     async with AsyncExitStack() as stack:
-        first, second = [
-            await stack.enter_async_context(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api"))
-            for app in apps
-        ]
+        first, second = [await stack.enter_async_context(client_of(app)) for app in apps]
         assert await until_full_s(first) < 2  # it knows of no other yet, and there may be three
         await first.get("/metrics", headers=headers)
         assert 20 < await until_full_s(first) <= 46  # alone it has 400
@@ -195,9 +188,8 @@ async def replicas(exchange: Exchange, *names: str) -> AsyncIterator[list[httpx.
         clients = []
         for name in names:
             cluster = ScriptedClient(model_info(), saying("the answer"))
-            app = create_app(cluster, tokenizer(), ApiSettings(num_replicas=len(names)), peers=exchange.peers(name))
-            transport = httpx.ASGITransport(app)
-            clients.append(await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://api")))
+            app = app_of(cluster, peers=exchange.peers(name), num_replicas=len(names))
+            clients.append(await stack.enter_async_context(client_of(app)))
         yield clients
 
 
@@ -249,8 +241,7 @@ async def test_without_the_supervisor_a_replica_exports_its_own_metrics() -> Non
 
 
 async def test_the_only_replica_has_no_label() -> None:
-    app = create_app(ScriptedClient(model_info(), saying("the answer")), tokenizer(), ApiSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+    async with serving() as (http, _):
         assert not [labels for _, labels in await scraped(http) if "api_replica" in dict(labels)]
 
 

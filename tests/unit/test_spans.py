@@ -31,13 +31,11 @@ from cluster.spans import MAX_EVENTS, FinishedSpan, SpanEvent, open_spans
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, Request
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from drafters.draft_spans import DraftSpans
 from engine.request_spans import RequestSpans
 from engine.round import TargetLoop
 from router.cost_model import TableCost
-from tests.support.api import MODEL, chat_body, listening, model_info, saying, tokenizer
+from tests.support.api import MODEL, app_of, chat_body, listening, model_info, saying
 from tests.support.asgi import CHAT
 from tests.support.drafter_bench import Bench
 from tests.support.otlp import attributes, collecting
@@ -80,8 +78,8 @@ class Kept:
 def test_requests_carry_the_span_of_their_call_if_it_is_sampled(flags: str, is_sent: bool) -> None:
     client = ScriptedClient(model_info(), saying("the answer"))
     with collecting() as collector:
-        settings = ApiSettings(observability=ObservabilityConfig(otlp_endpoint=collector.url))
-        with listening(create_app(client, tokenizer(), settings)) as url:
+        observability = ObservabilityConfig(otlp_endpoint=collector.url)
+        with listening(app_of(client, observability=observability)) as url:
             httpx.post(f"{url}{CHAT}", json=chat_body(n=2), headers={"traceparent": f"00-{TRACE}-{PARENT}-{flags}"})
         traces = {request.trace for request in client.requests}
         if is_sent:
@@ -93,7 +91,7 @@ def test_requests_carry_the_span_of_their_call_if_it_is_sampled(flags: str, is_s
 
 def test_without_an_endpoint_requests_carry_nothing() -> None:
     client = ScriptedClient(model_info(), saying("the answer"))
-    with listening(create_app(client, tokenizer(), ApiSettings())) as url:
+    with listening(app_of(client)) as url:
         httpx.post(f"{url}{CHAT}", json=chat_body(), headers={"traceparent": TRACEPARENT})
     assert [request.trace for request in client.requests] == [""]
     assert open_spans(ObservabilityConfig(), "target-0") is None

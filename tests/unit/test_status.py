@@ -19,12 +19,10 @@ from cluster.errors import LinkClosed
 from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from deploy import status as status_module
-from deploy.api.app import create_app
-from deploy.api.settings import ApiSettings
 from deploy.chat_client import ServerFailed
 from deploy.cli import app
 from deploy.status import PATH, fetch, render, watch
-from tests.support.api import listening, model_info, saying, tokenizer
+from tests.support.api import app_of, listening, model_info, saying
 from tests.support.scripted import ScriptedClient
 from tests.support.terminal import COLUMNS, on_terminal
 
@@ -62,7 +60,7 @@ def rows(text: str, of: str = "accepted") -> dict[str, list[str]]:
 
 @contextmanager
 def server(cluster: ScriptedClient) -> Iterator[str]:
-    with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
+    with listening(app_of(cluster)) as url:
         yield url
 
 
