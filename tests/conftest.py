@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -14,6 +15,9 @@ from engine.cpu_setup import configure_cpu
 from engine.models.manifest import MANIFEST, TENSORS
 from engine.models.prepare import CATALOGUE, ensure_model
 from tests.support.simulated_network import EncodingNetwork
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 # Products of tiny models are too small for several threads, which made a suite ten times slower on a busy machine. Read by
 # torch at its import, which is later.
@@ -74,6 +78,14 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def grammars(tiny_model_folder: Path) -> "Grammars":
+    """Of 256 one-byte tokens and the end of sequence."""
+    from tests.support.grammars import of_tiny_model
+
+    return of_tiny_model(tiny_model_folder)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ import torch
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
+from cluster.grammar import Grammar
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.json_pattern import json_spelling, plain_spelling
 from engine.grammar.vocabulary import GrammarVocabulary
+from tests.support.grammars import EOS, of_schema, schema_grammar, tag_grammar, takes
 
 # Byte-level spellings (Ġ is a space): quotes with what is before and behind them, parts of escapes and of characters.
 SPELLED = """
@@ -24,7 +25,6 @@ ab abc abcdefgh aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa a" ab" abc" "a "ab
 \\n a\\n \\" \\"" a\\" \\\\ \\\\" \\u \\u0 \\u00 \\u00e9 \\ud83d \\ud83d\\ude00 \\ude00 a\\ \\x 00 e9" d83d de00 \\u00e9"
 Ã Ã© aÃ ©a Ã©" ðŁĺĢ ðŁ ĺĢ ĺĢ" Ã©Ã©Ã©" nab tab" nul l, 12 -1 1} null, Ġ ĊĊ aĊ ač
 """
-EOS = 256
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,6 @@ def grammars(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     found = Grammars(GrammarVocabulary(folder, tokenizer.get_vocab_size(), (EOS,)))
     assert max(map(len, found.vocabulary.token_bytes)) == 44
     return found
-
-
-def compiled(grammars: Grammars, schema: Any) -> CompiledGrammar:
-    return grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-
-
-def takes(grammar: CompiledGrammar, text: str) -> bool:
-    ids = [*grammar.vocabulary.tokens_of(text.encode()), EOS]
-    return grammar.follow(()).num_valid(ids) == len(ids)
 
 
 def allowed(grammar: CompiledGrammar, mask: torch.Tensor) -> list[int]:
@@ -84,7 +75,7 @@ def schema_of(choose: random.Random, depth: int = 0) -> dict[str, Any]:
 def test_random_outputs_of_bounded_strings_are_valid_at_every_step(grammars: Grammars, seed: int) -> None:
     choose = random.Random(seed)
     schema = schema_of(choose)
-    grammar, ids = compiled(grammars, schema), list[int]()
+    grammar, ids = of_schema(grammars, schema), list[int]()
     token_bytes = grammars.vocabulary.token_bytes
     max_tokens = max(60, 3 * (grammar.shortest_len or 0))
     state = grammar.follow((), max_tokens)
@@ -106,7 +97,7 @@ def test_random_outputs_of_bounded_strings_are_valid_at_every_step(grammars: Gra
     ("pattern", "counts"), [(".{1,100}", True), (r"^[\s\S]{2}$", True), ("^[a-z]{1,9}$", False), (".*", False)]
 )
 def test_a_pattern_of_so_many_characters_is_a_length(grammars: Grammars, pattern: str, counts: bool) -> None:
-    grammar = compiled(grammars, {"type": "string", "pattern": pattern})
+    grammar = of_schema(grammars, {"type": "string", "pattern": pattern})
     assert grammar.counts_chars == counts
     assert takes(grammar, '"ab"')
     assert takes(grammar, r'"a\u00e9"') == (pattern != "^[a-z]{1,9}$")
@@ -117,7 +108,7 @@ def test_a_pattern_of_so_many_characters_is_a_length(grammars: Grammars, pattern
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_drafts_are_masked_as_single_tokens_are(grammars: Grammars, seed: int) -> None:
-    grammar = compiled(grammars, {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 9}})
+    grammar = of_schema(grammars, {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 9}})
     choose, state, ids = random.Random(seed), grammar.follow(()), list[int]()
     rows = list[list[int]]()
     for _ in range(40):
@@ -162,7 +153,7 @@ def test_an_escape_is_one_character(
     grammars: Grammars, bounds: dict[str, Any], fitting: list[str], wrong: list[str]
 ) -> None:
     schema = {"type": "string", **bounds}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    grammar = schema_grammar(schema)
     assert refusal(grammars, grammar) is None
     found = grammars.compile(grammar)
     for text in fitting:
@@ -175,7 +166,7 @@ def test_an_escape_is_one_character(
 @pytest.mark.parametrize("pattern", ['^"[a-z ]+"$', r"^C:\\[a-z]+\\[a-z]+$", r"^[a-z]+\n[a-z]+$", r'^["\\]{3}x$', r"^a\\$"])
 def test_an_end_is_found_through_escapes(grammars: Grammars, pattern: str) -> None:
     schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 1}
-    grammar = compiled(grammars, schema)
+    grammar = of_schema(grammars, schema)
     jsonschema.validate(json.loads(grammar.shortest), schema)
     tag = tag_of({"type": "json_schema", "json_schema": schema})
     jsonschema.validate(json.loads(grammars.compile(tag).shortest), schema)
@@ -184,7 +175,7 @@ def test_an_end_is_found_through_escapes(grammars: Grammars, pattern: str) -> No
 @pytest.mark.parametrize("pattern", [r"\bword\b", r"(a)\1", r"\p{L}", r"\cA", "[b-a]", "[]", r"^[\ud800]$", "[a"])
 def test_patterns_that_cannot_be_spelled_are_refused(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(InvalidField):
-        compiled(grammars, {"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 def test_a_pattern_keeps_what_stands_between_its_characters() -> None:
@@ -200,7 +191,7 @@ def test_a_pattern_of_plain_text_leaves_characters_out() -> None:
 def test_a_string_beside_other_types_keeps_its_bound(grammars: Grammars) -> None:
     either = {"type": ["string", "array"], "maxLength": 2, "items": {"type": "integer"}}
     names = {"e": either, "i": {"$ref": "#/properties/e/items"}}
-    grammar = compiled(grammars, {"type": "object", "properties": names, "required": ["e", "i"]})
+    grammar = of_schema(grammars, {"type": "object", "properties": names, "required": ["e", "i"]})
     assert takes(grammar, '{"e": "ab", "i": 3}')
     assert takes(grammar, '{"e": [1, 2], "i": 3}')
     assert not takes(grammar, '{"e": "abc", "i": 3}')
@@ -212,19 +203,18 @@ def test_an_end_is_found_where_only_a_longer_object_has_a_token(grammars: Gramma
     """Tokens spell an empty value with a comma behind it, and none with a brace."""
     names = {"properties": {"b": {"enum": ["a", 12]}}, "required": ["b"]}
     schema = {"type": "object", **names, "additionalProperties": {"type": "string", "maxLength": 0}}
-    state = compiled(grammars, schema).follow(grammars.vocabulary.tokens_of(b'{"b": 12, "name'))
+    state = of_schema(grammars, schema).follow(grammars.vocabulary.tokens_of(b'{"b": 12, "name'))
     assert state.shortest_end() == b'": ""}'
 
 
 @pytest.mark.parametrize("bounds", [{"minLength": 5, "maxLength": 3}])
 def test_bounds_that_no_string_fits_are_refused(grammars: Grammars, bounds: dict[str, int]) -> None:
     with pytest.raises(InvalidField, match="minLength 5 is more than maxLength 3"):
-        compiled(grammars, {"type": "string", **bounds})
+        of_schema(grammars, {"type": "string", **bounds})
 
 
 def tag_of(*elements: dict[str, Any]) -> Grammar:
-    sequence = {"type": "sequence", "elements": list(elements)}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": sequence}))
+    return tag_grammar({"type": "sequence", "elements": list(elements)})
 
 
 def test_bounds_hold_in_tags_between_free_text(grammars: Grammars) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,27 +9,18 @@ import pytest
 
 from benchmarks.json_schemas import make_schemas
 from cluster.grammar import Grammar, GrammarKind
+from deploy.api.tools import THINK, AnswerForm, ToolUse
 from engine.grammar import checking, closing
-from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
+from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.state import GrammarState
+from tests.support.grammars import EOS, of_schema, schema_grammar, tag_grammar
 from tests.support.quick import first
 
-EOS = 256
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
-
-
-@pytest.fixture(scope="module")
-def grammars(tiny_model_folder: Path) -> Grammars:
-    """Of 256 one-byte tokens and the end of sequence."""
-    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
-
-
-def of_schema(grammars: Grammars, schema: Any) -> CompiledGrammar:
-    return grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 def tokens(grammars: Grammars, text: str) -> list[int]:
@@ -152,8 +142,7 @@ def test_calls_of_tools_are_valid_and_end_in_time(grammars: Grammars, index: int
         "at_least_one": True,
         "stop_after_first": False,
     }
-    tag = json.dumps({"type": "structural_tag", "format": calls})
-    grammar = grammars.compile(Grammar(GrammarKind.STRUCTURAL_TAG, tag))
+    grammar = grammars.compile(tag_grammar(calls))
     assert grammar.shortest_len is not None
     for max_tokens in (grammar.shortest_len, grammar.shortest_len + 7, 400):
         ids = output(grammars, grammar, max(max_tokens, grammar.shortest_len), seed=max_tokens)
@@ -195,7 +184,7 @@ def test_rows_behind_a_replaced_token_end_in_time_where_the_draft_guesses_it(gra
 
 def test_a_grammar_whose_ends_are_found_slowly_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target looks for them between its passes."""
-    person = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+    person = schema_grammar(PERSON)
     assert checking.refusal(grammars, person) is None
     monkeypatch.setattr(checking, "MAX_END_S", -1.0)
     assert "finding a short end" in str(checking.refusal(grammars, person))
@@ -262,3 +251,44 @@ def test_a_large_object_ends_in_time(grammars: Grammars) -> None:
     assert ids[-1] == EOS
     text = b"".join(grammars.vocabulary.token_bytes[i] for i in ids).decode(errors="replace")
     assert len(json.loads(text)) == 60
+
+
+NAMED = PERSON | {"properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+BORDER = "</think>"
+
+
+@pytest.fixture
+def reasoning(grammars: Grammars) -> GrammarState:
+    """Of an answer whose prompt opened the reasoning."""
+    asked = ("response_format", schema_grammar(NAMED))
+    found = AnswerForm(reasoning=THINK).grammar(ToolUse(), "reasoning", asked)
+    assert found is not None
+    return GrammarState(grammars.compile(found[1]), (), 200)
+
+
+def test_a_draft_is_judged_on_both_sides_of_the_border(grammars: Grammars, reasoning: GrammarState) -> None:
+    thought = f'So {{"name": 5}}?{BORDER}'
+    for answer, num_valid in (('{"name": "a', 11), ('{"nane"', 4), ("So", 0), ("\n\n{", 3)):
+        drafts = tokens(grammars, thought + answer)
+        assert reasoning.num_valid(drafts) == len(thought) + num_valid, answer
+    masks = reasoning.masks(tokens(grammars, f'So{BORDER}{{"name"'), 0, (), 0)
+    allowed = [bytes(grammars.vocabulary.allowed_bytes(mask.numpy()).tolist()) for mask in masks]
+    assert all(len(row) > 200 for row in allowed[: len(f"So{BORDER}")]), "reasoning is free"
+    at_border, behind = allowed[len(f"So{BORDER}")], allowed[len(f"So{BORDER}") + 1]
+    assert b"{" in at_border
+    assert b"S" not in at_border
+    assert b'"' in behind
+    assert b"}" not in behind
+
+
+def test_the_state_is_where_it_was_after_drafts_across_the_border(grammars: Grammars, reasoning: GrammarState) -> None:
+    across = tokens(grammars, f'a{BORDER}{{"name": "b"}}')
+    for _ in range(3):
+        assert reasoning.num_valid(across) == len(across)
+        reasoning.masks(across, 0, (), 0)
+    reasoning.advance(tokens(grammars, "a</thi"))  # committed up to amid the border
+    assert reasoning.num_valid(tokens(grammars, "s is no border")) == len("s is no border")
+    rest = tokens(grammars, 'nk>{"name": "b"}')
+    assert reasoning.num_valid([*rest, EOS]) == len(rest) + 1
+    reasoning.advance([*rest, EOS])
+    assert reasoning.has_ended

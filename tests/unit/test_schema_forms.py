@@ -1,34 +1,24 @@
 """Schemas as pydantic, zod, TypeBox, TypeScript's generators and OpenAPI write them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from pydantic import BaseModel, Field, constr
 
-from cluster.grammar import Grammar, GrammarKind
-from engine.grammar.compiling import Grammars, grammars_of
+from engine.grammar.compiling import Grammars
 from engine.grammar.schema_forms import normal_form
+from tests.support import grammars as support
 
-EOS = 256
 INTEGER = {"type": "integer"}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": INTEGER}, "required": ["kind", "n"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog"], "default": "dog"}}}
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny_model_folder: Path) -> Grammars:
-    """Of 256 one-byte tokens and the end of sequence."""
-    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
-
-
 def takes(grammars: Grammars, schema: Any, text: str) -> bool:
-    state = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))).follow(())
-    ids = [*grammars.vocabulary.tokens_of(text.encode()), EOS]
-    return state.num_valid(ids) == len(ids)
+    return support.takes(support.of_schema(grammars, schema), text)
 
 
 SAME: list[tuple[Any, Any]] = [

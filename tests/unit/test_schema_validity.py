@@ -5,17 +5,16 @@ import json
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
-from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
+from cluster.grammar import Grammar
+from engine.grammar.compiling import CompiledGrammar, Grammars
+from tests.support.grammars import EOS, schema_grammar, tag_grammar, takes
 
-EOS = 256
 HEAD = "call "
 NUM_WALKED, NUM_SPELLED = 60, 200  # schemas
 NAMES = ("a", "ab", "a.b", "é", "日本", "😀", "ÿ", "a/b", 'q"t', "n\nl", "\\", "\u0001", "", " ", "$ref", "a-b", "^]")
@@ -45,20 +44,12 @@ VALUES = (
 BOUNDS = (0, 1, -1, 10, 99, -100, 1e3, 12345, 0.0, 2.5, -1.5, 0.001)
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny_model_folder: Path) -> Grammars:
-    """Of 256 one-byte tokens and the end of sequence."""
-    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
-
-
 def in_a_tag(schema: Any) -> Grammar:
     parts = [{"type": "const_string", "value": HEAD}, {"type": "json_schema", "json_schema": schema}]
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+    return tag_grammar({"type": "sequence", "elements": parts})
 
 
-def alone(schema: Any) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+alone = schema_grammar
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
@@ -164,8 +155,7 @@ def test_no_other_spelling_escapes_a_rule(grammars: Grammars) -> None:
         rng = random.Random(len(compiled.grammar.source))
         for _ in range(30):
             text = spelled_anyhow(rng, schema)
-            ids = [*grammars.vocabulary.tokens_of(text.encode()), EOS]
-            if compiled.follow(()).num_valid(ids) == len(ids):
+            if takes(compiled, text):
                 num_taken += 1
                 assert not faults(schema, text), (schema, text)
     assert num_taken > NUM_SPELLED
@@ -180,17 +170,16 @@ def test_a_declared_name_in_any_spelling_is_no_additional_name(
     head = HEAD if form is in_a_tag else ""
     compiled = grammars.compile(form(schema))
 
-    def takes(spelled: str, value: str) -> bool:
-        ids = [*grammars.vocabulary.tokens_of(f"{head}{{{spelled}: {value}}}".encode()), EOS]
-        return compiled.follow(()).num_valid(ids) == len(ids)
+    def takes_member(spelled: str, value: str) -> bool:
+        return takes(compiled, f"{head}{{{spelled}: {value}}}")
 
     escaped = "".join(f"\\u{ord(char):04x}" if ord(char) < 2**16 else json.dumps(char)[1:-1] for char in name)
     for spelled in {json.dumps(name), json.dumps(name, ensure_ascii=False), f'"{escaped}"', f'"{escaped.upper()}"'}:
         if json_or_none(spelled) == name:
-            assert not takes(spelled, '"a"'), spelled
-    assert takes(json.dumps(name, ensure_ascii=False), "1")
+            assert not takes_member(spelled, '"a"'), spelled
+    assert takes_member(json.dumps(name, ensure_ascii=False), "1")
     for other in ("x", "aa", "abb", "日", "aé", "😀😀", "a.", "ÿé"):
-        assert takes(f'"{other}"', '"a"'), other
+        assert takes_member(f'"{other}"', '"a"'), other
 
 
 def json_or_none(spelled: str) -> Any:
@@ -245,5 +234,4 @@ def _value(rng: random.Random, value: Any) -> str:
 def test_an_optional_group_is_taken_as_a_whole(grammars: Grammars, pattern: str) -> None:
     compiled = grammars.compile(alone({"type": "string", "pattern": pattern}))
     for text in ("", "b", "c", "e", "x", "bc", "cc", "cx", "bcc", "bcx", "bccx"):
-        ids = [*grammars.vocabulary.tokens_of(f'"{text}"'.encode()), EOS]
-        assert (compiled.follow(()).num_valid(ids) == len(ids)) == bool(re.fullmatch(pattern, text)), text
+        assert takes(compiled, f'"{text}"') == bool(re.fullmatch(pattern, text)), text

@@ -3,16 +3,15 @@
 import json
 import random
 from datetime import datetime
-from pathlib import Path
 
 import jsonschema
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
-from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
+from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.string_formats import FORMATS, LENGTHS
-from tests.unit.test_schema_validity import EOS, walk
+from tests.support.grammars import of_schema, takes
+from tests.unit.test_schema_validity import walk
 
 VALID = {
     "date": ("2024-02-29", "2000-02-29", "0476-09-04", "2023-12-31"),
@@ -36,22 +35,15 @@ INVALID = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny_model_folder: Path) -> Grammars:
-    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
-
-
 def compiled(grammars: Grammars, kind: str) -> CompiledGrammar:
-    schema = {"type": ["string", "null"], "format": kind}
-    return grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    return of_schema(grammars, {"type": ["string", "null"], "format": kind})
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_format_takes_exactly_valid_texts(grammars: Grammars, kind: str) -> None:
     for texts, is_valid in ((VALID[kind], True), (INVALID[kind], False)):
         for text in texts:
-            ids = [*grammars.vocabulary.tokens_of(json.dumps(text).encode()), EOS]
-            assert (compiled(grammars, kind).follow(()).num_valid(ids) == len(ids)) is is_valid, text
+            assert takes(compiled(grammars, kind), json.dumps(text)) is is_valid, text
 
 
 def check(kind: str, value: str) -> None:
@@ -90,9 +82,7 @@ def test_bounds_that_a_format_keeps_anyway_are_taken(grammars: Grammars, kind: s
     shortest, longest = LENGTHS[kind]
     assert len(LONGEST[kind]) == longest
     schema = {"type": "string", "format": kind, "minLength": shortest, "maxLength": longest}
-    found = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-    ids = [*grammars.vocabulary.tokens_of(json.dumps(LONGEST[kind]).encode()), EOS]
-    assert found.follow(()).num_valid(ids) == len(ids)
+    assert takes(of_schema(grammars, schema), json.dumps(LONGEST[kind]))
 
 
 NARROWER = {
@@ -109,7 +99,7 @@ NARROWER = {
 def test_narrower_bounds_give_shorter_and_longer_texts(grammars: Grammars, kind: str, bounds: tuple[int, int]) -> None:
     rng = random.Random(kind)
     schema = {"type": "string", "format": kind, "minLength": bounds[0], "maxLength": bounds[1]}
-    found = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    found = of_schema(grammars, schema)
     texts = [text for _ in range(30) if (text := walk(found, rng, 150)) is not None]
     assert texts
     for value in map(json.loads, texts):
@@ -122,4 +112,4 @@ def test_narrower_bounds_give_shorter_and_longer_texts(grammars: Grammars, kind:
 )
 def test_a_length_that_no_text_of_a_format_has_is_refused(grammars: Grammars, kind: str, bound: dict[str, int]) -> None:
     with pytest.raises(InvalidField, match="of the demanded length is known"):
-        grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "format": kind} | bound)))
+        of_schema(grammars, {"type": "string", "format": kind} | bound)

@@ -1,4 +1,4 @@
-"""Structural tags and patterns: what in them cannot be enforced is refused, and what is let pass is enforced."""
+"""Structural tags and patterns: those that cannot be enforced or are too large are refused, others are enforced."""
 
 import json
 from pathlib import Path
@@ -10,22 +10,16 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidField
 from cluster.grammar import Grammar, GrammarKind
 from engine.grammar.checking import refusal
-from engine.grammar.compiling import Grammars, grammars_of
+from engine.grammar.compiling import Grammars
+from engine.grammar.json_pattern import repeats_fault
 from engine.grammar.vocabulary import GrammarVocabulary
+from tests.support.grammars import EOS, tag_grammar, takes
 
-EOS = 256
 HEAD = '{"name": "get", "arguments": '
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny_model_folder: Path) -> Grammars:
-    """Of 256 one-byte tokens and the end of sequence."""
-    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
-
-
 def tag_of(content: Any) -> Grammar:
-    tag = {"type": "tag", "begin": HEAD, "content": content, "end": "}"}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": tag}))
+    return tag_grammar({"type": "tag", "begin": HEAD, "content": content, "end": "}"})
 
 
 def of_schema(schema: Any) -> Grammar:
@@ -75,14 +69,9 @@ def test_strings_of_bounded_length_in_a_tag_are_valid_json(grammars: Grammars, t
     grammar = of_schema({"type": "string", "maxLength": 5})
     assert refusal(grammars, grammar) is None
     compiled = grammars.compile(grammar)
-
-    def takes(spelled: str) -> bool:
-        ids = [*grammars.vocabulary.tokens_of(f'{HEAD}"{spelled}"}}'.encode()), EOS]
-        return compiled.follow(()).num_valid(ids) == len(ids)
-
-    assert takes(text)
+    assert takes(compiled, f'{HEAD}"{text}"}}')
     for wrong in ("\t", "\x01", "\n", '"', "\\", text + "abcdef"):
-        assert not takes(wrong), repr(wrong)
+        assert not takes(compiled, f'{HEAD}"{wrong}"}}'), repr(wrong)
 
 
 def test_a_special_token_is_taken_by_its_id_and_never_as_text(tiny_model_folder: Path, tmp_path: Path) -> None:
@@ -93,8 +82,7 @@ def test_a_special_token_is_taken_by_its_id_and_never_as_text(tiny_model_folder:
     assert marker == EOS + 1
     grammars = Grammars(GrammarVocabulary(tmp_path, EOS + 2, (EOS,)))
     named = {"type": "sequence", "elements": [{"type": "token", "token": marker}, {"type": "const_string", "value": "now"}]}
-    tag = {"type": "structural_tag", "format": named}
-    state = grammars.compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))).follow(())
+    state = grammars.compile(tag_grammar(named)).follow(())
     now = grammars.vocabulary.tokens_of(b"now")
     assert state.num_valid([marker, *now, EOS]) == 5
     assert state.num_valid(now) == 0
@@ -105,3 +93,63 @@ def test_a_special_token_is_taken_by_its_id_and_never_as_text(tiny_model_folder:
     assert state.has_ended
     for kind, source in ((GrammarKind.REGEX, "[^a]*"), (GrammarKind.EBNF, "root ::= [^a]*"), (GrammarKind.JSON_OBJECT, "")):
         assert grammars.compile(Grammar(kind, source)).follow(()).num_valid([marker]) == 0
+
+
+NESTED = '"a"{1,500}){1,500}){1,500}'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "root ::= root | root root",
+        "root ::= x\nx ::= y\ny ::= x",
+        'root ::= x "a"\nx ::= x',
+        'root ::= "a" x\nx ::= x',
+    ],
+)
+def test_a_grammar_that_no_output_matches_is_refused(grammars: Grammars, source: str) -> None:
+    refused = refusal(grammars, Grammar(GrammarKind.EBNF, source))
+    assert refused is not None
+    assert "allows no token" in refused
+    assert refusal(grammars, tag_grammar({"type": "grammar", "grammar": source})) is not None
+
+
+@pytest.mark.parametrize("source", ['root ::= "a" root | "b"', 'root ::= root "a" | "b"', 'root ::= ""', 'root ::= "a"'])
+def test_a_recursive_grammar_with_an_output_is_not(grammars: Grammars, source: str) -> None:
+    assert refusal(grammars, Grammar(GrammarKind.EBNF, source)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "((a{1,500}){1,500}){1,500}"),
+        (GrammarKind.REGEX, r"(?:[a-z\]]{400}-){400}"),
+        (GrammarKind.EBNF, f"root ::= (({NESTED}"),
+        (GrammarKind.EBNF, 'root ::= ("a" {500} ) {500}'),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "^(a{500}){500}$"}'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "regex", "pattern": "(a{1,500}){500,}"}}'),
+        (GrammarKind.STRUCTURAL_TAG, json.dumps({"format": {"type": "grammar", "grammar": f"root ::= (({NESTED}"}})),
+    ],
+)
+def test_nested_repetitions_are_refused_before_they_are_compiled(grammars: Grammars, kind: GrammarKind, source: str) -> None:
+    with pytest.raises(InvalidField, match="by nested repetitions, at most 16384 are possible"):
+        grammars.compile(Grammar(kind, source))
+
+
+BESIDE = [
+    r"a{4096}b{4096}",
+    r"(\({500}){30}",
+    r"([({]{500}x){30}",
+    r"(a{500})(b{500})",
+    r"(a{500})b{500}",
+    r"\{5}(a{500}|\(b{5}){30}",
+]
+
+
+@pytest.mark.parametrize("pattern", BESIDE)
+def test_repetitions_beside_each_other_are_not(pattern: str) -> None:
+    assert repeats_fault(pattern, is_regex=True) is None
+
+
+def test_quoted_text_of_a_grammar_repeats_nothing() -> None:
+    assert repeats_fault('root ::= (("a{500}"{1,500}) "(" "\\"{500}"){1,30}', is_regex=False) is None
