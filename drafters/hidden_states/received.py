@@ -85,6 +85,7 @@ class ReceivedStates:
         return self._embedding
 
     def receive(self, link_number: int, frame: Frame) -> None:
+        """Raises ValueError: rows of another width."""
         with self._arrived:
             begin = 0
             for part in frame.parts:
@@ -140,6 +141,8 @@ class ReceivedStates:
         rows.told_len = part.told_len
         if given is None or not len(given) or rows.is_lost:
             return
+        if given.shape[1] != width:
+            raise ValueError(f"hidden states of width {given.shape[1]}, not {width}")
         if part.start == rows.num:
             rows.append(given.to(self._embedding))
         elif part.start > rows.num:

@@ -1,10 +1,12 @@
 """What every tensor link does: in memory, and over gloo between two ends of this process."""
 
+import json
 import os
 import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from cluster.errors import LinkClosed
 from cluster.transport.tensors import groups
 from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink
 from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call
+from drafters.hidden_states.received import ReceivedStates
 from tests.support.memory_tensors import MemoryTensors
 
 CPU = torch.device("cpu")
@@ -138,6 +141,57 @@ def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(monkeypatch: py
     monkeypatch.setattr(link, "_send", lambda _: released.wait(DEADLINE_S))
     assert end.reasons.get(timeout=DEADLINE_S)
     released.set()
+    link.close()
+
+
+HEADER = {
+    "parts": [{"request_id": "a", "start": 0, "stop": 2, "told_len": 2}],
+    "ended": [],
+    "shape": [2, 4],
+    "dtype": "float32",
+}
+PART = HEADER["parts"][0]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff",
+        b"[]",
+        *(json.dumps(one).encode() for one in (3, {"parts": []}, HEADER | {"dtype": 3}, HEADER | {"parts": [{"start": 1}]})),
+        *(json.dumps(HEADER | {"dtype": name}).encode() for name in ("nn", "empty", "float64", "nowhere")),
+        *(json.dumps(HEADER | {"shape": shape}).encode() for shape in ([2], [], [-2, 4], ["a", 4], [3, 4], [2, 2**62])),
+        *(
+            json.dumps(HEADER | {"parts": [PART | part]}).encode()
+            for part in ({"start": 3}, {"stop": None}, {"stop": 10**9})
+        ),
+        -1,
+        0,
+        2**62,
+    ],
+    ids=str,
+)
+def test_whatever_a_peer_sends_ends_the_link_and_tells_its_end(header: bytes | int) -> None:
+    """A length alone, or a header without its rows."""
+    end, store = End(), HashStore()
+    with ThreadPoolExecutor(1) as executor:
+        made = executor.submit(groups._End, store, 0, "127.0.0.1", CPU)
+        TensorReceiver(store, "127.0.0.1", CPU, end.end)
+        peer = made.result()
+    sent = [torch.tensor([header if isinstance(header, int) else len(header)])]
+    if isinstance(header, bytes):
+        sent.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    for part in sent:
+        peer._host_group.send([part], 1, 0).wait()
+    assert end.reasons.get(timeout=4.0), "before a silent peer would be given up"
+    assert end.frames.empty()
+
+
+def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
+    states, end = ReceivedStates((1,), torch.zeros(9, 8)), End()
+    link, _ = gloo(SimpleNamespace(end=TensorEnd(partial(states.receive, 1), end.reasons.put)))
+    link.send(frame(0))
+    assert "width 4, not 8" in end.reasons.get(timeout=DEADLINE_S)
     link.close()
 
 

@@ -6,28 +6,26 @@ number (``answer``), so that an end that was lost is never met again. As between
 between machines the network must be private.
 """
 
-import json
-import logging
 import os
 import socket
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import NonNegativeInt, TypeAdapter
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cluster.errors import LinkClosed
 from cluster.transport.tensors.base import MAX_QUEUED_BYTES, Frame, FrameQueue, Part, TensorEnd
 
-logger = logging.getLogger(__name__)
-
 MEET_S = 10.0
 HEARTBEAT_S, SILENCE_S = 1.0, 6.0  # as of control links
+MAX_HEADER_BYTES = 2**24
 _SENDER, _RECEIVER = 0, 1
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -76,6 +74,30 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
             raise
     except (RuntimeError, OSError, ValueError) as error:  # the last: the target has no address
         raise LinkClosed(f"no hidden states from {address}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What precedes the rows of a frame. ``dtype`` empty: there are none."""
+
+    parts: tuple[Part, ...]
+    ended: tuple[str, ...]
+    shape: tuple[NonNegativeInt, NonNegativeInt]
+    dtype: Literal["", "float32", "bfloat16", "float16"]
+
+
+_HEADER = TypeAdapter(_Header)
+
+
+def _read_header(data: bytes) -> _Header:
+    """Raises ValueError: it is none, or its rows are not those of its parts or too large to have been queued."""
+    told = _HEADER.validate_json(data)
+    num_rows, width = told.shape
+    lens = [part.stop - part.start for part in told.parts]
+    num_bytes = num_rows * width * getattr(torch, told.dtype).itemsize if told.dtype else 0
+    if min(lens, default=0) < 0 or sum(lens) != num_rows or num_bytes > MAX_QUEUED_BYTES:
+        raise ValueError(f"{num_rows} rows of {width} {told.dtype} for {sum(lens)} of its parts")
+    return told
 
 
 class _End:
@@ -150,8 +172,8 @@ class TensorSender(_End):
         rows = frame.rows
         shape = [0, 0] if rows is None else list(rows.shape)
         dtype = "" if rows is None else str(rows.dtype).removeprefix("torch.")
-        told = {"parts": [asdict(part) for part in frame.parts], "ended": frame.ended, "shape": shape, "dtype": dtype}
-        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        told = _HEADER.dump_json(_Header(frame.parts, frame.ended, (shape[0], shape[1]), cast(Any, dtype)))
+        header = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for part in (torch.tensor([len(header)]), header):
             self._host_group.send([part], self._other, 0).wait(timedelta(seconds=SILENCE_S))
         if rows is not None:
@@ -180,25 +202,28 @@ class TensorReceiver(_End):
                 frame = self._receive()
                 if frame.parts or frame.ended:
                     self._end.receive(frame)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError) as error:
             reason = str(error)
-        self._leave()
-        self._end.down(reason)
+        finally:  # whatever it was: a request waits for rows as long as the link is up
+            self._leave()
+            self._end.down(reason)
 
     def _receive(self) -> Frame:
         length = torch.zeros(1, dtype=torch.int64)
         self._wait(self._host_group.recv([length], self._other, 0))
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {int(length)} bytes")
         header = torch.empty(int(length), dtype=torch.uint8)
         self._wait(self._host_group.recv([header], self._other, 0))
-        told = json.loads(header.numpy().tobytes())
+        told = _read_header(header.numpy().tobytes())
         rows: Tensor | None = None
-        if told["dtype"]:
+        if told.dtype:
             with self._on_stream():
-                rows = torch.empty(*told["shape"], dtype=getattr(torch, told["dtype"]), device=self._device)
+                rows = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device=self._device)
                 self._wait(self._group.recv([rows], self._other, 0))
             if self._stream is not None:  # read from here on the stream of this thread, which may outlast the frame
                 rows.record_stream(torch.cuda.current_stream(self._device))
-        return Frame(tuple(Part(**part) for part in told["parts"]), tuple(told["ended"]), rows)
+        return Frame(told.parts, told.ended, rows)
 
 
 def _nccl_pair(store: Store, rank: int) -> Any:
