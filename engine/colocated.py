@@ -57,13 +57,17 @@ class InlineDrafters:
 
     def remove(self, name: str) -> None:
         self._loops = {key: one for key, one in self._loops.items() if key != name}
-        if name in self._threads:
-            self._threads[name][1].set()
+        if (known := self._threads.get(name)) is not None:
+            known[1].set()
 
     def step(self) -> dict[str, float]:
-        """Steps each loop until it has nothing to do. Returns the seconds of those that had."""
+        """Steps each loop until it has nothing to do. Returns the seconds of those that had. In a lane, those that have been
+        added get their threads."""
+        if self._lane is not None:
+            self._start_threads(self._lane)
+            return {}
         seconds = {}
-        for name, (loop, unlink) in () if self._lane is not None else self._loops.items():
+        for name, (loop, unlink) in self._loops.items():
             start_s = now_s = self._clock()
             try:
                 while (work := loop.begin(now_s)) != "nothing":
@@ -101,20 +105,28 @@ class InlineDrafters:
     def draft_in(self, lane: Lane | None) -> None:
         """From now on on threads in ``lane``; None: on the target's thread. The threads before have ended."""
         self._lane, self._end_by_s = lane, None
-        for name in self._loops if lane is not None else ():
-            stop = threading.Event()
-            thread = threading.Thread(target=self._run, args=(name, lane, stop), name=f"lane {name}", daemon=True)
-            self._threads[name] = thread, stop
-            thread.start()
+        if lane is not None:
+            self._start_threads(lane)
 
-    def _run(self, name: str, lane: Lane, stop: threading.Event) -> None:
-        loop, unlink = self._loops[name]
+    def _start_threads(self, lane: Lane) -> None:
+        """Of loops without one. The one of a removed loop must have ended before another of its name begins."""
+        for name, (loop, unlink) in () if self.is_ending else self._loops.items():
+            known = self._threads.get(name)
+            if known is None or (known[1].is_set() and not known[0].is_alive()):
+                stop = threading.Event()
+                thread = threading.Thread(
+                    target=self._run, args=(loop, unlink, lane, stop), name=f"lane {name}", daemon=True
+                )
+                self._threads[name] = thread, stop
+                thread.start()
+
+    def _run(self, loop: InlineLoop, unlink: Callable[[], None], lane: Lane, stop: threading.Event) -> None:
         try:
             lane.enter()
             loop.run(stop, self._clock)
             lane.enter()  # waits for what it has launched
         except Exception as error:  # noqa: BLE001  as in ``step``
-            self._leave_out(name, unlink, error)
+            self._leave_out(loop.name, unlink, error)
 
     def _leave_out(self, name: str, unlink: Callable[[], None], error: Exception) -> None:
         logger.error("drafter %s failed, and is left out from now on", name, exc_info=error)

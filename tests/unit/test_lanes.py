@@ -240,6 +240,27 @@ class Hanging:
     def wake(self) -> None: ...
 
 
+def test_a_drafter_added_while_a_lane_is_in_use_drafts_from_the_next_round_on() -> None:
+    """Also one of the same name as one that was removed, once that has ended."""
+    inline, lane = InlineDrafters(lambda: 0.0), Recorder()
+    inline.draft_in(lane)
+    former, loop = Hanging(), Hanging()
+    inline.add(former, lambda: None)  # type: ignore[arg-type]
+    assert not inline.step()
+    assert former.begun.wait(10.0)
+    (thread, _) = inline._threads[DSPARK]
+    inline.remove(DSPARK)
+    inline.add(loop, lambda: None)  # type: ignore[arg-type]
+    inline.step()
+    assert not loop.begun.is_set()
+    former.goes.set()
+    thread.join(10.0)
+    inline.step()
+    assert loop.begun.wait(10.0)
+    loop.goes.set()
+    assert inline.end_threads(10.0)
+
+
 def test_a_drafter_that_hangs_delays_a_change_and_no_round() -> None:
     now_s = [0.0]
     loop, unlinked = Hanging(), list[str]()
