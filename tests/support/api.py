@@ -4,7 +4,7 @@ import functools
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +114,9 @@ async def serving(
     """An HTTP client of the app, and the scripted cluster behind it, which must have nothing open at the end."""
     info = model_info(max_model_len)
     cluster = ScriptedClient(info, script or saying("the answer"), drafters=("ngram", "small", "big"))
-    async with client_of(app_of(cluster, tokenizer(template), **settings)) as http:
+    app = app_of(cluster, tokenizer(template), **settings)
+    ending = app.router.lifespan_context(app) if "observability" in settings else nullcontext()  # closes the audit log
+    async with client_of(app) as http, ending:
         yield http, cluster
     assert cluster.num_open == 0
 

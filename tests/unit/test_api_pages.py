@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -177,3 +179,20 @@ def test_the_settings_of_the_file() -> None:
     for wrong in ("chat.example", "https://chat.example/", "ftp://chat.example", ""):
         with pytest.raises(ValueError, match="cors_origins"):
             ApiConfig.model_validate({"cors_origins": (wrong,)})
+
+
+API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def test_every_field_is_documented() -> None:
+    named = set(re.findall(r"`([a-z_]+)`", API_PAGE.read_text("utf-8")))
+    assert set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) <= named
+
+
+def test_the_api_needs_neither_torch_nor_ray_nor_transformers() -> None:
+    program = (
+        "import sys, deploy.api.app, deploy.api.tokenizer\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'grpc'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

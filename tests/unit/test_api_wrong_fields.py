@@ -239,18 +239,6 @@ async def test_an_infinite_number_is_refused_by_its_field() -> None:
         await refused(http, CHAT, body, "temperature")
 
 
-async def test_codes_that_clients_branch_on() -> None:
-    async with serving() as (http, _):
-        for fields, status, code in (
-            ({"messages": [{"role": "user", "content": "a b " * 50_000}]}, 400, "context_length_exceeded"),
-            ({"model": "gpt-17"}, 404, "model_not_found"),
-            ({"max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded"),
-            ({"messages": [{"role": "user", "content": "a b " * MAX_MODEL_LEN}]}, 400, "context_length_exceeded"),
-        ):
-            response = await http.post(CHAT, json=chat_body(**fields))
-            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-
-
 async def test_token_ids_up_to_the_last_are_accepted() -> None:
     async with serving() as (http, cluster):
         last = model_info().vocab_size - 1
