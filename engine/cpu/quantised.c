@@ -13,19 +13,23 @@
 #include <immintrin.h>
 #endif
 
-/* Registers hold the sums of a block for ROWS rows by COLUMNS outputs, beside weights and inputs; totals are in memory. */
+/* Registers hold the sums of a block for ROWS rows by COLUMNS outputs, or of WHOLE_ROWS by a whole panel, beside weights and
+ * inputs; totals are in memory. */
 #if __AVX512F__
 enum { COLUMNS = 32 };
 #define ROWS 12
+#define WHOLE_ROWS 12
 #elif __AVX2__
 enum { COLUMNS = 16 };
 #define ROWS 4
+#define WHOLE_ROWS 2
 #else
 enum { COLUMNS = 8 };
 #define ROWS 4
+#define WHOLE_ROWS 0
 #endif
 /* AHEAD: bytes. BATCH: rows that are rounded together. INFINITE: the bits of an infinite float. */
-enum { PANEL = 32, PARTS = COLUMNS / LANES, AHEAD = 4096, BATCH = 96, LARGEST = 127 * 256 + 127, INFINITE = 0x7f800000 };
+enum { PANEL = 32, PARTS = PANEL / LANES, AHEAD = 4096, BATCH = 96, LINE = 64, LARGEST = 127 * 256 + 127, INFINITE = 0x7f800000 };
 typedef int16_t shorts __attribute__((vector_size(LANES * 4), aligned(1)));
 typedef int16_t rounded __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef int32_t words __attribute__((vector_size(LANES * 4), aligned(1)));
@@ -127,21 +131,22 @@ static float round_row(const Quantised *p, const elem *x, Group to, int64_t row,
     return bits >= INFINITE ? NAN : max / LARGEST;
 }
 
-/* totals[row * PANEL + column] = x W^T of ``num`` rows and COLUMNS outputs of a panel, from ``at`` on, in units of the rows'
+/* totals[row * PANEL + column] = x W^T of ``num`` rows and some outputs of a panel, from ``at`` on, in units of the rows'
  * scales. All but ``p``, ``weights``, ``at``, ``x`` are constants. */
 static inline __attribute__((always_inline)) void multiply_kind(const int num, const int bits, const int halves, const int mins,
                                                                 const int zero, const Quantised *p, const uint8_t *weights,
                                                                 int64_t at, Group x, float *totals) {
     const int64_t num_blocks = p->num_in / p->block_len, num_words = p->block_len * bits / 32, factor = halves ? 2 : 4;
+    const int parts = (num <= WHOLE_ROWS ? PANEL : COLUMNS) / LANES;
     for (int r = 0; r < num; r++)
-        for (int v = 0; v < PARTS; v++) storef(totals + r * PANEL + v * LANES, (vf){0});
+        for (int v = 0; v < parts; v++) storef(totals + r * PANEL + v * LANES, (vf){0});
     for (int64_t block = 0; block < num_blocks; block++, x.extra += num) {
         vi s[ROWS][PARTS];
         for (int r = 0; r < num; r++)
-            for (int v = 0; v < PARTS; v++) s[r][v] = zero ? (vi){0} + x.extra[r].integer : (vi){0};
+            for (int v = 0; v < parts; v++) s[r][v] = zero ? (vi){0} + x.extra[r].integer : (vi){0};
         for (int64_t word = 0; word < num_words; word++, weights += PANEL * 4, x.pairs += num * 16 / bits) {
             vi q[PARTS];
-            for (int v = 0; v < PARTS; v++) {
+            for (int v = 0; v < parts; v++) {
                 const uint8_t *from = weights + (at + v * LANES) * 4;
                 __builtin_prefetch(from + AHEAD, 0, 2);
                 q[v] = (vi)*(const words *)from;
@@ -149,9 +154,9 @@ static inline __attribute__((always_inline)) void multiply_kind(const int num, c
 #define ADD(k, of_q)                                                                                         \
     do {                                                                                                     \
         vi both[PARTS];                                                                                      \
-        for (int v = 0; v < PARTS; v++) both[v] = (vi)(of_q);                                                \
+        for (int v = 0; v < parts; v++) both[v] = (vi)(of_q);                                                \
         for (int r = 0; r < num; r++)                                                                        \
-            for (int v = 0; v < PARTS; v++) {                                                                \
+            for (int v = 0; v < parts; v++) {                                                                \
                 s[r][v] = add_pairs(s[r][v], both[v], x.pairs[(k) * num + r]);                               \
                 PIN(s[r][v]);                                                                                \
             }                                                                                                \
@@ -168,12 +173,14 @@ static inline __attribute__((always_inline)) void multiply_kind(const int num, c
 #undef ADD
         }
         vf scale[PARTS], min[PARTS];
-        for (int v = 0; v < PARTS; v++) {
+        for (int64_t line = 0; line < PANEL * factor * (1 + mins); line += LINE)
+            __builtin_prefetch(weights + line + AHEAD, 0, 2);
+        for (int v = 0; v < parts; v++) {
             scale[v] = load_factors(weights + (at + v * LANES) * factor, halves);
             if (mins) min[v] = load_factors(weights + (PANEL + at + v * LANES) * factor, halves);
         }
         for (int r = 0; r < num; r++)
-            for (int v = 0; v < PARTS; v++) {
+            for (int v = 0; v < parts; v++) {
                 float *to = totals + r * PANEL + v * LANES;
                 vf total = loadf(to) + __builtin_convertvector(s[r][v], vf) * scale[v];
                 if (mins) total += x.extra[r].real * min[v];
@@ -235,7 +242,7 @@ static void multiply_panel(const Quantised *p, int64_t panel, Group x, const flo
         const int some = (int)(group_start(num, group + 1) - r);
         const Group rows = {x.pairs + r * p->num_in / 2, x.extra + r * num_blocks};
         float totals[ROWS * PANEL];
-        for (int at = 0; at < PANEL; at += COLUMNS)
+        for (int at = 0; at < PANEL; at += some <= WHOLE_ROWS ? PANEL : COLUMNS)
             multiply(some, p, p->weights + panel * num_blocks * block_bytes, at, rows, totals + at);
         for (int i = 0; i < some; i++)
             for (int64_t at = 0; at < PANEL && panel * PANEL + at < p->num_out; at += LANES) {
