@@ -1,12 +1,12 @@
 """Faults that drafters and schedulers may cause without changing a request's tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from router.cost_model import CostModel
-from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.drafting.verification import VerifyContext
+from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner
 
 KEPT_RESIDUES = 3
@@ -63,21 +63,14 @@ class MidRequest(Planner):
         self._happen = happen
         self.has_happened = False
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
         running = [s for s in sequences if s.running]
         if self.has_happened or all(s.max_new_tokens > self._num_left for s in running):
-            return self._planner.plan(sequences, drafters, capacity, cost, now_s)
+            return self._planner.plan(sequences, context)
         self.has_happened = True
         victims = {s.request_id for s in self._happen(running)}
         others = [s for s in sequences if s.request_id not in victims]
-        plan = self._planner.plan(others, drafters, capacity, cost, now_s)
+        plan = self._planner.plan(others, context)
         return replace(plan, preempted=(*plan.preempted, *victims))
 
 

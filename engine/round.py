@@ -32,6 +32,7 @@ from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.value import DraftingValue
+from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
@@ -278,28 +279,20 @@ class TargetLoop:
     def _plan(self, now_s: float) -> StepPlan:
         if not self._sequences:
             return StepPlan(spans=())
-        capacity = self._engine.capacity()
-        self._note_cached(capacity)
+        context = VerifyContext(self._drafters.views(), self._engine.capacity(), self._cost, now_s)
+        self._note_cached(context.capacity)
         views = self._sequences.views()
-        drafters = self._drafters.views()
-        plan = self._planner.plan(views, drafters, capacity, self._cost, now_s)
+        plan = self._planner.plan(views, context)
         self._drafters.note_plan(plan, now_s)
-        self._deferred.later(lambda: self._set_budgets(plan, views, drafters, now_s))
+        self._deferred.later(lambda: self._set_budgets(plan, views, context.drafters, now_s))
         if self._deferred.is_deferred:
-            self._deferred.later(lambda: self._expect(plan, views, drafters, capacity, now_s))
+            self._deferred.later(lambda: self._expect(plan, views, context))
         return plan
 
-    def _expect(
-        self,
-        plan: StepPlan,
-        views: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        now_s: float,
-    ) -> None:
+    def _expect(self, plan: StepPlan, views: Sequence[SequenceView], context: VerifyContext) -> None:
         """Plans ahead of the pass. Where that fails, the next pass is planned after it."""
         with self.telemetry.observing:
-            self._planner.expect(plan, views, drafters, capacity, self._cost, now_s)
+            self._planner.expect(plan, views, context)
 
     def _set_budgets(
         self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float

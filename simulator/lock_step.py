@@ -1,9 +1,9 @@
 """Speculation in lock-step: draft, then verify, then draft; of all at once, or of micro-batches in turn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from router.cost_model import CostModel
-from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.drafting.verification import VerifyContext
+from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner
 
 _LONGEST_S = 60.0
@@ -21,23 +21,16 @@ class LockStep(Planner):
         self._planner = planner
         self._num = num_micro_batches
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
         until_s: dict[int, float] = {}  # of micro-batches that wait
         for number, sequence in enumerate(sequences):
             if sequence.running and sequence.awaiting_since_s is not None and not sequence.num_drafted:
                 until_s[number % self._num] = max(
                     until_s.get(number % self._num, 0.0), sequence.awaiting_since_s + _LONGEST_S
                 )
-        waiting = {group: until for group, until in until_s.items() if until > now_s}
+        waiting = {group: until for group, until in until_s.items() if until > context.now_s}
         ready = [sequence for number, sequence in enumerate(sequences) if number % self._num not in waiting]
         if ready:
-            return self._planner.plan(ready, drafters, capacity, cost, now_s)
+            return self._planner.plan(ready, context)
         held = {sequence.request_id: waiting[number % self._num] for number, sequence in enumerate(sequences)}
         return StepPlan(spans=(), held=held, wake_s=min(waiting.values()))

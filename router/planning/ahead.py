@@ -1,13 +1,12 @@
 """The plan of the next pass, made from expected lengths beside the present pass, and corrected by what that commits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.fast_dataclass import record
-from router.cost_model import CostModel
 from router.drafting.ranking import Ranking
 from router.drafting.verification import VerifyContext
-from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.plan import SequenceView, Span, StepPlan
 from router.planning.planner import Planner, best_left_out
 
 FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
@@ -34,15 +33,7 @@ class PlanAhead:
         self._planner = planner
         self._expected: _Expected | None = None
 
-    def expect(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> None:
+    def expect(self, plan: StepPlan, sequences: Sequence[SequenceView], context: VerifyContext) -> None:
         """``plan``: of the present pass, made of the other arguments."""
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
@@ -56,32 +47,24 @@ class PlanAhead:
             return
         num_verified = {span.request_id: span.num_drafts for span in plan.spans}
         expected = [_after(s, num_verified[s.request_id]) for s in sequences]
-        ahead = planner.plan(expected, drafters, capacity, cost, now_s)
+        ahead = planner.plan(expected, context)
         if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
             num_verify = sum([span.num_drafts for span in ahead.spans])
             num_drafted = sum([s.num_drafted for s in sequences])
             self._expected = _Expected(frozenset(num_verified), num_drafted, num_verify, planner)
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
         expected = self._expected
         if expected is not None and _is_as(expected, sequences):
-            context = VerifyContext(drafters, capacity, cost, now_s)
-            ranking = Ranking(sequences, context, max(0, capacity.max_pass_tokens - len(sequences)), weighted=False)
+            ranking = Ranking(sequences, context, max(0, context.capacity.max_pass_tokens - len(sequences)), weighted=False)
             # Requests that have ended take their share along.
             share = expected.num_verify * len(sequences) // len(expected.request_ids)
             lens = ranking.lens(min(share, ranking.num_tokens))
-            if len(sequences) + sum(lens) // capacity.block_len <= capacity.num_free_blocks:
+            if len(sequences) + sum(lens) // context.capacity.block_len <= context.capacity.num_free_blocks:
                 self._planner, self._expected = expected.planner, None
                 spans = [Span(s.request_id, 1, num) for s, num in zip(sequences, lens, strict=True)]
                 return StepPlan(tuple(spans), best_left_out=best_left_out(sequences, lens))
-        return self._planner.plan(sequences, drafters, capacity, cost, now_s)
+        return self._planner.plan(sequences, context)
 
 
 def _after(sequence: SequenceView, num_verified: int) -> SequenceView:

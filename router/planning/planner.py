@@ -3,7 +3,7 @@
 Which requests a pass takes, and which wait for their proposals, is a policy of `router/drafting/overlap.py`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -15,7 +15,7 @@ from router.cost_model import CostModel
 from router.drafting.overlap import PassStart
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
 from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
-from router.plan import NO_PROMPTS, Capacity, DrafterView, PromptRows, SequenceView, Span, StepPlan
+from router.plan import NO_PROMPTS, Capacity, PromptRows, SequenceView, Span, StepPlan
 from router.planning.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
@@ -33,15 +33,8 @@ class PlannerSettings:
 
 
 class Planner(Protocol):
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
-        """The next plan. ``sequences`` in order of arrival."""
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+        """The next plan. ``sequences`` in order of arrival; ``context``: what is known before prompts are chosen."""
 
     def fork(self) -> "Planner | None":
         """A planner in the same state, that plans ahead of a pass. None, the default: what it verifies depends on more than
@@ -69,20 +62,12 @@ class StepPlanner:
         other._verification, other._overlap = copy(self._verification), copy(self._overlap)
         return other
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
-        batch, context = _Batch.of(sequences, capacity, now_s), VerifyContext(drafters, capacity, cost, now_s)
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+        batch, blocks = _Batch.of(sequences, context.capacity, context.now_s), _Blocks(context.capacity)
         start = self._choose_decoding(batch, context)
         plan = StepPlan((), (), (), start.held, start.wake_s, start.frontiers, start.num_micro_batches)
         if start.wake_s is not None:
             return plan
-        blocks = _Blocks(capacity)
         ready, preempted = _make_room(start.ready, batch.running, blocks)
         prompts, context = self._choose_prompts(batch, len(ready), bool(ready or start.held), context)
         rows = self._verification.rows(ready, context)

@@ -1,6 +1,6 @@
 """Service-level objectives in simulated clusters: what planning by them, and refusing what cannot meet them, is worth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from cluster.types import FinishReason, Slo
-from router.cost_model import CostModel, TableCost
+from router.cost_model import TableCost
 from router.drafter.seats import Fixed
-from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.drafting.verification import VerifyContext
+from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate
@@ -36,15 +37,8 @@ class Blind(Planner):
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
-        return self._planner.plan([replace(s, slo=None) for s in sequences], drafters, capacity, cost, now_s)
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+        return self._planner.plan([replace(s, slo=None) for s in sequences], context)
 
 
 def mixed(rate: float, num: int = 240, tight: Slo = TIGHT, seed: int = 0) -> list[SimulatedRequest]:

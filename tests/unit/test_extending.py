@@ -133,7 +133,7 @@ def test_the_verification_policy_of_the_page_decides(page: dict[str, Any], monke
 
     def num_verified(policy: str) -> int:
         planner = StepPlanner(PlannerSettings(policy))
-        plan = planner.plan(batch, context.drafters, context.capacity, context.cost, 0.0)
+        plan = planner.plan(batch, context)
         return plan.spans[0].num_drafts
 
     assert [num_verified(policy) for policy in ("outrider", "at-most-three")] == [5, 3]

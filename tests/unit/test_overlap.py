@@ -131,8 +131,8 @@ def test_a_plan_that_waits_keeps_the_frontiers() -> None:
     drafter = replace(SLOW, draft_s=0.03, batch=1.0, reply_s=0.01, token_s=0.0075)
     batch = [awaiting("a"), ready("b")]
     planner = StepPlanner(PlannerSettings(max_hold_s=MAX_HOLD_S, overlap="frontier"))
-    begun = planner.plan(batch[1:], {"d": drafter}, CAPACITY, COST, 0.9)
-    waiting = planner.plan(batch[:1], {"d": drafter}, CAPACITY, COST, 1.001)
+    begun = planner.plan(batch[1:], VerifyContext({"d": drafter}, CAPACITY, COST, 0.9))
+    waiting = planner.plan(batch[:1], VerifyContext({"d": drafter}, CAPACITY, COST, 1.001))
     assert (bool(begun.spans), bool(waiting.spans)) == (True, False)
     assert set(begun.frontiers) == {"d"} == set(waiting.frontiers)
 

@@ -1,13 +1,14 @@
 """The plan of the next pass is made beside the present one, and corrected by what that committed."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from router.cost_model import CostModel, TableCost
+from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES
+from router.drafting.verification import VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, Span, StepPlan
 from router.planning import ahead as planning_ahead
 from router.planning.ahead import FEWEST, PlanAhead
@@ -20,6 +21,7 @@ NUM = 2 * FEWEST
 KNEE = TableCost((1, NUM + 40, NUM + 41, 512), (0.02, 0.02, 0.05, 0.1))  # 40 draft tokens are free
 DRAFTERS = {"d": DrafterView(0.001, 2.0, 0.7)}
 CAPACITY = Capacity(16, 1000, 500, 64, 512, 4096)
+CONTEXT = VerifyContext(DRAFTERS, CAPACITY, KNEE, now_s=0.0)
 
 
 class Counting(StepPlanner):
@@ -29,16 +31,9 @@ class Counting(StepPlanner):
         super().__init__(PlannerSettings(verification, overlap="barrier"))
         self.made: list[int] = []
 
-    def plan(
-        self,
-        sequences: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        capacity: Capacity,
-        cost: CostModel,
-        now_s: float,
-    ) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
         self.made.append(sum(s.committed_len for s in sequences))
-        return super().plan(sequences, drafters, capacity, cost, now_s)
+        return super().plan(sequences, context)
 
 
 def view(i: int, length: int, survival: Sequence[float] = (0.9, 0.8, 0.7), left: int = 50) -> SequenceView:
@@ -46,7 +41,7 @@ def view(i: int, length: int, survival: Sequence[float] = (0.9, 0.8, 0.7), left:
 
 
 def planned(ahead: PlanAhead, sequences: Sequence[SequenceView], capacity: Capacity = CAPACITY) -> StepPlan:
-    return ahead.plan(sequences, DRAFTERS, capacity, KNEE, 0.0)
+    return ahead.plan(sequences, replace(CONTEXT, capacity=capacity))
 
 
 def expecting() -> tuple[PlanAhead, Counting]:
@@ -54,7 +49,7 @@ def expecting() -> tuple[PlanAhead, Counting]:
     planner = Counting()
     ahead = PlanAhead(planner)
     before = [view(i, 100) for i in range(NUM)]
-    ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    ahead.expect(planned(ahead, before), before, CONTEXT)
     assert len(planner.made) == 2
     assert planner.made[1] > planner.made[0] + NUM, "lengths are those that are expected after the pass"
     planner.made.clear()
@@ -92,7 +87,7 @@ def test_a_prompt_of_which_all_but_one_token_was_cached_decodes_after_the_pass()
     before = [*(view(i, 100) for i in range(NUM)), cached]
     plan = planned(ahead, before)
     assert plan.admitted == (cached.request_id,)
-    ahead.expect(plan, before, DRAFTERS, CAPACITY, KNEE, 0.0)
+    ahead.expect(plan, before, CONTEXT)
     planner.made.clear()
     assert len(planned(ahead, [view(i, 102) for i in range(NUM + 1)]).spans) == NUM + 1
     assert not planner.made
@@ -127,7 +122,7 @@ def test_a_wait_for_proposals_keeps_what_is_expected() -> None:
     held = planned(ahead, waiting)
     assert held.is_empty
     assert held.held
-    ahead.expect(held, waiting, DRAFTERS, CAPACITY, KNEE, 0.0)
+    ahead.expect(held, waiting, CONTEXT)
     planner.made.clear()
     assert len(planned(ahead, [view(i, 102) for i in range(NUM)]).spans) == NUM
     assert not planner.made
@@ -137,9 +132,9 @@ def test_a_wait_for_proposals_keeps_what_is_expected() -> None:
 def test_other_policies_choose_from_the_drafts_at_hand(verification: str) -> None:
     before, after = [view(i, 100) for i in range(NUM)], [view(i, 102, (0.9,) * 5) for i in range(NUM)]
     ahead, alone = PlanAhead(Counting(verification)), Counting(verification)
-    ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
-    alone.plan(before, DRAFTERS, CAPACITY, KNEE, 0.0)
-    assert planned(ahead, after) == alone.plan(after, DRAFTERS, CAPACITY, KNEE, 0.0)
+    ahead.expect(planned(ahead, before), before, CONTEXT)
+    alone.plan(before, CONTEXT)
+    assert planned(ahead, after) == alone.plan(after, CONTEXT)
 
 
 def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
@@ -149,7 +144,7 @@ def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
     ):
         planner = Counting()
         ahead = PlanAhead(planner)
-        ahead.expect(planned(ahead, before), before, DRAFTERS, CAPACITY, KNEE, 0.0)
+        ahead.expect(planned(ahead, before), before, CONTEXT)
         assert len(planner.made) == 1
 
 
@@ -168,13 +163,14 @@ def test_a_plan_ahead_that_fails_is_counted_and_ends_no_round(monkeypatch: pytes
 def test_a_plan_advances_the_policies_once(is_corrected: bool) -> None:
     """Whether it is corrected or made anew: what policies know then is what they know from plans after each pass."""
     ahead, alone = (StepPlanner(PlannerSettings(max_hold_s=0.0)) for _ in range(2))
-    drafters = {"d": replace(DRAFTERS["d"], draft_s=0.01, draft_len=3.0, token_s=0.003)}
+    drafter = replace(DRAFTERS["d"], draft_s=0.01, draft_len=3.0, token_s=0.003)
+    context = replace(CONTEXT, drafters={"d": drafter})
     planner = PlanAhead(ahead)
     for i in range(40):
         views = [view(k, 100 + 2 * i, (0.9,) * (3 if is_corrected or i % 2 else 1)) for k in range(NUM)]
-        plan = planner.plan(views, drafters, CAPACITY, KNEE, 0.0)
-        alone.plan(views, drafters, CAPACITY, KNEE, 0.0)
-        planner.expect(plan, views, drafters, CAPACITY, KNEE, 0.0)
+        plan = planner.plan(views, context)
+        alone.plan(views, context)
+        planner.expect(plan, views, context)
     planned_last = planner._planner
     assert isinstance(planned_last, StepPlanner)
     assert (planned_last is ahead) is not is_corrected

@@ -43,10 +43,11 @@ def plan(
     drafter: DrafterView = QUICK,
     capacity: Capacity = CAPACITY,
     now_s: float = 1.0,
+    cost: TableCost = FLAT,
     **settings_: Any,
 ) -> StepPlan:
     planner = StepPlanner(PlannerSettings(**settings_))
-    return planner.plan(sequences, {"d": drafter}, capacity, FLAT, now_s)
+    return planner.plan(sequences, VerifyContext({"d": drafter}, capacity, cost, now_s))
 
 
 def lengths_by(policy: str, batch: list[SequenceView], drafters: dict[str, DrafterView], cost: TableCost) -> dict[str, int]:
@@ -118,7 +119,7 @@ def test_a_slow_target_computes_a_prompt_in_chunks_that_take_a_bounded_time() ->
     slow = TableCost((1, 64), (0.1, 6.4))
     prompt = view("p", committed_len=150, computed_len=0, drafter=None)
     for others in ([], [view("a", drafter=None)]):
-        step = StepPlanner(PlannerSettings()).plan([*others, prompt], {}, CAPACITY, slow, 1.0)
+        step = plan([*others, prompt], cost=slow)
         assert spans_of(step)["p"] == (21, 0)
 
 
@@ -197,10 +198,10 @@ def test_the_best_draft_token_without_a_row_is_told() -> None:
     """Four rows before the knee: for the first token of each, not for the second."""
     knee = TableCost((1, 8, 9, 64), (0.02, 0.02, 0.04, 0.4))
     batch = [view(str(i), num_drafted=2, survival=(0.9 - 0.1 * i, 0.5 - 0.1 * i)) for i in range(4)]
-    step = StepPlanner().plan(batch, {"d": QUICK}, CAPACITY, knee, 1.0)
+    step = plan(batch, cost=knee)
     assert {span.num_drafts for span in step.spans} == {1}
     assert step.best_left_out == 0.5
-    assert StepPlanner().plan(batch[:2], {"d": QUICK}, CAPACITY, knee, 1.0).best_left_out == 0.0, "all are verified"
+    assert plan(batch[:2], cost=knee).best_left_out == 0.0, "all are verified"
 
 
 def test_a_chunk_is_as_long_whatever_decoding_attends_to() -> None:
@@ -211,7 +212,7 @@ def test_a_chunk_is_as_long_whatever_decoding_attends_to() -> None:
     chunks = []
     for committed_len in (20, 10_000):
         batch = [view(str(i), committed_len=committed_len, computed_len=committed_len - 1, drafter=None) for i in range(4)]
-        step = StepPlanner(PlannerSettings(max_chunk_len=128)).plan([*batch, prompt], {}, capacity, cost, 1.0)
+        step = plan([*batch, prompt], capacity=capacity, cost=cost, max_chunk_len=128)
         chunks.append(spans_of(step)["prompt"])
     assert chunks[0] == chunks[1]
     assert chunks[0][0] > 64
@@ -224,7 +225,7 @@ def test_an_urgent_prompt_does_not_pay_for_what_another_has_computed() -> None:
     chunks = []
     for computed_len in (100, 30_000):
         begun = view("begun", committed_len=computed_len + 900, computed_len=computed_len, drafter=None)
-        step = StepPlanner().plan([view("a", drafter=None), begun, urgent], {}, capacity, cost, 1.0)
+        step = plan([view("a", drafter=None), begun, urgent], capacity=capacity, cost=cost)
         chunks.append(spans_of(step)["urgent"])
     assert chunks[0] == chunks[1]
     assert chunks[0][0] > 200

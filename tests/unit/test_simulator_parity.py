@@ -56,11 +56,11 @@ class Noting:
         self._planner = StepPlanner(PlannerSettings("all", max_chunk_len=MAX_PASS_TOKENS))
         self.plans: list[StepPlan] = []
 
-    def plan(self, sequences, drafters, capacity, cost, now_s):  # type: ignore[no-untyped-def]
+    def plan(self, sequences, context):  # type: ignore[no-untyped-def]
         awaited = [one.request_id for one in sequences if one.running and one.awaiting_since_s is not None]
         if awaited:
-            return StepPlan((), held=dict.fromkeys(awaited, now_s + 1.0), wake_s=now_s + 1.0)
-        plan = self._planner.plan(sequences, drafters, capacity, cost, now_s)
+            return StepPlan((), held=dict.fromkeys(awaited, context.now_s + 1.0), wake_s=context.now_s + 1.0)
+        plan = self._planner.plan(sequences, context)
         self.plans.append(plan)
         return plan
 

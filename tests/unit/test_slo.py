@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.cost_model import TableCost
-from router.drafting.verification import MIN_CHUNK_LEN
+from router.drafting.verification import MIN_CHUNK_LEN, VerifyContext
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
 from router.planning.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
@@ -20,6 +20,7 @@ CAPACITY = Capacity(
     block_len=16, num_blocks=4096, num_free_blocks=4096, max_num_sequences=16, max_pass_tokens=2048, max_model_len=8192
 )
 NOW_S = 100.0
+CONTEXT = VerifyContext({}, CAPACITY, COST, NOW_S)
 
 
 def decoding(
@@ -45,7 +46,7 @@ def limits(decode: list[SequenceView], prompts: list[SequenceView] | None = None
 
 
 def plan(sequences: list[SequenceView], **settings: Any) -> StepPlan:
-    return StepPlanner(PlannerSettings(**settings)).plan(sequences, {}, CAPACITY, COST, NOW_S)
+    return StepPlanner(PlannerSettings(**settings)).plan(sequences, CONTEXT)
 
 
 def chunks(step: StepPlan) -> dict[str, int]:
@@ -166,7 +167,7 @@ def test_drafts_give_way_to_what_is_due_of_a_prompt_that_attends_to_much() -> No
     due = prompt(num_tokens=2600, due_s=1.6, computed_len=2000, running=True)
     batch = [decoding(str(i), tpot_s=0.08, num_drafted=10, survival=(0.95,) * 10, drafter="d") for i in range(3)]
     cost = RowsAttend((1, 1001), (0.01, 1.01))
-    step = StepPlanner(PlannerSettings(max_chunk_len=64)).plan([*batch, due], {}, CAPACITY, cost, NOW_S)
+    step = StepPlanner(PlannerSettings(max_chunk_len=64)).plan([*batch, due], replace(CONTEXT, cost=cost))
     assert sum(span.num_drafts for span in step.spans) == 0
     assert chunks(step)["p"] == 34
 
@@ -210,6 +211,6 @@ def test_objectives_that_never_bind_change_no_plan(
         for i, (n, r, c, d) in enumerate(shapes)
     ]
     lax = [replace(s, slo=SloProgress(None, 60.0, NOW_S, 1) if s.running else SloProgress(None, 60.0)) for s in sequences]
-    capacity = replace(CAPACITY, num_free_blocks=num_free)
-    planner, drafters = StepPlanner(PlannerSettings(max_chunk_len=chunk_len)), {"d": DrafterView(0.0, 2.0, 0.8)}
-    assert planner.plan(lax, drafters, capacity, COST, NOW_S) == planner.plan(sequences, drafters, capacity, COST, NOW_S)
+    context = VerifyContext({"d": DrafterView(0.0, 2.0, 0.8)}, replace(CAPACITY, num_free_blocks=num_free), COST, NOW_S)
+    planner = StepPlanner(PlannerSettings(max_chunk_len=chunk_len))
+    assert planner.plan(lax, context) == planner.plan(sequences, context)
