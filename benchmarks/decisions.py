@@ -29,7 +29,7 @@ from router.drafter.router import SLOT_S, Router, SlotReport
 from router.drafting.length import PassFeedback
 from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
@@ -154,7 +154,7 @@ def plan_times(num_plans: int, num_prompts: int = 0) -> DecisionTimes:
     planner, batches = StepPlanner(), [[*sequences(rng), *prompts(num_prompts)] for _ in range(8)]
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
-    times, context = DecisionTimes(), VerifyContext(drafters, capacity, step_cost(), now_s=0.0)
+    times, context = DecisionTimes(), PassContext(drafters, capacity, step_cost(), now_s=0.0)
     with without_collection():
         for i in range(num_plans):
             with times.one():
@@ -177,7 +177,7 @@ def round_times(num_rounds: int) -> DecisionTimes:
             price, tokens_per_s = 0.05 * rng.uniform(0.9, 1.1), 2000.0 * rng.uniform(0.9, 1.1)
             batch = batches[i % len(batches)]
             with times.one():
-                planner.plan(batch, VerifyContext(views, capacity, cost, now_s=0.0))
+                planner.plan(batch, PassContext(views, capacity, cost, now_s=0.0))
                 lengths.budgets(batch, DraftingValue(cost, views, price, tokens_per_s))
                 lengths.learn(feedbacks[i % len(batches)])
     return times

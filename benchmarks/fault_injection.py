@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner
 
@@ -63,7 +63,7 @@ class MidRequest(Planner):
         self._happen = happen
         self.has_happened = False
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         running = [s for s in sequences if s.running]
         if self.has_happened or all(s.max_new_tokens > self._num_left for s in running):
             return self._planner.plan(sequences, context)

@@ -32,7 +32,7 @@ from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.value import DraftingValue
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
@@ -279,7 +279,7 @@ class TargetLoop:
     def _plan(self, now_s: float) -> StepPlan:
         if not self._sequences:
             return StepPlan(spans=())
-        context = VerifyContext(self._drafters.views(), self._engine.capacity(), self._cost, now_s)
+        context = PassContext(self._drafters.views(), self._engine.capacity(), self._cost, now_s)
         self._note_cached(context.capacity)
         views = self._sequences.views()
         plan = self._planner.plan(views, context)
@@ -289,7 +289,7 @@ class TargetLoop:
             self._deferred.later(lambda: self._expect(plan, views, context))
         return plan
 
-    def _expect(self, plan: StepPlan, views: Sequence[SequenceView], context: VerifyContext) -> None:
+    def _expect(self, plan: StepPlan, views: Sequence[SequenceView], context: PassContext) -> None:
         """Plans ahead of the pass. Where that fails, the next pass is planned after it."""
         with self.telemetry.observing:
             self._planner.expect(plan, views, context)

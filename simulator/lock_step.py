@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner
 
@@ -21,7 +21,7 @@ class LockStep(Planner):
         self._planner = planner
         self._num = num_micro_batches
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         until_s: dict[int, float] = {}  # of micro-batches that wait
         for number, sequence in enumerate(sequences):
             if sequence.running and sequence.awaiting_since_s is not None and not sequence.num_drafted:

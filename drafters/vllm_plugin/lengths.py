@@ -11,7 +11,7 @@ from sys import maxsize
 from drafters.protocol import Draft
 from profiler.online_cost import HALF_OCTAVES
 from router.cost_model import TableCost, monotone
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.drafting.verification_rule import OutriderVerification
 from router.estimates.decayed import RECENT, DecayedMean
 from router.plan import Capacity, SequenceView
@@ -149,5 +149,5 @@ class MeasuredLengths:
             for draft, committed_len in zip(drafts, committed_lens, strict=True)
         ]
         capacity = Capacity(1, 0, 0, len(ready), self.max_pass_tokens, max_model_len=maxsize)  # drafts fit the context
-        context = VerifyContext({}, capacity, self.times.table(), now_s=0.0)
+        context = PassContext({}, capacity, self.times.table(), now_s=0.0)
         return list(self._rule.rows(ready, context).verify_lens)

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from router.drafting.frontiers import Frontiers
 from router.drafting.overlap_gains import Pipeline
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.drafting.wait import held_until, replies_s, split_s
 from router.plan import NO_PROMPTS, Frontier, PromptRows, SequenceView
 
@@ -28,7 +28,7 @@ class PassStart:
 
 
 class OverlapPolicy(Protocol):
-    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
+    def start(self, decoding: Sequence[SequenceView], context: PassContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
         """For each plan. ``decoding``: requests without prompt tokens to compute, in order of arrival. A request is held
         for at most the maximum hold after its commit, so that a dead drafter costs no more than that."""
 
@@ -50,7 +50,7 @@ def in_micro_batches(decoding: Sequence[SequenceView], held: Mapping[str, float]
 
 
 def by_gain(
-    decoding: Sequence[SequenceView], held: Mapping[str, float], context: VerifyContext, prompts: PromptRows
+    decoding: Sequence[SequenceView], held: Mapping[str, float], context: PassContext, prompts: PromptRows
 ) -> PassStart:
     """A pass waits for held requests while that should cost less than splitting the batch."""
     if not held:
@@ -69,20 +69,20 @@ class Barrier:
     def __init__(self, max_hold_s: float) -> None:
         self._max_hold_s = max_hold_s
 
-    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
+    def start(self, decoding: Sequence[SequenceView], context: PassContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
         """Requests that await a proposal are held until the maximum hold has passed."""
         awaiting = {s.request_id: since_s + self._max_hold_s for s in decoding if (since_s := s.waits_since_s) is not None}
         held = {request_id: until_s for request_id, until_s in awaiting.items() if context.now_s < until_s}
         return in_micro_batches(decoding, held, self._num_micro_batches(decoding, context))
 
-    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: VerifyContext) -> int:
+    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: PassContext) -> int:
         return 1
 
 
 class MicroBatches(Barrier):
     """The batch is cut into micro-batches, two or more: one is verified while others are drafted for (SPIN, figure 6b)."""
 
-    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: VerifyContext) -> int:
+    def _num_micro_batches(self, decoding: Sequence[SequenceView], context: PassContext) -> int:
         return Pipeline(decoding, context.drafters, context.cost).num_micro_batches(least=2)
 
 
@@ -101,7 +101,7 @@ class ByGain:
         other._frontiers = copy(self._frontiers)
         return other
 
-    def start(self, decoding: Sequence[SequenceView], context: VerifyContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
+    def start(self, decoding: Sequence[SequenceView], context: PassContext, prompts: PromptRows = NO_PROMPTS) -> PassStart:
         held = held_until(decoding, self._max_hold_s, context.value, context.now_s)
         pipeline = Pipeline(decoding, context.drafters, context.cost)
         num = 1 if self.always_ahead else pipeline.num_micro_batches()

@@ -10,7 +10,7 @@ from struct import pack
 import numpy as np
 
 from router.cost_model import Floats
-from router.drafting.verification import VerifyContext, survivals
+from router.drafting.verification import PassContext, survivals
 from router.plan import SequenceView
 
 
@@ -20,7 +20,7 @@ class Ranking:
     ``expected[n]``: weighted tokens of the pass with the first n verified, bonus tokens included.
     """
 
-    def __init__(self, ready: Sequence[SequenceView], context: VerifyContext, room: int, weighted: bool = True) -> None:
+    def __init__(self, ready: Sequence[SequenceView], context: PassContext, room: int, weighted: bool = True) -> None:
         values = survivals(ready, context)
         plain = float(len(ready))
         if weighted and context.weights:
@@ -54,7 +54,7 @@ class Ranking:
 
 
 def throughputs(
-    ready: Sequence[SequenceView], context: VerifyContext, limit_s: float | None, drafting_s: float = 0.0
+    ready: Sequence[SequenceView], context: PassContext, limit_s: float | None, drafting_s: float = 0.0
 ) -> tuple[Ranking, Floats]:
     """Estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where pass and ``drafting_s``, the time
     that the drafts took, exceed ``limit_s`` together (AdaSpec, algorithm 3)."""

@@ -13,7 +13,7 @@ MIN_CHUNK_LEN = 16  # prompt tokens that a pass computes at any price, so that e
 
 
 @record
-class VerifyContext:
+class PassContext:
     """The pass that is planned."""
 
     drafters: Mapping[str, DrafterView]
@@ -50,7 +50,7 @@ class PassRows:
 
 
 class VerificationPolicy(Protocol):
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         """``ready``: the sequences that decode, in order of arrival. Called once for each planned pass.
 
         The output does not depend on the choice.
@@ -64,7 +64,7 @@ def useful_len(sequence: SequenceView, capacity: Capacity) -> int:
     return max(0, min(sequence.num_drafted, capacity.max_verify_len, sequence.max_new_tokens - 1, room - 1))
 
 
-def survivals(ready: Sequence[SequenceView], context: VerifyContext) -> list[Sequence[float]]:
+def survivals(ready: Sequence[SequenceView], context: PassContext) -> list[Sequence[float]]:
     """Of each sequence: the probability that each prefix of its useful draft tokens is accepted, never rising.
 
     Calibrated or, until that is known, a^(i+1) for token i, where a is the drafter's conditional acceptance.
@@ -91,7 +91,7 @@ def _survival(sequence: SequenceView, num_tokens: int, drafters: Mapping[str, Dr
 class VerifyAll:
     """Every useful draft token, in order of arrival, as far as the pass has room."""
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         num_free = context.capacity.max_pass_tokens - len(ready)
         lengths = []
         for sequence in ready:

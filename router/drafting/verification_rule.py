@@ -6,7 +6,7 @@ import numpy as np
 
 from router.cost_model import Floats, Ints, TableCost
 from router.drafting.ranking import Ranking
-from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
+from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows
 from router.plan import SequenceView
 
 MIN_GAIN = 0.01  # of expected tokens per second, from which drafts are verified again after they did not pay
@@ -34,7 +34,7 @@ class OutriderVerification:
     def __init__(self) -> None:
         self._plain = frozenset[tuple[int, int]]()  # octaves of batch and context in which drafts last did not pay
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], _prompts_alone(context))
         num_context = sum([sequence.committed_len for sequence in ready])
@@ -58,7 +58,7 @@ class OutriderVerification:
         return 0
 
 
-def _best(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyContext) -> tuple[int, float]:
+def _best(ranking: Ranking, num_ready: int, table: TableCost, context: PassContext) -> tuple[int, float]:
     """The number of draft tokens, and the relative gain over none."""
     seconds = table.at_each(np.arange(num_ready, num_ready + ranking.num_tokens + 1))
     rates = ranking.expected / seconds
@@ -69,7 +69,7 @@ def _best(ranking: Ranking, num_ready: int, table: TableCost, context: VerifyCon
 
 
 def _with_prompts(
-    ranking: Ranking, num_ready: int, num_context: int, table: TableCost, context: VerifyContext
+    ranking: Ranking, num_ready: int, num_context: int, table: TableCost, context: PassContext
 ) -> tuple[int, int, float]:
     """Draft tokens, prompt tokens, and the relative gain over no drafts. All numbers of both are compared."""
     num_drafts, num_prompts = ranking.num_tokens, context.num_prompt_tokens
@@ -105,11 +105,11 @@ def _with_prompts(
     return best, int(lows[best]) + longest - best, gain
 
 
-def _least_chunk(context: VerifyContext) -> int:
+def _least_chunk(context: PassContext) -> int:
     return min(max(MIN_CHUNK_LEN, context.num_due_tokens), context.num_prompt_tokens)
 
 
-def _prompts_alone(context: VerifyContext) -> int:
+def _prompts_alone(context: PassContext) -> int:
     num_prompts, num_context, limit_s = context.num_prompt_tokens, context.num_prompt_context, context.limit_s
     if limit_s is None or not num_prompts:
         return num_prompts
@@ -120,7 +120,7 @@ def _prompts_alone(context: VerifyContext) -> int:
     return low
 
 
-def _prompt_table(table: TableCost, context: VerifyContext) -> TableCost:
+def _prompt_table(table: TableCost, context: PassContext) -> TableCost:
     """``prefill_s`` over rows, at the points of ``table``. Without context: prompts attend to nothing of the requests that
     decode, and what they attend to of themselves takes as long in a later pass."""
     return TableCost(table.rows, tuple([context.cost.prefill_s(rows, 0) for rows in table.rows]))

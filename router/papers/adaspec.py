@@ -20,7 +20,7 @@ from router.assignment import drafter_of
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.ranking import throughputs
 from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice, drafting_s
-from router.drafting.verification import PassRows, VerifyContext
+from router.drafting.verification import PassContext, PassRows
 from router.estimates.decayed import LASTING, DecayedMean
 from router.plan import UNKNOWN_DRAFTER, SequenceView
 
@@ -89,7 +89,7 @@ class AdaSpecVerification:
     two sets that both exceed it compare equal, which ends the elimination with a set that exceeds it; here it goes on.
     """
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.tpot_s, _drafting_s(ready, context))
@@ -98,7 +98,7 @@ class AdaSpecVerification:
         return PassRows(ranking.lens(int(kept[-1]) + 1 if len(kept) else 0), context.num_prompt_tokens)
 
 
-def _drafting_s(ready: Sequence[SequenceView], context: VerifyContext) -> float:
+def _drafting_s(ready: Sequence[SequenceView], context: PassContext) -> float:
     """T_d of the proposals at hand: drafters work beside each other, each for all its requests as far as its longest."""
     proposals: dict[str, list[int]] = {}
     for sequence in ready:

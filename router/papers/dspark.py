@@ -7,7 +7,7 @@ import numpy as np
 
 from router.cost_model import Floats
 from router.drafting.ranking import throughputs
-from router.drafting.verification import PassRows, VerifyContext
+from router.drafting.verification import PassContext, PassRows
 from router.plan import SequenceView
 
 
@@ -18,7 +18,7 @@ class DSparkVerification:
     that is not smooth.
     """
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.limit_s)
@@ -35,7 +35,7 @@ class AsynchronousDSparkVerification:
     def __init__(self) -> None:
         self._best: deque[int] = deque(maxlen=2)
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
         ranking, throughput = throughputs(ready, context, context.limit_s)

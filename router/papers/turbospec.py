@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from cluster.types import DraftTerms
 from router.drafting.length import DraftLengths, decoding
 from router.drafting.value import DraftingValue, drafting_s
-from router.drafting.verification import PassRows, VerifyContext, survivals
+from router.drafting.verification import PassContext, PassRows, survivals
 from router.plan import UNKNOWN_DRAFTER, SequenceView
 
 PROBE_PERIOD = 64
@@ -60,7 +60,7 @@ class GoodputVerification:
     one moving average; here it is the survival of each token.
     """
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
         proposals = survivals(ready, context)

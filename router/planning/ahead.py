@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.fast_dataclass import record
 from router.drafting.ranking import Ranking
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import SequenceView, Span, StepPlan
 from router.planning.planner import Planner, best_left_out
 
@@ -33,7 +33,7 @@ class PlanAhead:
         self._planner = planner
         self._expected: _Expected | None = None
 
-    def expect(self, plan: StepPlan, sequences: Sequence[SequenceView], context: VerifyContext) -> None:
+    def expect(self, plan: StepPlan, sequences: Sequence[SequenceView], context: PassContext) -> None:
         """``plan``: of the present pass, made of the other arguments."""
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
@@ -53,7 +53,7 @@ class PlanAhead:
             num_drafted = sum([s.num_drafted for s in sequences])
             self._expected = _Expected(frozenset(num_verified), num_drafted, num_verify, planner)
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         expected = self._expected
         if expected is not None and _is_as(expected, sequences):
             ranking = Ranking(sequences, context, max(0, context.capacity.max_pass_tokens - len(sequences)), weighted=False)

@@ -14,7 +14,7 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.drafting.overlap import PassStart
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
-from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
+from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows
 from router.plan import NO_PROMPTS, Capacity, PromptRows, SequenceView, Span, StepPlan
 from router.planning.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 
@@ -33,7 +33,7 @@ class PlannerSettings:
 
 
 class Planner(Protocol):
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         """The next plan. ``sequences`` in order of arrival; ``context``: what is known before prompts are chosen."""
 
     def fork(self) -> "Planner | None":
@@ -62,7 +62,7 @@ class StepPlanner:
         other._verification, other._overlap = copy(self._verification), copy(self._overlap)
         return other
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         batch, blocks = _Batch.of(sequences, context.capacity, context.now_s), _Blocks(context.capacity)
         start = self._choose_decoding(batch, context)
         plan = StepPlan((), (), (), start.held, start.wake_s, start.frontiers, start.num_micro_batches)
@@ -88,7 +88,7 @@ class StepPlanner:
             best_left_out=best_left_out(ready, [span.num_drafts for span in decode]),
         )
 
-    def _choose_decoding(self, batch: "_Batch", context: VerifyContext) -> PassStart:
+    def _choose_decoding(self, batch: "_Batch", context: PassContext) -> PassStart:
         """Of the decoding requests those that the pass takes, and those that wait for their proposal."""
         # With objectives a pass that prompts fill is long: a request that misses it may miss its objective, so passes wait.
         prompt_rows = NO_PROMPTS if batch.has_slo else self._prompt_rows(batch.num_remaining, context.capacity)
@@ -97,8 +97,8 @@ class StepPlanner:
         return replace(start, wake_s=min(start.held.values())) if is_idle else start
 
     def _choose_prompts(
-        self, batch: "_Batch", num_ready: int, is_live: bool, context: VerifyContext
-    ) -> tuple[list[SequenceView], VerifyContext]:
+        self, batch: "_Batch", num_ready: int, is_live: bool, context: PassContext
+    ) -> tuple[list[SequenceView], PassContext]:
         """Prompts in their order; and the pass, with the most of their tokens that it may compute and what objectives leave
         it. ``is_live``: requests decode, whose streams a long pass would stall."""
         capacity, cost, limits, prompts = context.capacity, context.cost, NO_LIMITS, batch.prefilling + batch.waiting
@@ -111,7 +111,7 @@ class StepPlanner:
         before = prompts[0].computed_len + prompts[0].cached_len if prompts else 0  # that the next chunk attends to
         num_tokens = max_chunk_len(most, before, cost, min(MAX_CHUNK_S, limits.chunk_s)) if prompts else 0
         known = context.drafters, capacity, cost, context.now_s
-        return prompts, VerifyContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=before)
+        return prompts, PassContext(*known, num_tokens, *limits.of_pass(), num_prompt_context=before)
 
     def limits(
         self,
@@ -148,7 +148,7 @@ def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel, max_s: flo
     return low
 
 
-def _num_prompt_tokens(decode: Sequence[Span], ready: Sequence[SequenceView], rows: PassRows, context: VerifyContext) -> int:
+def _num_prompt_tokens(decode: Sequence[Span], ready: Sequence[SequenceView], rows: PassRows, context: PassContext) -> int:
     """That the pass computes beside the spans that decode: not every policy regards room and limit for both together."""
     num_rows = len(decode) + sum([span.num_drafts for span in decode])
     num_tokens = min(context.capacity.max_pass_tokens - num_rows, rows.num_prompt_tokens)

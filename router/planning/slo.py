@@ -49,7 +49,7 @@ class RoundLimits:
     streams: tuple["Stream", ...] = ()  # decoding requests whose objective limits rounds
 
     def of_pass(self) -> tuple[float | None, Mapping[str, float], int, float | None]:
-        """Fields of a `VerifyContext`, from ``limit_s`` on."""
+        """Fields of a `PassContext`, from ``limit_s`` on."""
         return self.limit_s, self.weights, self.num_due_tokens, self.tpot_s
 
 

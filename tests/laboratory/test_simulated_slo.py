@@ -10,7 +10,7 @@ import pytest
 from cluster.types import FinishReason, Slo
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
@@ -37,7 +37,7 @@ class Blind(Planner):
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         return self._planner.plan([replace(s, slo=None) for s in sequences], context)
 
 

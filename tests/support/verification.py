@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.cost_model import CostModel, TableCost, padded
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.verification import MIN_CHUNK_LEN, PassRows, VerifyContext
+from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows
 from router.plan import Capacity, DrafterView, SequenceView
 
 CAPACITY = Capacity(
@@ -41,13 +41,13 @@ def decoding(name: str, survival: Sequence[float], num_drafted: int | None = Non
     )
 
 
-def decide(policy: str, batch: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+def decide(policy: str, batch: Sequence[SequenceView], context: PassContext) -> PassRows:
     return VERIFICATION_POLICIES[policy]().rows(batch, context)
 
 
-def a_pass(cost: CostModel, num_prompt_tokens: int = 0, **capacity: object) -> VerifyContext:
+def a_pass(cost: CostModel, num_prompt_tokens: int = 0, **capacity: object) -> PassContext:
     limits = replace(CAPACITY, **capacity)  # type: ignore[arg-type]
-    return VerifyContext(DRAFTERS, limits, cost, now_s=0.0, num_prompt_tokens=num_prompt_tokens)
+    return PassContext(DRAFTERS, limits, cost, now_s=0.0, num_prompt_tokens=num_prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Drawn:
     """A pass to decide."""
 
     batch: tuple[SequenceView, ...]
-    context: VerifyContext
+    context: PassContext
 
     def seconds(self, num_drafts: int, num_prompts: int = 0) -> float:
         cost, num_ready = self.context.cost, len(self.batch)
@@ -114,5 +114,5 @@ def passes(draw: st.DrawFn, prompts: bool = False) -> Drawn:
     cost = padded(draw(cliff_costs()), shapes)
     num_prompts = min(num_prompts, room)
     num_due = draw(st.integers(0, num_prompts))
-    context = VerifyContext(DRAFTERS, capacity, cost, 0.0, num_prompts, limit_s, weights, num_due, limit_s)
+    context = PassContext(DRAFTERS, capacity, cost, 0.0, num_prompts, limit_s, weights, num_due, limit_s)
     return Drawn(tuple(batch), context)

@@ -23,7 +23,7 @@ from engine.sampling import Chosen
 from engine.vllm.environment import RUNNER_V2
 from router.cost_model import TableCost
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import Capacity, SequenceView, Span
 from router.planning.planner import StepPlanner
 from tests.support.dspark import write_dspark
@@ -151,7 +151,7 @@ def _view(name: str, num_generated: int, running: bool = True) -> SequenceView:
 
 def test_midway_preempts_half_of_the_running_once() -> None:
     planner = MidRequest(StepPlanner(), 5, every_second)
-    context = VerifyContext({}, Capacity(16, 64, 64, 8, 64, 256), TableCost((1,), (0.01,)), now_s=0.0)
+    context = PassContext({}, Capacity(16, 64, 64, 8, 64, 256), TableCost((1,), (0.01,)), now_s=0.0)
     views = [_view(name, 2) for name in "abcd"]
     assert planner.plan(views, context).preempted == ()
     views = [_view("a", 2), _view("b", 3), _view("c", 2), _view("d", 0, running=False)]

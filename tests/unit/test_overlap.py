@@ -11,7 +11,7 @@ from router.drafting.frontiers import HYSTERESIS, MARGIN, MAX_CHUNK_LEN, Frontie
 from router.drafting.overlap_gains import Pipeline, remote_bound
 from router.drafting.policies import OVERLAP_POLICIES
 from router.drafting.value import expected_tokens
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import Capacity, DrafterView, Frontier, SequenceView
 from router.planning.planner import PlannerSettings, StepPlanner
 
@@ -37,7 +37,7 @@ def awaiting(name: str, since_s: float = 1.0) -> SequenceView:
 
 
 def start(policy: str, sequences: list[SequenceView], now_s: float = 1.01, drafter: DrafterView = SLOW) -> Any:
-    return OVERLAP_POLICIES[policy](MAX_HOLD_S).start(sequences, VerifyContext({"d": drafter}, CAPACITY, COST, now_s))
+    return OVERLAP_POLICIES[policy](MAX_HOLD_S).start(sequences, PassContext({"d": drafter}, CAPACITY, COST, now_s))
 
 
 def names(sequences: Any) -> list[str]:
@@ -107,7 +107,7 @@ def test_the_default_is_the_rule_by_gain_unless_overlap_pays() -> None:
     shared = start("gain", [ready("a"), awaiting("b")], drafter=replace(SLOW, reply_s=0.001, shares_device=True))
     assert shared.wake_s is not None or names(shared.ready) == ["a"]
     batch = [ready(str(i)) for i in range(8)]
-    fast = OVERLAP_POLICIES["gain"](MAX_HOLD_S).start(batch, VerifyContext({"d": SLOW}, CAPACITY, PER_ROW, 1.01))
+    fast = OVERLAP_POLICIES["gain"](MAX_HOLD_S).start(batch, PassContext({"d": SLOW}, CAPACITY, PER_ROW, 1.01))
     assert len(fast.ready) < 8, "the rest is next"
     assert fast.num_micro_batches > 1
 
@@ -131,8 +131,8 @@ def test_a_plan_that_waits_keeps_the_frontiers() -> None:
     drafter = replace(SLOW, draft_s=0.03, batch=1.0, reply_s=0.01, token_s=0.0075)
     batch = [awaiting("a"), ready("b")]
     planner = StepPlanner(PlannerSettings(max_hold_s=MAX_HOLD_S, overlap="frontier"))
-    begun = planner.plan(batch[1:], VerifyContext({"d": drafter}, CAPACITY, COST, 0.9))
-    waiting = planner.plan(batch[:1], VerifyContext({"d": drafter}, CAPACITY, COST, 1.001))
+    begun = planner.plan(batch[1:], PassContext({"d": drafter}, CAPACITY, COST, 0.9))
+    waiting = planner.plan(batch[:1], PassContext({"d": drafter}, CAPACITY, COST, 1.001))
     assert (bool(begun.spans), bool(waiting.spans)) == (True, False)
     assert set(begun.frontiers) == {"d"} == set(waiting.frontiers)
 

@@ -8,7 +8,7 @@ import pytest
 
 from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, Span, StepPlan
 from router.planning import ahead as planning_ahead
 from router.planning.ahead import FEWEST, PlanAhead
@@ -21,7 +21,7 @@ NUM = 2 * FEWEST
 KNEE = TableCost((1, NUM + 40, NUM + 41, 512), (0.02, 0.02, 0.05, 0.1))  # 40 draft tokens are free
 DRAFTERS = {"d": DrafterView(0.001, 2.0, 0.7)}
 CAPACITY = Capacity(16, 1000, 500, 64, 512, 4096)
-CONTEXT = VerifyContext(DRAFTERS, CAPACITY, KNEE, now_s=0.0)
+CONTEXT = PassContext(DRAFTERS, CAPACITY, KNEE, now_s=0.0)
 
 
 class Counting(StepPlanner):
@@ -31,7 +31,7 @@ class Counting(StepPlanner):
         super().__init__(PlannerSettings(verification, overlap="barrier"))
         self.made: list[int] = []
 
-    def plan(self, sequences: Sequence[SequenceView], context: VerifyContext) -> StepPlan:
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         self.made.append(sum(s.committed_len for s in sequences))
         return super().plan(sequences, context)
 

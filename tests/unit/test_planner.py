@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.cost_model import TableCost, monotone
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.verification import VerifyContext
+from router.drafting.verification import PassContext
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
@@ -47,11 +47,11 @@ def plan(
     **settings_: Any,
 ) -> StepPlan:
     planner = StepPlanner(PlannerSettings(**settings_))
-    return planner.plan(sequences, VerifyContext({"d": drafter}, capacity, cost, now_s))
+    return planner.plan(sequences, PassContext({"d": drafter}, capacity, cost, now_s))
 
 
 def lengths_by(policy: str, batch: list[SequenceView], drafters: dict[str, DrafterView], cost: TableCost) -> dict[str, int]:
-    rows = VERIFICATION_POLICIES[policy]().rows(batch, VerifyContext(drafters, CAPACITY, cost, now_s=1.0))
+    rows = VERIFICATION_POLICIES[policy]().rows(batch, PassContext(drafters, CAPACITY, cost, now_s=1.0))
     return {one.request_id: length for one, length in zip(batch, rows.verify_lens, strict=True)}
 
 

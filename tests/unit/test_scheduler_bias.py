@@ -17,7 +17,7 @@ from engine.acceptance import accept
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.verification import PassRows, VerificationPolicy, VerifyContext
+from router.drafting.verification import PassContext, PassRows, VerificationPolicy
 from router.plan import SequenceView, Span
 from tests.support.verification import a_pass, decoding
 
@@ -34,7 +34,7 @@ SOUND, BROKEN = 1e-4, 1e-9  # p-values, as in test_distribution
 class SeesTheDrafts:
     """Worse than the paper's: verifies a proposal only if its first token is A."""
 
-    def rows(self, ready: Sequence[SequenceView], context: VerifyContext) -> PassRows:
+    def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         return PassRows([s.num_drafted * (s.survival[1] > 0.0) for s in ready], 0)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.cost_model import TableCost
-from router.drafting.verification import MIN_CHUNK_LEN, VerifyContext
+from router.drafting.verification import MIN_CHUNK_LEN, PassContext
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
 from router.planning.slo import BEST_EFFORT_TTFT_S, LATE_TOKENS, MAX_WEIGHT, RoundLimits, by_deadline, round_limits
@@ -20,7 +20,7 @@ CAPACITY = Capacity(
     block_len=16, num_blocks=4096, num_free_blocks=4096, max_num_sequences=16, max_pass_tokens=2048, max_model_len=8192
 )
 NOW_S = 100.0
-CONTEXT = VerifyContext({}, CAPACITY, COST, NOW_S)
+CONTEXT = PassContext({}, CAPACITY, COST, NOW_S)
 
 
 def decoding(
@@ -211,6 +211,6 @@ def test_objectives_that_never_bind_change_no_plan(
         for i, (n, r, c, d) in enumerate(shapes)
     ]
     lax = [replace(s, slo=SloProgress(None, 60.0, NOW_S, 1) if s.running else SloProgress(None, 60.0)) for s in sequences]
-    context = VerifyContext({"d": DrafterView(0.0, 2.0, 0.8)}, replace(CAPACITY, num_free_blocks=num_free), COST, NOW_S)
+    context = PassContext({"d": DrafterView(0.0, 2.0, 0.8)}, replace(CAPACITY, num_free_blocks=num_free), COST, NOW_S)
     planner = StepPlanner(PlannerSettings(max_chunk_len=chunk_len))
     assert planner.plan(lax, context) == planner.plan(sequences, context)
