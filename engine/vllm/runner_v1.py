@@ -1,6 +1,5 @@
 """vLLM's model runner V1 with our sampling. It asks a proposer for drafts, and gives it those of the scheduler to verify."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from engine.device import to_device
 from engine.sampling import SamplingState
 from engine.vllm.sampling import ExactSampling
-
-logger = logging.getLogger(__name__)
 
 
 class NoProposer:
@@ -58,7 +55,7 @@ class ExactRunner(ExactSampling, GPUModelRunner):
 
     def draft(self, num_tokens: int) -> dict[str, list[int]]:
         """Greedy drafts of vLLM's own proposer after the last pass, by request; none when it was asked before. With
-        ``num_tokens`` 0 it computes its keys and values alone. After an error it is not called again."""
+        ``num_tokens`` 0 it computes its keys and values alone."""
         asked, self._to_propose = self._to_propose, None
         if asked is None:
             return {}
@@ -66,9 +63,6 @@ class ExactRunner(ExactSampling, GPUModelRunner):
         try:
             self.use_aux_hidden_state_outputs = bool(self._own_layers)
             chosen = self._propose(num_tokens, *asked)
-        except Exception:
-            self._proposes = False
-            raise
         finally:
             self.use_aux_hidden_state_outputs = reads_layers
         return dict(zip(self.input_batch.req_ids, chosen, strict=True)) if num_tokens else {}
@@ -87,11 +81,6 @@ class ExactRunner(ExactSampling, GPUModelRunner):
         return chosen
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._to_propose is not None and _has_prompts(self._to_propose[0]):
-            try:
-                self.draft(0)  # else the proposer would never know these prompts
-            except Exception:  # a drafter's fault costs speed alone
-                logger.exception("vLLM's own proposer failed, and is not called again")
         self._to_propose = None
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -108,11 +97,6 @@ class ExactRunner(ExactSampling, GPUModelRunner):
             token_ids = self.input_batch.token_ids_cpu[index, :num_tokens].tolist()
             state = self._states[name] = self._new_state(self.requests[name].sampling_params, token_ids)
         return state
-
-
-def _has_prompts(scheduled: Any) -> bool:
-    drafts = scheduled.scheduled_spec_decode_tokens
-    return any(num > 1 + len(drafts.get(name, ())) for name, num in scheduled.num_scheduled_tokens.items())
 
 
 class CpuRunner(ExactRunner, CPUModelRunner):

@@ -96,6 +96,8 @@ class VllmTarget:
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._capacity = self._whole_capacity(config)
         self._has_failed = False
+        self._proposes = bool(limits.proposer)  # vLLM's own, until it fails
+        self._is_unasked = False  # since the last pass
         self.meanwhile: Callable[[], None] | None = None
         self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
         self._waiting: dict[str, _Waiting] = {}  # requests of which it was asked what is cached
@@ -160,8 +162,11 @@ class VllmTarget:
         if self._has_failed:
             raise RuntimeError("vLLM's engine computes nothing after an error")
         try:
-            with nullcontext() if self._ranks is None else self._ranks.guarded():
+            with self._guarded():
+                if self._is_unasked:
+                    self._ask(0)  # else the proposer would never know the tokens of the last pass
                 self._execute(spans)
+                self._is_unasked = self._proposes
                 return spans
         except BaseException:
             self._has_failed = True
@@ -201,10 +206,33 @@ class VllmTarget:
                 span.prompt_logprobs = _prompt_logprobs(scored, prompt_lens[span.request_id])
 
     def draft(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
-        """`drafters.engine_proposals.Proposing`: of vLLM's own proposer. The ranks compute: the target's thread calls it."""
-        with nullcontext() if self._ranks is None else self._ranks.guarded():
-            drafts: Mapping[str, Sequence[int]] = self._core.model_executor.collective_rpc("draft", args=(num_tokens,))[0]
-        return drafts
+        """`drafters.engine_proposals.Proposing`: of vLLM's own proposer. The ranks compute: the target's thread calls it.
+        Raises RuntimeError: the proposer has failed."""
+        if self._limits.proposer and not self._proposes:
+            raise RuntimeError("vLLM's own proposer is not called after an error")
+        if not self._is_unasked:
+            return {}
+        try:
+            with self._guarded():
+                return self._ask(num_tokens)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _ask(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
+        """Of the proposer on all ranks. After an error on one of them none is asked again; if others wait for that one in a
+        collective, the pass cannot be told from the next: TimeoutError."""
+        self._is_unasked = False
+        timeout_s = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        replies = self._core.model_executor.collective_rpc("draft", timeout=timeout_s, args=(num_tokens,))
+        failed = [f"rank {rank}: {reply}" for rank, reply in enumerate(replies) if isinstance(reply, str)]
+        if failed:
+            self._proposes = False
+            logger.error("vLLM's own proposer failed, and is not called again: %s", ", ".join(failed))
+        return {} if failed else replies[0]
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.guarded()
 
     def release(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

@@ -41,9 +41,13 @@ class RankWorker:
         rows: torch.Tensor = self.model_runner.embedding
         return rows.cpu() if self._is_child else rows
 
-    def draft(self, num_tokens: int) -> dict[str, list[int]]:
-        """Of vLLM's own proposer, after the last pass; every rank takes part."""
-        drafts: dict[str, list[int]] = self.model_runner.draft(num_tokens)
+    def draft(self, num_tokens: int) -> dict[str, list[int]] | str:
+        """Of vLLM's own proposer, after the last pass, or why there are none; every rank takes part."""
+        try:
+            drafts: dict[str, list[int]] = self.model_runner.draft(num_tokens)
+        except Exception as error:  # of any kind; the target hears what every rank found
+            logger.exception("vLLM's own proposer failed")
+            return f"{type(error).__name__}: {error}"
         return drafts
 
     def check_adapter(self, request: LoRARequest) -> str | None:

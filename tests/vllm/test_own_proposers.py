@@ -1,8 +1,9 @@
 """vLLM's own proposers as drafters of the pool: their drafts change no token, and are right where they must be."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +15,12 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
 from drafters.engine_proposals import EngineProposals, Proposing
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
+from drafters.protocol import Demand, Draft
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from engine.vllm.environment import prepare_environment
 from tests.support.dspark import write_speculators
-from tests.support.target_driver import play_with_drafter
+from tests.support.target_driver import play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import make_vllm
 from tests.support.vllm_models import write_eagle3, write_model
@@ -46,6 +48,16 @@ def asked(temperature: float, num: int = 4) -> Mapping[str, Request]:
     return {f"r{i}": Request(f"r{i}", tuple(range(1 + i, 90 - 17 * i)), sampling, 0.0) for i in range(num)}
 
 
+class SeldomAsked(EngineProposals):
+    """In every third round."""
+
+    num_rounds = 0
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.num_rounds += 1
+        return super().propose([replace(one, num_tokens=0 if self.num_rounds % 3 else one.num_tokens) for one in demands])
+
+
 def played(
     target: Path, proposer: Mapping[str, Any], requests: Mapping[str, Request], **more: Any
 ) -> tuple[list[Any], list[Sequence[int]]]:
@@ -59,13 +71,11 @@ def played_proposals(
     proposer: Mapping[str, Any],
     requests: Mapping[str, Request],
     feature_layers: Sequence[int] = (),
-    prepare: Callable[[Any], None] = lambda runner: None,
+    drafter_class: type[EngineProposals] = EngineProposals,
 ) -> tuple[list[Any], dict[tuple[str, int], tuple[int, ...]]]:
-    """``prepare``: gets vLLM's model runner."""
     with closing(make_vllm(target, proposer=proposer, feature_layers=feature_layers, **SIZE)) as engine:
         assert isinstance(engine, Proposing)
-        prepare(cast(Any, engine)._core.model_executor.driver_worker.worker.model_runner)
-        drafter = EngineProposals(engine)
+        drafter = drafter_class(engine)
         counts, proposals = play_with_drafter(engine, drafter, requests, DRAFT_LEN)
         drafter.check_integrity()
         return counts, proposals
@@ -82,6 +92,20 @@ def test_a_draft_model_equal_to_the_target_is_always_right(target: Path, tempera
     assert num_drafted > 4 * 10
     if temperature == 0.0:
         assert num_accepted == num_drafted
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_proposer_drafts_the_same_after_rounds_that_did_not_ask_it(target: Path, method: str, tmp_path: Path) -> None:
+    head = target if method == "draft_model" else write_eagle3(tmp_path / "head", target)
+    proposer, one = {"method": method, "model": str(head)}, asked(temperature=0.0, num=1)
+    _, always = played_proposals(target, proposer, one)
+    (_, num_accepted, num_drafted), seldom = played_proposals(target, proposer, one, drafter_class=SeldomAsked)
+    assert num_drafted >= 8
+    if method == "draft_model":
+        assert num_accepted == num_drafted
+    else:
+        drafted = {key: draft for key, draft in seldom.items() if draft}
+        assert {key: always[key] for key in drafted} == drafted
 
 
 def test_a_prompt_in_chunks_is_known_whole(target: Path) -> None:
@@ -135,19 +159,31 @@ def test_a_draft_model_reads_no_layers_that_other_drafters_read(target: Path) ->
     assert num_accepted == num_drafted > 4 * 10
 
 
-def test_a_proposer_that_fails_costs_its_drafts_alone(target: Path) -> None:
-    """Of one request, after whose first chunks nothing is drafted: the next pass would ask it for their keys and values."""
-    (plain, *_), _ = played(target, {}, asked(temperature=0.0, num=1))
-    num_asked = 0
+def fail_after_drafting(worker: Any, rank: int) -> None:
+    """``rank``: on which the proposer fails, when its collectives are over."""
+    propose = worker.model_runner.drafter.propose
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        nonlocal num_asked
-        num_asked += 1
-        raise RuntimeError("out of order")
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        if worker.rank == rank:
+            raise RuntimeError("out of order")
+        return drafts
 
-    def break_it(runner: Any) -> None:
-        runner.drafter.propose = fail
+    worker.model_runner.drafter.propose = fail
 
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_proposer_that_fails_on_one_rank_costs_its_drafts_alone(target: Path, num_ranks: int) -> None:
+    """No rank is asked again: it would wait for that one in a collective."""
+    one = {name: replace(r, sampling=replace(r.sampling, max_tokens=4)) for name, r in asked(temperature=0.0, num=1).items()}
+    (plain, *_), _ = played(target, {}, one)
     proposer = {"method": "draft_model", "model": str(target)}
-    (outputs, _, num_drafted), _ = played(target, proposer, asked(temperature=0.0, num=1), prepare=break_it)
-    assert (outputs, num_drafted, num_asked) == (plain, 0, 1)
+    with closing(make_vllm(target, proposer=proposer, num_ranks=num_ranks, **SIZE)) as engine:
+        assert isinstance(engine, Proposing)
+        cast(Any, engine)._core.model_executor.collective_rpc(partial(fail_after_drafting, rank=num_ranks - 1))
+        played_after = play(
+            engine, {name: r.prompt_token_ids for name, r in one.items()}, {name: r.sampling for name, r in one.items()}
+        )
+        assert played_after.outputs == plain
+        with pytest.raises(RuntimeError, match="not called after an error"):
+            engine.draft(DRAFT_LEN)
