@@ -189,7 +189,7 @@ class _Rounds:
         self._device = device
         # Processor time of the thread when mail was read last, when the plan was made, and when its pass was launched.
         self.read_s = self.planned_s = self.launched_s = 0.0
-        self._is_planning = False
+        self._is_reading = self._is_planning = False
         self.now_s = 0.0
         self.num_accepted = 0
         self._rng = random.Random(_SEED)
@@ -239,7 +239,7 @@ class _Rounds:
 
     def answer(self) -> float:
         """Every drafter proposes for every commit; the gateway drains its mailbox. Returns the seconds that took."""
-        start_s = time.perf_counter()
+        start_s, self._is_reading = time.perf_counter(), True
         self._inbox.drain()
         for name, inbox, link in self.drafters:
             proposals = []
@@ -297,7 +297,8 @@ class _Rounds:
     def release(self, request_id: str) -> None: ...
 
     def capacity(self) -> Capacity:
-        self.read_s, self._is_planning = time.thread_time(), True
+        if self._is_reading:  # the first question of a round
+            self._is_reading, self._is_planning, self.read_s = False, True, time.thread_time()
         return Capacity(16, 2**20, 2**19, 2 * self.num_requests, 2**14, _MODEL.max_model_len)
 
     def check_integrity(self) -> None: ...
