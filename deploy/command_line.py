@@ -11,7 +11,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from cluster.model_name import GGUF, HubName
 from deploy.speculative_config import drafter_of
-from deploy.vllm_flags import FLAGS, NEEDLESS, REFUSED, SHORT, SPECIAL, SPECULATIVE, engine_argument, scalar
+from deploy.vllm_flags import FLAGS, NEEDLESS, NUM_VALUES, REFUSED, SHORT, SPECULATIVE, engine_argument, scalar
 
 
 @dataclass(slots=True)
@@ -119,15 +119,8 @@ def _read_flag(word: str, queue: list[str]) -> tuple[str, str, list[str]]:
     name = SHORT.get(flag, flag.replace("_", "-"))
     if name in REFUSED:
         raise InvalidField(name, value or (queue[0] if queue else None), REFUSED[name])
-    num: int | None
-    if name in FLAGS:
-        num = FLAGS[name].num_values
-    elif name in NEEDLESS:
-        num = NEEDLESS[name][0]
-    elif name in SPECIAL:
-        num = SPECIAL[name]
-    elif name in SPECULATIVE:
-        num = 1
+    if name in NUM_VALUES:
+        num = NUM_VALUES[name]
     else:
         num = 0 if has_value or engine_argument(name, value or (queue[0] if queue else None)).is_switch else 1
     if has_value:

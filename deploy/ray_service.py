@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray.serve.config import BackpressureConfig
 
 from actors.processes import Directory
 from actors.ray_pool import Deployment
@@ -23,14 +22,11 @@ from cluster.config import Config, load
 from cluster.config.file import NODE
 from cluster.logs import log_as_configured
 from cluster.placement import PlacementError
-from cluster.resolve import API_CPUS
 from deploy import serve_process
-from deploy.api.settings import ApiSettings
 from deploy.deployment import ANSWER_S, END_S, NODES_POLL_S, DeployedCluster
-from deploy.haproxy import MAX_CLIENTS
 from deploy.local_ray import LaunchError
 from deploy.model_files import tokenizer_folder, with_files
-from deploy.serve_app import MAX_SERVE_QUEUED, ApiReplica, replicas_of
+from deploy.serve_app import ApiReplica, api_deployment
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import resolve_model
@@ -113,16 +109,5 @@ def app(arguments: Arguments) -> Any:
         graceful_shutdown_timeout_s=config.api.drain_s + ANSWER_S + END_S,
         ray_actor_options={"num_cpus": CLUSTER_CPUS},
     )
-    api: Any = serve.deployment(
-        serve.ingress()(JoinedApiReplica),
-        name="api",
-        **replicas_of(config.api, config.api.drain_s),  # streams that are under way end, as those of a target do
-        max_ongoing_requests=MAX_CLIENTS,
-        max_queued_requests=MAX_SERVE_QUEUED,
-        backpressure_config=BackpressureConfig(
-            status_code=429, retry_after_s=ApiSettings.from_config(config.api).retry_after_s
-        ),
-        health_check_period_s=5,
-        ray_actor_options={"num_cpus": API_CPUS},
-    )
-    return api.bind(cluster.bind(config))
+    # Streams that are under way end, as those of a target do.
+    return api_deployment(JoinedApiReplica, config.api, config.api.drain_s).bind(cluster.bind(config))

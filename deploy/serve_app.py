@@ -228,22 +228,25 @@ def replicas_of(api: ApiConfig, shutdown_s: float) -> dict[str, Any]:
     return {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": max(shutdown_s, api.request_deadline_s)}
 
 
+def api_deployment(replica: type["ApiReplica"], api: ApiConfig, shutdown_s: float) -> Any:
+    """Of Serve, whose ``bind`` takes the arguments of ``replica``. ``shutdown_s``: as of ``replicas_of``."""
+    return serve.deployment(
+        serve.ingress()(replica),
+        name="api",
+        **replicas_of(api, shutdown_s),
+        max_ongoing_requests=MAX_CLIENTS,
+        max_queued_requests=MAX_SERVE_QUEUED,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=ApiSettings.from_config(api).retry_after_s),
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": API_CPUS},
+    )
+
+
 def run_application(config: Config, directory: Directory, model_folder: str, token: str) -> None:
     """Returns when the replicas are ready and the proxy listens. Raises Serve's errors."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    retry_after_s = ApiSettings.from_config(config.api).retry_after_s
-    deployment: Any = serve.deployment(
-        serve.ingress()(ApiReplica),
-        name="api",
-        **replicas_of(config.api, 2),
-        max_ongoing_requests=MAX_CLIENTS,
-        max_queued_requests=MAX_SERVE_QUEUED,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=retry_after_s),
-        health_check_period_s=5,
-        ray_actor_options={"num_cpus": API_CPUS},
-    )
-    application = deployment.bind(config, directory, model_folder, token)
+    application = api_deployment(ApiReplica, config.api, 2).bind(config, directory, model_folder, token)
     for is_last in (False, True):
         try:
             serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)

@@ -81,7 +81,7 @@ SPECIAL: Mapping[str, int | None] = {
     "--api-key": None,
     "--speculative-config": 1,
 }
-SPECULATIVE: Mapping[str, str] = {
+SPECULATIVE: Mapping[str, str] = {  # keys of --speculative-config
     "--spec-method": "method",
     "--spec-model": "model",
     "--spec-tokens": "num_speculative_tokens",
@@ -141,6 +141,12 @@ REFUSED: Mapping[str, str] = {
     "--grpc": _NO_COUNTERPART,
     "--otlp-traces-endpoint": "is gRPC's; name one for HTTP by `--set observability.otlp_endpoint=http://HOST:4318`",
 }
+NUM_VALUES: Mapping[str, int | None] = {
+    **{name: flag.num_values for name, flag in FLAGS.items()},
+    **{name: num for name, (num, _) in NEEDLESS.items()},
+    **SPECIAL,
+    **dict.fromkeys(SPECULATIVE, 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ def engine_argument(flag: str, value: Any) -> EngineArgument:
 
 
 def _unknown(name: str, of_engine: Sequence[str]) -> str:
-    known = [*FLAGS, *NEEDLESS, *SPECIAL, *SPECULATIVE, *REFUSED, *of_engine]
+    known = [*NUM_VALUES, *REFUSED, *of_engine]
     if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
         return f"is no flag; did you mean {nearest[0]}?"
     paths = {path.rpartition(".")[2].replace("_", "-"): path for path in field_paths()}

@@ -31,7 +31,12 @@ class NgramOptions(Section):
     traits: ClassVar[Traits] = Traits()
     max_match_len: Count = 4
     min_match_len: Count = 1
-    at_most = (("min_match_len", "max_match_len"),)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match_len > self.max_match_len:
+            raise ValueError(f"min_match_len ({self.min_match_len}) must be at most max_match_len ({self.max_match_len})")
+        return self
 
 
 class SuffixOptions(Section):

@@ -23,16 +23,7 @@ class Section(BaseModel):
     """A section of the file: immutable, strict, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = ()  # fields, and the fields that bound them
     removed: ClassVar[frozenset[str]] = frozenset()  # keys of older versions that are constants now
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        for name, bound in self.at_most:
-            value, most = getattr(self, name), getattr(self, bound)
-            if value > most:
-                raise ValueError(f"{name} ({value}) must be at most {bound} ({most})")
-        return self
 
 
 class Replicated(Section):

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,33 +44,24 @@ class RankWorker:
 
     def draft(self, num_tokens: int) -> dict[str, list[int]] | str:
         """Of vLLM's own proposer, after the last pass, or why there are none; every rank takes part."""
-        try:
-            drafts: dict[str, list[int]] = self.model_runner.draft(num_tokens)
-        except Exception as error:  # of any kind; the target hears what every rank found
-            logger.exception("vLLM's own proposer failed")
-            return f"{type(error).__name__}: {error}"
-        return drafts
+        drafts: dict[str, list[int]] = {}
+        return _fault("vLLM's own proposer failed", lambda: drafts.update(self.model_runner.draft(num_tokens))) or drafts
 
     def check_adapter(self, request: LoRARequest) -> str | None:
-        """Why it cannot be used; None: it can be placed. An error would leave the answers of other ranks unread."""
+        """Why it cannot be used; None: it can be placed. vLLM's next pass would raise, too."""
         self._checked = None
-        try:
+
+        def check() -> None:
             self._checked = checked(request, self.model_runner.lora_manager)
-        except Exception as error:  # vLLM's readers raise all kinds for malformed files, and so would its next pass
-            logger.warning("the adapter in %s cannot be used", request.lora_path, exc_info=True)
-            return f"{type(error).__name__}: {error}"
-        return None
+
+        return _fault(f"the adapter in {request.lora_path} cannot be used", check)
 
     def place_adapter(self, request: LoRARequest) -> str | None:
         """As ``check_adapter``, which was called last; None: it is loaded."""
         lora, self._checked = self._checked, None
         assert lora is not None, "an adapter is checked before it is placed"
-        try:
-            place(lora, self.model_runner.lora_manager)
-        except Exception as error:
-            logger.warning("the adapter in %s cannot be placed", request.lora_path, exc_info=True)
-            return f"{type(error).__name__}: {error}"
-        return None
+        manager = self.model_runner.lora_manager
+        return _fault(f"the adapter in {request.lora_path} cannot be placed", lambda: place(lora, manager))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         try:
@@ -90,6 +82,16 @@ class RankWorker:
         if self._is_child and self.rank > 0:
             logger.exception("rank %d failed and ends", self.rank)
             os._exit(1)
+
+
+def _fault(meaning: str, act: Callable[[], None]) -> str | None:
+    """Of ``act``, of any kind; None: there was none. An error of vLLM's would leave the answers of other ranks unread."""
+    try:
+        act()
+    except Exception as error:
+        logger.warning("%s", meaning, exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _end_after(target: Any) -> None:
