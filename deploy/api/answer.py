@@ -5,11 +5,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cluster.types import PREDICTION
-from deploy.api.choice import Choice, Delta
+from deploy.api.choice import Choice
 from deploy.api.draft_counts import DraftingCounts
 
 # One encoder over plain dicts: a stream writes a small object per chunk.
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def named_event(event: Mapping[str, object]) -> bytes:
+    """A server-sent event that is named by its type."""
+    return f"event: {event['type']}\ndata: {encode_json(event)}\n\n".encode()
 
 
 class Envelope:
@@ -71,8 +76,3 @@ def total_counts(choices: Sequence[Choice]) -> DraftingCounts:
     for choice in choices:
         total.merge(choice.counts)
     return total
-
-
-def segments_json(delta: Delta) -> list[dict[str, str | None]]:
-    """The text by drafter; ``drafter`` is null for the target's own tokens."""
-    return [{"text": segment.text, "drafter": segment.drafter} for segment in delta.segments]

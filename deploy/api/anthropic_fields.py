@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 from pydantic_core import PydanticCustomError
 
 from deploy.api.errors import bad_request
-from deploy.api.fields import FreeObject, Hint, Strict, text_or
+from deploy.api.fields import FreeObject, Hint, Strict, text_or, type_of
 from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, Effort, FunctionName, Parameters
 from deploy.api.schema import CommonFields, TranslatedRequest
 
@@ -36,15 +36,11 @@ class ToolUseBlock(_Cacheable):
     caller: Any = None
 
 
-def _type_of(value: object) -> object:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 def _supported(*kinds: str) -> BeforeValidator:
     """Names the type of a block that is refused, whatever else it holds."""
 
     def check(block: object) -> object:
-        if (kind := _type_of(block)) not in kinds:
+        if (kind := type_of(block)) not in kinds:
             told = {"kind": str(kind)[:40], "known": ", ".join(kinds)}
             raise PydanticCustomError("form", "blocks of type {kind} are not supported here, only {known}", told)
         return block
@@ -90,7 +86,7 @@ _Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
-    Discriminator(lambda block: f"<{_type_of(block)}>"),
+    Discriminator(lambda block: f"<{type_of(block)}>"),
     _supported("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 _ROLES = {
@@ -144,7 +140,7 @@ class BuiltInTool(Strict):
 
 _Tool = Annotated[
     Annotated[CustomTool, Tag("<custom>")] | Annotated[BuiltInTool, Tag("<built-in>")],
-    Discriminator(lambda tool: "<custom>" if _type_of(tool) in (None, "custom") else "<built-in>"),
+    Discriminator(lambda tool: "<custom>" if type_of(tool) in (None, "custom") else "<built-in>"),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from cluster.types import FinishReason
-from deploy.api.answer import encode_json, total_counts, usage_of
+from deploy.api.answer import encode_json, named_event, total_counts, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.anthropic_fields import MessagesRequest
 from deploy.api.choice import Choice, Delta
@@ -39,16 +39,18 @@ class AnthropicWriter:
     def opening(self) -> bytes:
         unknown = {"stop_reason": None, "stop_sequence": None}
         message: Event = {**self._head, "content": [], **unknown, "usage": {**self._usage(), "output_tokens": 0}}
-        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+        return named_event({"type": "message_start", "message": message}) + named_event({"type": "ping"})
 
     def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
-        return b"".join(_event(event) for _, delta in batch for event in self._take(delta))
+        return b"".join(named_event(event) for _, delta in batch for event in self._take(delta))
 
     def closing(self) -> bytes:
-        return _event({"type": "message_delta", "delta": self._stop(), **self._counts()}) + _event({"type": "message_stop"})
+        return named_event({"type": "message_delta", "delta": self._stop(), **self._counts()}) + named_event(
+            {"type": "message_stop"}
+        )
 
     def error(self, error: ApiError) -> bytes:
-        return _event(error.anthropic_body())
+        return named_event(error.anthropic_body())
 
     def _stop(self) -> dict[str, str | None]:
         choice = self._choice
@@ -126,10 +128,6 @@ class AnthropicWriter:
 
     def _delta(self, **delta: str) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-
-def _event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: {encode_json(event)}\n\n".encode()
 
 
 def _input_of(arguments: str) -> dict[str, Any]:

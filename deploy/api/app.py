@@ -1,8 +1,9 @@
 """The FastAPI app, served by uvicorn or Ray Serve."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from starlette.types import Lifespan
 from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
+from cluster.types import ModelInfo
 from deploy.api import operators
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.dashboard import data
@@ -32,10 +34,6 @@ from deploy.api.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
-from collections.abc import Mapping
-from dataclasses import asdict
-
-from cluster.types import ModelInfo
 
 VERSION = version_of("outrider")
 _BODIES = (
@@ -65,12 +63,9 @@ def create_app(
     @asynccontextmanager
     async def recording(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with service.dashboard.recording(), service.metrics_page.kept_known():
-                if lifespan is None:
-                    yield
-                else:
-                    async with lifespan(app):
-                        yield
+            around = nullcontext() if lifespan is None else lifespan(app)
+            async with service.dashboard.recording(), service.metrics_page.kept_known(), around:
+                yield
         finally:
             if audit is not None:
                 audit.close()

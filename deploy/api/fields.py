@@ -54,6 +54,11 @@ def only(*allowed: object, advice: str = "is not supported yet; leave it out") -
     return BeforeValidator(check)
 
 
+def type_of(value: object) -> object:
+    """What a union is told apart by, of JSON or of a model."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def text_or(lists: str, message: str) -> Discriminator:
     """Between a string, tagged <text>, and a list with the tag ``lists``."""
 

@@ -3,11 +3,11 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.types import FinishReason, TokenLogprobs
-from deploy.api.answer import Envelope, encode_json, metrics_of, segments_json, total_counts, usage_of
+from deploy.api.answer import Envelope, encode_json, metrics_of, total_counts, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.call import DONE
 from deploy.api.choice import Choice, Delta, OutputToken
@@ -243,7 +243,7 @@ class ChoiceWriter:
         whole = [self._format.whole(choice, delta) for choice, delta in zip(self._choices, deltas, strict=True)]
         outrider = self._acceptance()
         if self._drafting_details:
-            outrider["segments"] = [segments_json(delta) for delta in deltas]
+            outrider["segments"] = [list(map(asdict, delta.segments)) for delta in deltas]
         root = {**self._format.root(self._choices), **metrics_of(self._choices)}
         fields = {"choices": whole, "usage": usage_of(self._choices), "outrider": outrider, **root}
         return self._envelope.document(fields)
@@ -260,7 +260,7 @@ class ChoiceWriter:
             self._num_unfinished -= delta.finish is not None
             outrider: dict[str, object] = {}
             if self._drafting_details:
-                outrider["segments"] = segments_json(delta)
+                outrider["segments"] = list(map(asdict, delta.segments))
             if self._num_unfinished == 0 and not self._include_usage:
                 outrider |= self._acceptance()
             chunk, usage = self._format.chunk(choice, delta), self._usage_so_far()

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from deploy.api.fields import FreeObject, Hint, Strict, only, text_or
+from deploy.api.fields import FreeObject, Hint, Strict, only, text_or, type_of
 from deploy.api.messages import MAX_TOOLS, Effort
 from deploy.api.response_items import Item, messages_of, unread
 from deploy.api.response_tools import (
@@ -43,7 +43,7 @@ class Reasoning(Strict):
 
 
 def _form_of_choice(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return "<text>" if kind is None else "<allowed>" if kind == "allowed_tools" else "<chosen>"
 
 

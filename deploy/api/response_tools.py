@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from deploy.api.errors import bad_request
-from deploy.api.fields import FreeObject, Strict
+from deploy.api.fields import FreeObject, Strict, type_of
 from deploy.api.messages import MAX_TOOLS, FunctionName, Parameters
 
 _SEPARATOR = "__"  # between a namespace and a function, as in vLLM
@@ -46,7 +46,7 @@ class HostedTool(BaseModel):
 
 
 def _kind(tool: object) -> str | None:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = type_of(tool)
     if not isinstance(kind, str):
         return None
     return f"<{kind}>" if f"<{kind}>" in TOOL_TAGS else "<hosted>"

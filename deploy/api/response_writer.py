@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.types import FinishReason
-from deploy.api.answer import encode_json, total_counts, usage_of
+from deploy.api.answer import encode_json, named_event, total_counts, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ApiError
@@ -78,7 +78,7 @@ class ResponseWriter:
     def _event(self, event: Event) -> bytes:
         numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
         self._num_events += 1
-        return f"event: {event['type']}\ndata: {encode_json(numbered)}\n\n".encode()
+        return named_event(numbered)
 
     def _status(self) -> str:
         return "incomplete" if self._choice.finish is FinishReason.LENGTH else "completed"

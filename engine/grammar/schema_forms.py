@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from cluster.errors import InvalidField
-from engine.grammar.schema_spellings import plain, refused, types_of
+from engine.grammar.schema_spellings import plain, refused, types_of, values_of
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 16384  # in one; a schema that others refer to counts again where it is merged
@@ -212,8 +212,7 @@ def _of_one(schema: dict[str, Any], path: str) -> Any:
     if isinstance(names, dict) and ("enum" in names or "const" in names):
         del schema["propertyNames"]
         given, other = schema.get("properties", {}), schema.get("additionalProperties", True)
-        listed = [names["const"]] if "const" in names else names["enum"]
-        schema["properties"] = {name: given.get(name, other) for name in listed if isinstance(name, str)}
+        schema["properties"] = {name: given.get(name, other) for name in values_of(names) or () if isinstance(name, str)}
         schema["additionalProperties"] = False
     required, properties = schema.get("required", []), schema.get("properties", {})
     if not schema.keys() & {"propertyNames", "patternProperties"}:
@@ -287,13 +286,11 @@ def _distributed(one: dict[str, Any], kind: str, other: dict[str, Any]) -> Any:
 
 
 def _filtered(one: dict[str, Any], other: dict[str, Any]) -> Any:
-    values = [one["const"]] if "const" in one else one["enum"]
+    values, allowed = values_of(one), values_of(other)
     if other.keys() - {"const", "enum", "type"}:
         raise NotMergeable(sorted(other.keys() - {"const", "enum", "type"})[0])
     types = {"type": types_of(other)} if "type" in other else {}
-    allowed = [other["const"]] if "const" in other else other.get("enum")
-    if not isinstance(values, list) or not isinstance(allowed, list | None):
-        raise NotMergeable("enum")
+    assert values is not None, "one of them lists values"
     equal = None if allowed is None else set(map(spelled, allowed))
     kept = [
         value

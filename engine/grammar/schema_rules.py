@@ -13,7 +13,7 @@ from cluster.errors import InvalidField
 from engine.grammar.json_pattern import CLASS, repeated, repeats_fault
 from engine.grammar.json_rules import placeholder
 from engine.grammar.schema_forms import is_of, normal_form, spelled
-from engine.grammar.schema_spellings import refused, types_of
+from engine.grammar.schema_spellings import refused, types_of, values_of
 from engine.grammar.string_formats import FORMATS, format_pattern
 
 MAX_REFERENCES = 16  # of references that refer to references
@@ -128,10 +128,9 @@ def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -
         schema["anyOf"] = cases
     if decider in ("const", "enum") and not all(map(_is_exact, _numbers_in(schema[decider]))):
         raise refused(f"{path}/{decider}", "has an integer of more than 64 bits")
-    if "type" in schema and decider in ("const", "enum"):
-        values = [schema["const"]] if decider == "const" else schema["enum"]
-        if not all(any(is_of(value, one) for one in types_of(schema)) for value in values):
-            raise refused(f"{path}/{decider}", "has values of another type")
+    of_types, values = types_of(schema), values_of(schema) or ()
+    if of_types and not all(any(is_of(value, one) for one in of_types) for value in values):
+        raise refused(f"{path}/{decider}", "has values of another type")
 
 
 def _check_values(path: str, schema: dict[str, Any]) -> None:
@@ -177,7 +176,7 @@ def pattern_fault(pattern: str) -> str | None:
 
 def _finish(path: str, schema: dict[str, Any]) -> None:
     """Rewrites what xgrammar enforces in another form alone."""
-    values = _values(schema)
+    values = values_of(schema)
     if values is not None and any(isinstance(value, dict | list) and value for value in values):
         for key in ("const", "enum", "type"):
             schema.pop(key, None)
@@ -225,10 +224,10 @@ def _are_disjoint(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
         for kind in ("anyOf", "oneOf"):
             if isinstance(this.get(kind), list):
                 return all(_are_disjoint(case, that, root, depth + 1) for case in this[kind])
-        values = _values(this)
-        if values is not None and _values(that) is None:
+        values = values_of(this)
+        if values is not None and values_of(that) is None:
             return "type" in that and not any(is_of(value, kind) for value in values for kind in types_of(that))
-    mine, others = _values(one), _values(other)
+    mine, others = values_of(one), values_of(other)
     if mine is not None and others is not None:
         return not set(map(spelled, mine)) & set(map(spelled, others))
     types = [{"number" if kind == "integer" else str(kind) for kind in _types_about(this)} for this in (one, other)]
@@ -251,13 +250,6 @@ def _constant(value: Any) -> dict[str, Any]:
         items = [_constant(one) for one in value]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
     return {"const": value}
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else None
 
 
 def _types_about(schema: Mapping[str, Any]) -> list[Any]:

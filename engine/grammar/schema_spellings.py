@@ -179,6 +179,12 @@ def types_of(schema: Mapping[str, Any]) -> list[Any]:
     return _listed(schema.get("type", []))
 
 
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Those that there are, if the schema lists them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
 def refused(path: str, reason: str) -> InvalidField:
     if len(path) > _MAX_SHOWN:
         path = f"{path[: _MAX_SHOWN // 2]}...{path[-_MAX_SHOWN // 2 :]}"

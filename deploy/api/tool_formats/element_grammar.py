@@ -9,9 +9,10 @@ from deploy.api.errors import ApiError, bad_request
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.element_call import Elements, json_of_value, plain_of
-from deploy.api.tool_formats.parameters import STRING, Parameters, types_of, values_of
+from deploy.api.tool_formats.parameters import STRING, Parameters, types_of
 from engine.grammar.json_pattern import counted, plain_spelling
 from engine.grammar.json_rules import exactly, upto_rules
+from engine.grammar.schema_spellings import values_of
 
 _CONTAINERS = {"array", "object"}
 _BEGINS_VALUE = "[{(+-.0123456789"  # of another type than string

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from engine.grammar.schema_forms import normal_form, properties_apart
 from engine.grammar.schema_rules import read_schema
-from engine.grammar.schema_spellings import OF_ARRAY, OF_NUMBER, OF_OBJECT, OF_STRING
+from engine.grammar.schema_spellings import OF_ARRAY, OF_NUMBER, OF_OBJECT, OF_STRING, values_of
 
 STRING = frozenset({"string"})
 _MAX_SCHEMAS = 256  # that are read of one value: alternatives that refer to themselves multiply
@@ -100,12 +100,6 @@ def types_of(alternatives: list[dict[str, Any]]) -> frozenset[str]:
     """Of all of them; none: any type."""
     each = [_types_about(one) for one in alternatives]
     return frozenset().union(*each) if all(each) else frozenset()
-
-
-def values_of(rules: Mapping[str, Any]) -> list[Any] | None:
-    """Those that there are, if the schema lists them."""
-    values = [rules["const"]] if "const" in rules else rules.get("enum")
-    return values if isinstance(values, list) else None
 
 
 def _types_about(rules: Mapping[str, Any]) -> frozenset[str]:
