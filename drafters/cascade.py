@@ -17,7 +17,7 @@ from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.estimates.decayed import LASTING, RECENT, DecayedMean
 from router.estimates.draft_times import DraftCosts
-from router.estimates.marginal_gain import MarginalGain, RequestGain
+from router.estimates.marginal_gain import MarginalGain
 from router.estimates.survival import OnlineSurvival
 
 
@@ -47,12 +47,6 @@ class _CascadeRound:
     @property
     def best(self) -> MemberDraft | None:
         return self.queries[-1].best if self.queries else None
-
-
-@dataclass(slots=True)
-class _CascadeSession:
-    gains: dict[int, RequestGain]  # by expensive member
-    round: _CascadeRound | None = None
 
 
 class CascadeDrafter:
@@ -90,25 +84,23 @@ class CascadeDrafter:
         self._few_trials = few_trials and clock is not None
         self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
         self._tokens_per_round, self._cost_per_round = DecayedMean(LASTING, 1.5, RECENT), DecayedMean(LASTING, 1.0, RECENT)
-        self._sessions: dict[str, _CascadeSession] = {}
+        self._rounds: dict[str, _CascadeRound] = {}  # by request
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
     ) -> None:
         for drafter in self._followers:
             drafter.open(request_id, token_ids, prompt_len, sampling, salt)
-        self._sessions[request_id] = _CascadeSession({i: RequestGain() for i in self._gains})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        session = self._sessions[request_id]
-        if self._clock is not None and self._proposed_s is not None and session.round is not None:
+        round_ = self._rounds.pop(request_id, None)
+        if self._clock is not None and self._proposed_s is not None and round_ is not None:
             self._costs.note_round(self._clock() - self._proposed_s)
             self._proposed_s = None  # commits of other requests follow from the same round
         for drafter in self._followers:
             drafter.extend(request_id, token_ids)
-        if session.round is not None and token_ids:
-            self._learn(session, session.round, token_ids)
-        session.round = None
+        if round_ is not None and token_ids:
+            self._learn(round_, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         rounds = [_CascadeRound(demand.terms.row_price) for demand in demands]
@@ -140,7 +132,7 @@ class CascadeDrafter:
     def release(self, request_id: str) -> None:
         for drafter in self._followers:
             drafter.release(request_id)
-        self._sessions.pop(request_id, None)
+        self._rounds.pop(request_id, None)
 
     def check_integrity(self) -> None:
         for drafter in self._followers:
@@ -152,10 +144,8 @@ class CascadeDrafter:
             return range(len(demands))
         # Of the batch, in tokens per plain round.
         rate = len(demands) * self._tokens_per_round.value / self._cost_per_round.value
-        own = [self._sessions[demand.request_id].gains[member] for demand in demands]
-        known = list(zip(expected_lens, own, strict=True))
         return self._gains[member].choose(
-            known,
+            expected_lens,
             lambda num: rate * self._costs.of(member, num, len(demands)),
             self._costs.num_timed[member] if self._few_trials else None,
             [not demand.ahead for demand in demands],
@@ -166,18 +156,18 @@ class CascadeDrafter:
         free = iter(self._ensemble.best_drafts([place for place, best in enumerate(expensive) if best is None]))
         for demand, round_ in zip(demands, rounds, strict=True):
             if not demand.ahead:
-                self._sessions[demand.request_id].round = round_
+                self._rounds[demand.request_id] = round_
         return [
             next(free)[1] if best is None else self._ensemble.spliced(place, best) for place, best in enumerate(expensive)
         ]
 
-    def _learn(self, session: _CascadeSession, round_: _CascadeRound, token_ids: Sequence[int]) -> None:
+    def _learn(self, round_: _CascadeRound, token_ids: Sequence[int]) -> None:
         for query in round_.queries:
             self._ensemble.learn(query.draft, token_ids)
             if query.before is not None:
                 price, member = round_.row_price, query.draft.member
                 gain = query.best.net_gain(token_ids, price) - query.before.net_gain(token_ids, price)
-                self._gains[member].learn(gain, query.before.expected_len, session.gains[member])
+                self._gains[member].learn(gain, query.before.expected_len)
         self._tokens_per_round.add(len(token_ids))
         self._cost_per_round.add(1.0 + round_.cost)
 

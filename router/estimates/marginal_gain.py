@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from router.estimates.decayed import LASTING, RECENT, DecayedMean
+from router.estimates.decayed import LASTING, DecayedMean
 from router.estimates.trial import Exploration
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
@@ -12,22 +12,7 @@ _PRIOR_TRIALS = 3.0  # trials that this counts for
 # Few trials: until there are so many it is queried for a share of a batch, in some rounds. All requests wait for its drafts,
 # and a gate that sees what all drafters cost together (`break_even.py`) would count trials as their usual cost.
 _TRIED_SHARE, _TRIED_EVERY = 1 / 8, 4
-_OWN_PRIOR_TRIALS = 8.0  # trials of a request's own before they count for half
 _STALE_TRIALS = 12.0  # trials that what was found before a pause counts for after it
-
-
-class RequestGain:
-    """How much better a drafter does for one request than for others."""
-
-    def __init__(self) -> None:
-        self._mean = DecayedMean(RECENT)
-
-    @property
-    def value(self) -> float:
-        return self._mean.value * self._mean.num / (self._mean.num + _OWN_PRIOR_TRIALS)
-
-    def add(self, surplus: float) -> None:
-        self._mean.add(surplus)
 
 
 class MarginalGain:
@@ -40,7 +25,7 @@ class MarginalGain:
 
     def choose(
         self,
-        at_hand: Sequence[tuple[float, RequestGain]],
+        expected_lens: Sequence[float],
         price: Callable[[int], float],
         num_timed: int | None = None,
         is_learned: Sequence[bool] | None = None,
@@ -49,20 +34,20 @@ class MarginalGain:
         without it, one request explores at any price.
 
         Args:
-            at_hand: expected tokens without it, by request.
+            expected_lens: tokens without it, by request.
             price: tokens that the batch would decode while it drafts for so many.
             num_timed: requests of the largest batch whose drafts were timed. Given that, it is queried for twice as many at
                 most, and for few, in every fourth round, where it is not known what it gains. None: for all at once.
             is_learned: whether ``learn`` follows, by request; None: of all. Others are no trials.
         """
-        places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
+        places = [bisect_right(_EDGES, expected_len) for expected_len in expected_lens]
         learned = is_learned or [True] * len(places)
         first = {places[i]: i for i in reversed(range(len(places))) if learned[i]}
         expected = {at: self._expected(at) for at in set(places)}
         loss = price(1) / len(places)  # in rounds, in which each request decodes a token
         due = {at for at in first if self._explorations[at].tries(loss - expected[at] / len(places))}
         tried = [first[at] for at in due]
-        gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
+        gains = [expected[at] for at in places]
         others = sorted((i for i in range(len(places)) if i not in tried), key=lambda i: -gains[i])
         best = _best(others, gains, len(tried), price)
         if num_timed is not None and len(places) > 1:
@@ -87,14 +72,12 @@ class MarginalGain:
         self._num_unknown_rounds += 1
         return wanted[: max(1, int(_TRIED_SHARE * batch))] if self._num_unknown_rounds % _TRIED_EVERY == 1 else ()
 
-    def learn(self, gain: float, expected_len: float, own: RequestGain) -> None:
+    def learn(self, gain: float, expected_len: float) -> None:
         """Adds a query in which ``gain`` more tokens were accepted than without it."""
         at = bisect_right(_EDGES, expected_len)
-        mean = self._gains[at]
         if gain > self._expected(at):
             self._explorations[at].reset()
-        own.add(gain - mean.value)
-        mean.add(gain)
+        self._gains[at].add(gain)
 
     def _expected(self, at: int) -> float:
         """Expected gain; optimistic while little is known."""

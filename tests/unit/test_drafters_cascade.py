@@ -255,30 +255,6 @@ def test_it_never_loses_against_its_best_member_by_more_than_exploring_costs(see
         assert together > 1.05 * max(alone.values()), "taking turns is better than either"
 
 
-def test_a_request_that_is_unlike_the_others_is_served_by_what_suits_it() -> None:
-    """The model is useless for one request and good for the others; asking it costs nearly a step."""
-    good, bad = Counted(Recorded([4], 0.8)), Counted(Recorded([0], 0.8))
-    model = Split({"good": good, "bad": bad})
-    drafter = CascadeDrafter(
-        [
-            CascadeMember("silent", Split({"good": Recorded([0], 0.5), "bad": Recorded([0], 0.5)}), 0.0),
-            CascadeMember("model", model, 0.7),
-        ]
-    )
-    lengths = {"good": 3, "bad": 3}
-    for name in lengths:
-        drafter.open(name, (0, 1, 2), 3, SAMPLING)
-    for _ in range(100):
-        for draft in drafter.propose([Demand(name, 7) for name in lengths]):
-            length = lengths[draft.request_id]
-            truth = tuple(range(length, length + 8))
-            num_right = common_prefix_len(draft.token_ids, truth)
-            drafter.extend(draft.request_id, truth[: num_right + 1])
-            lengths[draft.request_id] += num_right + 1
-    assert good.num_asked > 90
-    assert bad.num_asked < 40
-
-
 @pytest.mark.parametrize("num_ahead", [0, 1, 3])
 def test_a_model_on_few_trials_is_found_whatever_is_drafted_ahead(num_ahead: int) -> None:
     """Nothing is learned from drafts ahead. Were they trials, too, each trial could be one of them."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from router.estimates.draft_times import DraftCosts
-from router.estimates.marginal_gain import MarginalGain, RequestGain
+from router.estimates.marginal_gain import MarginalGain
 
 
 def serve(
@@ -20,10 +20,9 @@ def serve(
     """For how many requests it was asked in each round. ``price``: of each request."""
     asked = []
     for number in range(num_rounds):
-        own = [RequestGain() for _ in range(batch)]
-        chosen = worth.choose([(at_hand, one) for one in own], lambda num: price * num, num_timed)
-        for i in chosen:
-            worth.learn(gain(number), at_hand, own[i])
+        chosen = worth.choose([at_hand] * batch, lambda num: price * num, num_timed)
+        for _ in chosen:
+            worth.learn(gain(number), at_hand)
         asked.append(len(chosen))
     return asked
 
@@ -44,10 +43,9 @@ def test_between_trials_it_is_queried_for_those_alone_for_whom_it_pays() -> None
     number of requests, so that it would pay for all, and not for the half of whom it is known."""
     gains = MarginalGain()
     serve(gains, 100, lambda _: 0.4, price=0.5, at_hand=0.5)
-    own = [(0.5, RequestGain()) for _ in range(8)] + [(0.0, RequestGain()) for _ in range(8)]
 
     def chosen() -> list[int]:
-        return gains.choose(own, lambda num: 8.0 if num else 0.0, num_timed=8)
+        return gains.choose([0.5] * 8 + [0.0] * 8, lambda num: 8.0 if num else 0.0, num_timed=8)
 
     assert chosen() == list(range(10)), "two on trial, and whom that costs nothing more"
     assert [chosen() for _ in range(3)] == [[], [], []]
@@ -63,11 +61,10 @@ def test_one_whose_drafts_pay_for_many_requests_alone_is_found_by_trials_of_few(
     gains, costs = MarginalGain(), DraftCosts({1: 0.15})
     asked = []
     for _ in range(60):
-        own = [RequestGain() for _ in range(batch)]
         price = lambda num: batch * costs.of(1, num, batch)  # noqa: E731
-        chosen = gains.choose([(0.5, one) for one in own], price, costs.num_timed[1])
-        for i in chosen:
-            gains.learn(gain, 0.5, own[i])
+        chosen = gains.choose([0.5] * batch, price, costs.num_timed[1])
+        for _ in chosen:
+            gains.learn(gain, 0.5)
         if chosen:
             costs.note_drafts(1, len(chosen), 0.02 * (fixed + each * len(chosen)))
         costs.note_round(0.02)
