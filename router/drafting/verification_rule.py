@@ -9,8 +9,6 @@ from router.drafting.ranking import Ranking
 from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows
 from router.plan import SequenceView
 
-MIN_GAIN = 0.01  # of expected tokens per second, from which drafts are verified again after they did not pay
-
 
 class OutriderVerification:
     """Maximises expected tokens per second of the pass, exactly: at every step, knee and cliff of the cost.
@@ -31,9 +29,6 @@ class OutriderVerification:
     The search may look at tokens beyond those that it admits: no admission rule changes the output.
     """
 
-    def __init__(self) -> None:
-        self._plain = frozenset[tuple[int, int]]()  # octaves of batch and context in which drafts last did not pay
-
     def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], _prompts_alone(context))
@@ -43,35 +38,25 @@ class OutriderVerification:
         least_chunk = _least_chunk(context)
         ranking = Ranking(ready, context, max(0, context.capacity.max_pass_tokens - num_ready - least_chunk))
         if num_prompts:
-            num_drafts, num_prompts, gain = _with_prompts(ranking, num_ready, num_context, table, context)
+            num_drafts, num_prompts = _with_prompts(ranking, num_ready, num_context, table, context)
         else:
-            num_drafts, gain = _best(ranking, num_ready, table, context)
-        num_drafts = self._steady(num_drafts, gain, (num_ready.bit_length(), (num_context // num_ready).bit_length()))
+            num_drafts = _best(ranking, num_ready, table, context)
         return PassRows(ranking.lens(num_drafts), num_prompts)
 
-    def _steady(self, num_drafts: int, gain: float, octaves: tuple[int, int]) -> int:
-        """Hysteresis: drafts that did not pay in a situation are verified again once they gain MIN_GAIN."""
-        if num_drafts and (gain >= MIN_GAIN or octaves not in self._plain):
-            self._plain -= {octaves}
-            return num_drafts
-        self._plain |= {octaves}
-        return 0
 
-
-def _best(ranking: Ranking, num_ready: int, table: TableCost, context: PassContext) -> tuple[int, float]:
-    """The number of draft tokens, and the relative gain over none."""
+def _best(ranking: Ranking, num_ready: int, table: TableCost, context: PassContext) -> int:
+    """The number of draft tokens."""
     seconds = table.at_each(np.arange(num_ready, num_ready + ranking.num_tokens + 1))
     rates = ranking.expected / seconds
     if context.limit_s is not None:
         rates = rates[: max(1, int(np.searchsorted(seconds, context.limit_s, side="right")))]
-    best = int(rates.argmax())
-    return best, float(rates[best] / rates[0]) - 1.0
+    return int(rates.argmax())
 
 
 def _with_prompts(
     ranking: Ranking, num_ready: int, num_context: int, table: TableCost, context: PassContext
-) -> tuple[int, int, float]:
-    """Draft tokens, prompt tokens, and the relative gain over no drafts. All numbers of both are compared."""
+) -> tuple[int, int]:
+    """Draft tokens and prompt tokens. All numbers of both are compared."""
     num_drafts, num_prompts = ranking.num_tokens, context.num_prompt_tokens
     limit_s = context.limit_s
     prompts = _prompt_table(table, context)
@@ -98,11 +83,10 @@ def _with_prompts(
     is_possible = highs >= lows
     scores = np.where(is_possible, of_drafts + _range_max(of_rows, lows, np.maximum(highs, lows)), -np.inf)
     best = int(scores.argmax())
-    gain = float(scores[best] - scores[0]) / float(expected[0])
     chosen = of_rows[lows[best] : highs[best] + 1]
     most = chosen.max()
     longest = int(np.flatnonzero(chosen >= most - 1e-9 * abs(most))[-1])  # of equals, the one that ends prompts first
-    return best, int(lows[best]) + longest - best, gain
+    return best, int(lows[best]) + longest - best
 
 
 def _least_chunk(context: PassContext) -> int:

@@ -59,7 +59,7 @@ class StepPlanner:
         if self._settings.verification != "outrider":
             return None
         other = copy(self)
-        other._verification, other._overlap = copy(self._verification), copy(self._overlap)
+        other._overlap = copy(self._overlap)
         return other
 
     def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:

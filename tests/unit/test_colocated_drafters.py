@@ -17,7 +17,6 @@ from engine.colocated import ColocatedDrafters
 from engine.partition import Partition, Split, usable_cores
 from router.cost_model import TableCost
 from router.drafting.partition_choice import PartitionChoice
-from router.drafting.value import DecodeRate
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import COST, engine_of, outputs, plain_outputs, requests, write_target
@@ -92,40 +91,6 @@ def test_one_that_nobody_was_with_is_queried_at_once_for_its_first_request(targe
         assert outputs(cluster.complete(requests(6, 12))) == [tokens[:12] for tokens in plain]
         num_rounds = cluster.loop.telemetry.num_passes - num_rounds
     assert drafter.num_asked >= num_rounds / 2
-
-
-def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokens of each round that decodes are noted, whatever of prompts is in it."""
-    engine, model = engine_of(target, (0, 2))
-    decoded: list[int] = []
-    execute, note = engine.execute, DecodeRate.note
-    noted: list[int] = []
-
-    def executed(spans: Sequence[Span]) -> Sequence[Span]:
-        outcomes = execute(spans)
-        decoding = {span.request_id for span in spans if span.samples and len(span.token_ids) == 1 + span.num_drafts}
-        decoded.append(sum(len(outcome.chosen) for outcome in outcomes if outcome.request_id in decoding))
-        return outcomes
-
-    def noting(
-        rate: DecodeRate, began_s: float, num_tokens: int, prompts_s: float, num_requests: int, plain_s: float
-    ) -> None:
-        if num_tokens:
-            noted.append(num_tokens)
-        note(rate, began_s, num_tokens, prompts_s, num_requests, plain_s)
-
-    monkeypatch.setattr(engine, "execute", executed)
-    monkeypatch.setattr(DecodeRate, "note", noting)
-    planner = StepPlanner(PlannerSettings(max_chunk_len=8))
-    with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
-        cluster.complete(requests(6))
-    told = [num for num in decoded if num]
-    assert len(told) < len(decoded)
-    rest = iter(told)
-    assert all(any(num == other for other in rest) for num in noted), "each is a round's own, in their order"
-    assert len(noted) > len(told) / 2
 
 
 @pytest.mark.slow
