@@ -24,7 +24,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from router.cost_model import CostModel, TableCost
-from router.drafting.value import expected_tokens, measured_s
+from router.drafting.value import DraftingValue, expected_tokens
 from router.plan import UNKNOWN_DRAFTER, DrafterView, SequenceView
 
 MAX_MICRO_BATCHES = 8
@@ -42,7 +42,7 @@ class Pipeline:
         self.drafters = {name: (drafters.get(name, UNKNOWN_DRAFTER), num) for name, num in counts.items()}
         self.num_requests = len(drafted)
         self.shares_device = any(drafter.shares_device for drafter, _ in self.drafters.values())
-        self._cost = cost
+        self._cost, self._value = cost, DraftingValue(cost, drafters)
         self._batch_s: dict[tuple[str, int], float] = {}
         self._num_rows = sum(num * (1.0 + drafter.draft_len) for drafter, num in self.drafters.values())
 
@@ -95,10 +95,8 @@ class Pipeline:
         """Of a batch of drafts of the usual length; 0: not known."""
         found = self._batch_s.get((name, batch))
         if found is None:
-            drafter = self.drafters[name][0]
-            length = max(1, round(drafter.draft_len))
-            found = measured_s(name, drafter, batch, length, self._cost)
-            self._batch_s[name, batch] = found
+            length = max(1, round(self.drafters[name][0].draft_len))
+            found = self._batch_s[name, batch] = self._value.measured_s(name, batch, length)
         return found
 
     def _rows(self, draft_len: int) -> int:

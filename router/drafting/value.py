@@ -52,7 +52,27 @@ class DraftingValue:
         return self.tokens_per_s * (view.exposure if self.num_micro_batches > 1 else 1.0)
 
     def draft_s(self, drafter: str, num_requests: int, length: int) -> float:
-        return drafting_s(drafter, self.view(drafter), num_requests, length, self.cost)
+        """Seconds of a batch of drafts of ``length`` tokens, with the transit of its replies: as measured; before that as
+        profiled; before both in proportion to replies."""
+        view = self.view(drafter)
+        profiled_s = self.cost.draft_s(drafter_of(drafter), num_requests, length)
+        known_s = self.measured_s(drafter, num_requests, length) or profiled_s
+        if known_s is None:
+            return view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
+        return known_s + (view.transit_s or 0.0)
+
+    def measured_s(self, drafter: str, num_requests: int, length: int) -> float:
+        """The same as measured, without transit; for another batch or length by the profile's ratio or, without one, in
+        proportion to the length. 0: not known."""
+        view, own = self.view(drafter), drafter_of(drafter)
+        if not view.draft_s:
+            return 0.0
+        usual_len = view.draft_len or DEFAULT_DRAFT_LEN
+        usual_s = self.cost.draft_s(own, max(1, round(view.batch)), max(1, round(usual_len)))
+        profiled_s = self.cost.draft_s(own, num_requests, length) if usual_s else None
+        if usual_s and profiled_s is not None:
+            return view.draft_s * profiled_s / usual_s
+        return view.drafts_s(num_requests) * length / usual_len
 
     def pays(self, drafter: str, num_requests: int, num_context: int, max_len: int, share: float = 1.0) -> bool:
         """Whether drafts of any length up to ``max_len``, for all requests, save more than ``share`` of the wait for them.
@@ -107,29 +127,6 @@ class DraftingValue:
         return self.cost.step_s(num_requests + round(num_accepted), num_context) + self.draft_s(
             drafter, num_requests, length
         )
-
-
-def drafting_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
-    """Seconds of a batch of drafts of ``length`` tokens, with the transit of its replies: as measured; before that as
-    profiled; before both in proportion to replies."""
-    profiled_s = cost.draft_s(drafter_of(drafter), num_requests, length)
-    known_s = measured_s(drafter, view, num_requests, length, cost) or profiled_s
-    if known_s is None:
-        return view.reply_s * length / (view.draft_len or DEFAULT_DRAFT_LEN)
-    return known_s + (view.transit_s or 0.0)
-
-
-def measured_s(drafter: str, view: DrafterView, num_requests: int, length: int, cost: CostModel) -> float:
-    """The same as measured, for another batch or length by the profile's ratio or, without one, in proportion to the length;
-    0: not known."""
-    if not view.draft_s:
-        return 0.0
-    own, usual_len = drafter_of(drafter), view.draft_len or DEFAULT_DRAFT_LEN
-    usual_s = cost.draft_s(own, max(1, round(view.batch)), max(1, round(usual_len)))
-    profiled_s = cost.draft_s(own, num_requests, length) if usual_s else None
-    if usual_s and profiled_s is not None:
-        return view.draft_s * profiled_s / usual_s
-    return view.drafts_s(num_requests) * length / usual_len
 
 
 def expected_tokens(acceptance: float, draft_len: float) -> float:

@@ -19,10 +19,10 @@ from cluster.types import DraftTerms
 from router.assignment import drafter_of
 from router.drafting.length import DraftLengths, PassFeedback, decoding
 from router.drafting.ranking import throughputs
-from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice, drafting_s
+from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice
 from router.drafting.verification import PassContext, PassRows
 from router.estimates.decayed import LASTING, DecayedMean
-from router.plan import UNKNOWN_DRAFTER, SequenceView
+from router.plan import SequenceView
 
 _FIRST_CONFIDENCE = 0.8  # before any is known
 _SHARE = 0.1  # quoted figures stay while the true ones are so near
@@ -68,10 +68,9 @@ class AdaSpec(DraftLengths):
             return longest
         num, context = len(self._ready), sum([s.committed_len for s in self._ready])
         num_own = max(1, sum([s.drafter == drafter for s in self._ready]))
-        view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
         for length in range(longest, 0, -1):
             verify_s = value.cost.step_s(num * (1 + length), context)
-            if drafting_s(drafter, view, num_own, length, value.cost) + verify_s <= tpot_s:
+            if value.draft_s(drafter, num_own, length) + verify_s <= tpot_s:
                 return length
         # One whose times are not profiled is tried on: else a slow first draft would stand for all.
         return 0 if value.cost.draft_s(drafter_of(drafter), num_own, 1) is not None else 1
@@ -104,8 +103,5 @@ def _drafting_s(ready: Sequence[SequenceView], context: PassContext) -> float:
     for sequence in ready:
         if sequence.drafter is not None and sequence.num_drafted:
             proposals.setdefault(sequence.drafter, []).append(sequence.num_drafted)
-    views, cost = context.drafters, context.cost
-    times_s = [
-        drafting_s(name, views.get(name, UNKNOWN_DRAFTER), len(lens), max(lens), cost) for name, lens in proposals.items()
-    ]
-    return max([0.0, *times_s])
+    value = context.value
+    return max([0.0, *[value.draft_s(name, len(lens), max(lens)) for name, lens in proposals.items()]])

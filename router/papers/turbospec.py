@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from cluster.types import DraftTerms
 from router.drafting.length import DraftLengths, decoding
-from router.drafting.value import DraftingValue, drafting_s
+from router.drafting.value import DraftingValue
 from router.drafting.verification import PassContext, PassRows, survivals
-from router.plan import UNKNOWN_DRAFTER, SequenceView
+from router.plan import SequenceView
 
 PROBE_PERIOD = 64
 
@@ -44,10 +44,10 @@ class TurboSpec(DraftLengths):
             tokens, num_rows, draft_s = float(len(ready)), len(ready), 0.0
             for drafter, num in num_of.items():
                 if own_len := min(length, self.max_len(drafter)):
-                    view = value.drafters.get(drafter, UNKNOWN_DRAFTER)
+                    acceptance = value.view(drafter).acceptance
                     num_rows += num * own_len
-                    tokens += num * sum(view.acceptance**k for k in range(1, own_len + 1))
-                    draft_s = max(draft_s, drafting_s(drafter, view, num, own_len, value.cost))
+                    tokens += num * sum(acceptance**k for k in range(1, own_len + 1))
+                    draft_s = max(draft_s, value.draft_s(drafter, num, own_len))
             return tokens / (draft_s + value.cost.step_s(num_rows, context))
 
         return max(range(max(map(self.max_len, num_of), default=0) + 1), key=goodput)
