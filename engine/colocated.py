@@ -187,7 +187,7 @@ class ColocatedDrafters:
         for name, gate in self._gates.items():
             if name in self._put_off:
                 continue
-            gate.note_draft(self._batch, self._taken_s.pop(name, 0.0))
+            gate.add_draft_time(self._batch, self._taken_s.pop(name, 0.0))
             if name in wanted:
                 gate.decide(batch, plain_s, prompts_wait, partial(num_missed, name))
             else:
@@ -202,7 +202,7 @@ class ColocatedDrafters:
             if own:
                 num_verified = sum(commit.num_proposed for commit in own)
                 num_accepted = sum(commit.num_accepted for commit in own)
-                gate.note_saved(saved_s(batch, num_verified, num_accepted, num_context, self._cost, num_prompt_rows))
+                gate.add_saving(saved_s(batch, num_verified, num_accepted, num_context, self._cost, num_prompt_rows))
 
     def note_plan(self, awaited: Collection[str | None], begins_pass: bool, now_s: float) -> None:
         """A plan holds requests for proposals of the drafters ``awaited``. Where it begins no pass, the target waits for
@@ -213,7 +213,7 @@ class ColocatedDrafters:
                     self._add(name, now_s - self._waiting_since_s)
             self._outstanding = self._gates.keys() & set(awaited)
             for name in self._gates.keys() - self._outstanding:
-                self._gates[name].note_draft(self._batch, self._taken_s.pop(name, 0.0))
+                self._gates[name].add_draft_time(self._batch, self._taken_s.pop(name, 0.0))
         elif awaited:
             self._awaited |= {name for name in awaited if name is not None}
             if self._waiting_since_s is None:
@@ -233,7 +233,7 @@ class ColocatedDrafters:
     def note_overhead(self, seconds: float) -> None:
         """The last round took so long beside its pass."""
         for gate in self._gates.values():
-            gate.note_rest(seconds)
+            gate.add_overhead(seconds)
 
     def _catch_up_token_s(self, name: str) -> float:
         seconds = self._cost.catch_up_s(drafter_of(name), _CATCH_UP_LEN)

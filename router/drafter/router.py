@@ -20,7 +20,7 @@ from router.assignment import (
     nobody,
 )
 from router.cost_model import monotone
-from router.drafter.seats import settle
+from router.drafter.seats import reseat_absent
 from router.estimates.drift import DriftDetector
 
 # Cost of a draft token on a CPU over one on a GPU, until rounds tell: GPU memory is so much faster.
@@ -110,7 +110,7 @@ class Router:
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
         every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
-        chains, self.load_demand = settle(self.policy.assign(every, pool), every, pool, absent)
+        chains, self.load_demand = reseat_absent(self.policy.assign(every, pool), every, pool, absent)
         chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
         scorers = self._scorers([member for member in pool if member.name not in absent], len(every) - 1)
         versions, default = [report.table_version for report in reports], chains[NEXT_REQUEST.request_id]

@@ -95,7 +95,7 @@ def _seat(room: FreeCapacity, chain: Chain, current: Chain) -> Chain | None:
     return None if seat is None else (*chain[:-1], *seat)
 
 
-def settle(
+def reseat_absent(
     chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: frozenset[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
     """Replaces chains of ``absent`` members; returns the chains, and the live requests assigned to each absent member. A

@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from router.estimates.decayed import UNUSUAL, DecayedMean
+from router.estimates.decayed import RECENT, UNUSUAL, USUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 from router.estimates.trial import EXPLORED, Exploration
 
-_CATCH_UP_MEMORY = 4096.0  # tokens
-_PRIOR_TOKENS = 1024.0  # that a profiled time counts for
 _MANY_MISSED = 64  # tokens, whose time can be told from that of drafts
 _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
 # A trial has so many rounds with verified drafts: those of _TRIAL_DRAFTS requests, as a draft can take most of a round of a
@@ -70,14 +68,14 @@ class _Situation:
             self._gain_s, self._left_s = 0.0, credit_s
         return bool(self._num_asked)
 
-    def note_taken(self, seconds: float, caught_up_s: float) -> None:
+    def add_cost(self, seconds: float, caught_up_s: float) -> None:
         """The target waited for drafts so long, of which the drafter caught up for ``caught_up_s``."""
         self.catch_up_s.add(caught_up_s)
         seconds += self._handling_s
         self._left_s -= seconds
         self._taken_s = seconds - (caught_up_s if self._num_asked == 1 else 0.0)
 
-    def note_saved(self, saved_s: float) -> None:
+    def add_saving(self, saved_s: float) -> None:
         self.saved_s.add(saved_s)
         self._num_verified += 1
         self._left_s += saved_s
@@ -108,7 +106,7 @@ class BreakEvenGate:
         self._plain_s = 0.0  # of it
         self._asked = self._situation  # for the last drafts before those of this round
         self._draft_s = DraftTimes()  # of any batch
-        self._catch_up_token_s = DecayedMean(_CATCH_UP_MEMORY, catch_up_token_s, _PRIOR_TOKENS if catch_up_token_s else 0.0)
+        self._catch_up_token_s = DecayedMean(USUAL, catch_up_token_s, RECENT if catch_up_token_s else 0.0)
         self._num_missed = 0  # tokens, at the last decision
 
     def decide(
@@ -139,7 +137,7 @@ class BreakEvenGate:
         self._begin_round()
         self.is_queried, self._is_noted = False, True
 
-    def note_draft(self, batch: int, seconds: float) -> None:
+    def add_draft_time(self, batch: int, seconds: float) -> None:
         """Adds the time that the target waited for the drafts of the last decision. Called again, it does nothing."""
         if self._is_noted:
             return
@@ -153,7 +151,7 @@ class BreakEvenGate:
         caught_up_s = 0.0
         if has_missed and usual_s:
             caught_up_s = max(0.0, seconds - usual_s)
-            token_s.add_all(caught_up_s, num_missed)
+            token_s.add(caught_up_s / num_missed)
         elif has_missed:  # nothing is known of its drafts
             caught_up_s = min(seconds, token_s.value * num_missed) if token_s.num else seconds
         if usual_s and (self._was_queried or num_missed <= _FEW_MISSED * batch):
@@ -161,16 +159,16 @@ class BreakEvenGate:
         if not caught_up_s:
             for times in (self._situation.draft_s, self._draft_s):
                 times.add(batch, seconds)
-        self._situation.note_taken(seconds, caught_up_s)
+        self._situation.add_cost(seconds, caught_up_s)
 
-    def note_rest(self, seconds: float) -> None:
+    def add_overhead(self, seconds: float) -> None:
         """Adds the time of a round without its pass and drafting."""
         if self._was_queried == self.is_queried:
             self._situation.rest_s[self.is_queried].append(seconds)
 
-    def note_saved(self, saved_s: float) -> None:
+    def add_saving(self, saved_s: float) -> None:
         """Its drafts saved so much time in a pass."""
-        self._asked.note_saved(saved_s)
+        self._asked.add_saving(saved_s)
 
     def _usual_s(self, batch: int) -> float:
         """Of drafts, in this situation or else in any; 0 if nothing is known."""

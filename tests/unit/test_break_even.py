@@ -37,11 +37,11 @@ def asked(
     for number in range(num_rounds):
         found.append(gate.decide(batch, PLAIN_S, prompts_wait(number), partial(int, num_missed)))
         if newest is not None:
-            gate.note_saved(newest)
+            gate.add_saving(newest)
         newest = saves_s(number) if found[-1] else None
-        gate.note_draft(batch, cost_s + num_missed * catch_up_token_s if found[-1] else 0.0)
+        gate.add_draft_time(batch, cost_s + num_missed * catch_up_token_s if found[-1] else 0.0)
         num_missed = 0 if found[-1] else min(num_missed + batch, MOST_MISSED * batch)
-        gate.note_rest(0.001 + (handling_s if found[-1] else 0.0))
+        gate.add_overhead(0.001 + (handling_s if found[-1] else 0.0))
     return found
 
 
@@ -72,13 +72,13 @@ class Noting(BreakEvenGate):
 
     taken_s = all_saved_s = 0.0
 
-    def note_draft(self, batch: int, seconds: float) -> None:
+    def add_draft_time(self, batch: int, seconds: float) -> None:
         self.taken_s += seconds
-        super().note_draft(batch, seconds)
+        super().add_draft_time(batch, seconds)
 
-    def note_saved(self, saved_s: float) -> None:
+    def add_saving(self, saved_s: float) -> None:
         self.all_saved_s += saved_s
-        super().note_saved(saved_s)
+        super().add_saving(saved_s)
 
 
 def test_catching_up_counts_as_what_a_trial_takes() -> None:
@@ -114,7 +114,7 @@ def test_a_slow_draft_is_not_taken_for_catching_up_with_a_few_tokens() -> None:
     assert all(asked(gate, 1, 100, lambda _: 0.005, 0.004))
     for _ in range(10):
         gate.decide(1, PLAIN_S, num_missed=lambda: 2)
-        gate.note_draft(1, 0.01)
+        gate.add_draft_time(1, 0.01)
     assert tries_a_burst(gate, 1500)
 
 
@@ -122,7 +122,7 @@ def test_the_first_draft_is_not_taken_for_catching_up() -> None:
     """It makes things ready."""
     gate = BreakEvenGate()
     gate.decide(1, PLAIN_S, num_missed=lambda: 100)
-    gate.note_draft(1, 0.5)
+    gate.add_draft_time(1, 0.5)
     asked(gate, 1, 100, lambda _: 0.02, 0.004)
     assert tries_a_burst(gate, 1500)
 
@@ -159,9 +159,9 @@ def test_a_stall_is_no_cost_of_drafts(batch: int, stall_s: float, at: int) -> No
     for number in range(at + 1000):
         found.append(gate.decide(batch, PLAIN_S))
         if newest is not None:
-            gate.note_saved(newest)
+            gate.add_saving(newest)
         newest = 0.01 if found[-1] else None
-        gate.note_draft(batch, stall_s if number == at else 0.004)
+        gate.add_draft_time(batch, stall_s if number == at else 0.004)
     assert all(found[at + 300 :])
 
 
@@ -171,10 +171,10 @@ def test_a_slow_round_is_no_handling_of_drafts() -> None:
     for number in range(2000):
         found.append(gate.decide(16, PLAIN_S))
         if newest is not None:
-            gate.note_saved(newest)
+            gate.add_saving(newest)
         newest = None if not found[-1] else 0.0 if number < 300 else 0.01
-        gate.note_draft(16, 0.004)
-        gate.note_rest(1.0 if number == 1 else 0.001)
+        gate.add_draft_time(16, 0.004)
+        gate.add_overhead(1.0 if number == 1 else 0.001)
     assert all(found[1000:])
 
 
@@ -206,10 +206,10 @@ def test_passes_that_only_compute_prompts_are_no_drafts_that_take_no_time() -> N
         queried = gate.decide(1, PLAIN_S)
         num_asked += queried
         if newest is not None:
-            gate.note_saved(newest)
+            gate.add_saving(newest)
         newest = 0.003 if queried else None
         for seconds in (0.006, 0.0, 0.0):
-            gate.note_draft(1, seconds if queried else 0.0)
+            gate.add_draft_time(1, seconds if queried else 0.0)
     assert num_asked < 100
 
 
@@ -221,11 +221,11 @@ def test_rounds_of_others_may_take_turns_with_its_own(saves_s: float, most: int,
         if number % 2:
             gate.skip()
             if queried:
-                gate.note_saved(saves_s)
+                gate.add_saving(saves_s)
         else:
             queried = gate.decide(16, PLAIN_S, num_missed=lambda: 16)
             num_asked += queried
-            gate.note_draft(16, 0.004 if queried else 0.0)
+            gate.add_draft_time(16, 0.004 if queried else 0.0)
     assert least <= num_asked <= most
 
 
@@ -253,8 +253,8 @@ def test_rounds_of_other_drafters_take_none_of_its_trials() -> None:
     for _ in range(1000):
         gate.skip()
         assert not gate.is_queried
-        gate.note_draft(4, 0.0)
-        gate.note_rest(0.001)
+        gate.add_draft_time(4, 0.0)
+        gate.add_overhead(0.001)
     assert all(asked(gate, 4, 500, lambda _: 0.005, 0.004))
 
 
@@ -262,9 +262,9 @@ def test_drafts_are_credited_after_a_round_of_others_too() -> None:
     gate = BreakEvenGate()
     for batch in (1, 64):
         gate.decide(batch, PLAIN_S)
-        gate.note_draft(batch, 0.1)
+        gate.add_draft_time(batch, 0.1)
     gate.skip()
-    gate.note_saved(1.0)
+    gate.add_saving(1.0)
     assert all(asked(gate, 64, 8, lambda _: 0.0, 0.1))
 
 
@@ -311,9 +311,9 @@ def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
         batch = 16 if number % 2 else 1
         queried = gate.decide(batch, PLAIN_S)
         if newest is not None:
-            gate.note_saved(newest)
+            gate.add_saving(newest)
         newest = 0.01 if queried else None
-        gate.note_draft(batch, (0.02 if batch == 16 else 0.001) if queried else 0.0)
+        gate.add_draft_time(batch, (0.02 if batch == 16 else 0.001) if queried else 0.0)
     assert gate.decide(1, PLAIN_S)
     assert not gate.decide(16, PLAIN_S)
     assert gate.decide(2, PLAIN_S), "of another size nothing is known"
