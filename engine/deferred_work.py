@@ -44,24 +44,26 @@ class DeferredWork:
 
     def __init__(self, engine: TargetEngine, waits: bool) -> None:
         self._engine = engine if isinstance(engine, AsynchronousEngine) else None
-        self._is_deferred = self._engine is not None and self._engine.is_asynchronous and not waits
+        self._is_asynchronous = self._engine is not None and self._engine.is_asynchronous
+        self._waits = waits
         self._work: list[Callable[[], None]] = []
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether work is done beside passes."""
-        return self._is_deferred
 
     def begin_pass(self) -> None:
         """Before each ``execute``: another loop may have used the engine."""
         if self._engine is not None:
-            self._engine.meanwhile = self.catch_up if self._is_deferred else None
+            self._engine.meanwhile = self.catch_up if self._is_asynchronous else None
 
     def later(self, work: Callable[[], None]) -> None:
         """Beside the next pass, in the order of the calls. It may neither end a request nor use the engine."""
-        self._work.append(work)
-        if not self._is_deferred:
-            self.catch_up()
+        if self._waits or not self._is_asynchronous:
+            work()
+        else:
+            self._work.append(work)
+
+    def ahead(self, work: Callable[[], None]) -> None:
+        """As ``later``, of work that only saves time: beside a pass or never."""
+        if self._is_asynchronous:
+            self._work.append(work)
 
     def catch_up(self) -> None:
         """What is still to be done."""

@@ -285,8 +285,7 @@ class TargetLoop:
         plan = self._planner.plan(views, context)
         self._drafters.note_plan(plan, now_s)
         self._deferred.later(lambda: self._set_budgets(plan, views, context.drafters, now_s))
-        if self._deferred.is_deferred:
-            self._deferred.later(lambda: self._expect(plan, views, context))
+        self._deferred.ahead(lambda: self._expect(plan, views, context))
         return plan
 
     def _expect(self, plan: StepPlan, views: Sequence[SequenceView], context: PassContext) -> None:

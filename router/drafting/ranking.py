@@ -4,6 +4,7 @@ Survival never rises along a proposal, so the first n are a prefix of each, and 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from struct import pack
 
@@ -15,36 +16,34 @@ from router.plan import SequenceView
 
 
 class Ranking:
-    """The draft tokens that a pass has room for, the likeliest first; with weights, those that bring most.
-
-    ``expected[n]``: weighted tokens of the pass with the first n verified, bonus tokens included.
-    """
+    """The draft tokens that a pass has room for, the likeliest first; with weights, those that bring most. They are sorted
+    where ``expected`` is read; ``lens`` only selects."""
 
     def __init__(self, ready: Sequence[SequenceView], context: PassContext, room: int, weighted: bool = True) -> None:
         values = survivals(ready, context)
-        plain = float(len(ready))
+        self._plain = float(len(ready))
         if weighted and context.weights:
             weights = [context.weights.get(sequence.request_id, 1.0) for sequence in ready]
             values = [[w * s for s in one] for w, one in zip(weights, values, strict=True)]
-            plain = sum(weights)
+            self._plain = sum(weights)
         self._lens = list(map(len, values))
         # 31 us for 1,792 floats, which np.fromiter reads in 52 (level amx).
         self._values = np.frombuffer(pack(f"{sum(self._lens)}d", *chain.from_iterable(values)))
-        self._likeliest = np.sort(self._values)[::-1][:room]
-        self.expected = np.empty(len(self._likeliest) + 1)
-        self.expected[0] = 0.0
-        np.cumsum(self._likeliest, out=self.expected[1:])
-        self.expected += plain
+        self.num_tokens = min(room, len(self._values))
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._likeliest)
+    @cached_property
+    def expected(self) -> Floats:
+        """``expected[n]``: weighted tokens of the pass with the first n verified, bonus tokens included."""
+        expected = np.zeros(self.num_tokens + 1)
+        np.cumsum(np.sort(self._values)[::-1][: self.num_tokens], out=expected[1:])
+        expected += self._plain
+        return expected
 
     def lens(self, num_first: int) -> list[int]:
         """How many tokens of each proposal are among the first. Ties go to earlier tokens, then to earlier proposals."""
         if not num_first:
             return [0] * len(self._lens)
-        least = float(self._likeliest[num_first - 1])
+        least = float(np.partition(self._values, -num_first)[-num_first])
         joined = self._values > least
         equals = np.flatnonzero(self._values == least)
         joined[equals[: num_first - np.count_nonzero(joined)]] = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cluster.fast_dataclass import record
 from router.cost_model import CostModel
@@ -55,6 +55,14 @@ class VerificationPolicy(Protocol):
 
         The output does not depend on the choice.
         """
+
+
+@runtime_checkable
+class SearchesBesidePasses(Protocol):
+    """A ``VerificationPolicy`` that has something to find of a pass which that pass does not need."""
+
+    def search(self) -> None:
+        """Of the pass of the last ``rows``, beside it. The next ``rows`` does what nobody asked for."""
 
 
 def useful_len(sequence: SequenceView, capacity: Capacity) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from router.cost_model import Floats
-from router.drafting.ranking import throughputs
+from router.drafting.ranking import Ranking, throughputs
 from router.drafting.verification import PassContext, PassRows
 from router.plan import SequenceView
 
@@ -28,21 +28,36 @@ class DSparkVerification:
 class AsynchronousDSparkVerification:
     """Section 5.2: the K likeliest tokens of this pass, where K is the best number two passes ago, found without early stop.
 
-    So the number is known before a pass ends, and does not depend on the tokens that it admits. The first two passes follow
-    algorithm 1.
+    So the number is known before a pass ends, and does not depend on the tokens that it admits. Before a pass its likeliest
+    tokens are selected by their newest survival; the search (``search``) runs beside it. The first two passes follow
+    algorithm 1. Unlike in the paper, objectives of the present pass limit K.
     """
 
     def __init__(self) -> None:
         self._best: deque[int] = deque(maxlen=2)
+        self._last: tuple[Sequence[SequenceView], PassContext] | None = None  # of a pass, to be searched
 
     def rows(self, ready: Sequence[SequenceView], context: PassContext) -> PassRows:
         if not ready:
             return PassRows([], context.num_prompt_tokens)
-        ranking, throughput = throughputs(ready, context, context.limit_s)
-        chosen = self._best[0] if len(self._best) == 2 else _first_peak(throughput)
-        self._best.append(int(throughput.argmax()))
-        num_allowed = int(np.count_nonzero(throughput >= 0.0)) - 1  # within the limit: more rows are never faster
-        return PassRows(ranking.lens(max(0, min(chosen, num_allowed))), context.num_prompt_tokens)
+        self.search()
+        self._last = ready, context
+        if len(self._best) < 2:
+            ranking, throughput = throughputs(ready, context, context.limit_s)
+            return PassRows(ranking.lens(_first_peak(throughput)), context.num_prompt_tokens)
+        ranking = Ranking(ready, context, max(0, context.capacity.max_pass_tokens - len(ready)), weighted=False)
+        num = min(self._best[0], ranking.num_tokens)
+        if context.limit_s is not None:
+            table = context.cost.table(sum([one.committed_len for one in ready]))
+            seconds = table.at_each(np.arange(len(ready), len(ready) + num + 1))
+            num = max(0, int(np.count_nonzero(seconds <= context.limit_s)) - 1)  # more rows are never faster
+        return PassRows(ranking.lens(num), context.num_prompt_tokens)
+
+    def search(self) -> None:
+        if self._last is not None:
+            ready, context = self._last
+            self._last = None
+            self._best.append(int(throughputs(ready, context, context.limit_s)[1].argmax()))
 
 
 def _first_peak(throughput: Floats) -> int:

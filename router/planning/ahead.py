@@ -35,6 +35,7 @@ class PlanAhead:
 
     def expect(self, plan: StepPlan, sequences: Sequence[SequenceView], context: PassContext) -> None:
         """``plan``: of the present pass, made of the other arguments."""
+        self._planner.search()
         if plan.is_empty:  # requests are held, and the pass that was expected is still to come
             return
         self._expected = None
@@ -59,6 +60,8 @@ class PlanAhead:
             ranking = Ranking(sequences, context, max(0, context.capacity.max_pass_tokens - len(sequences)), weighted=False)
             # Requests that have ended take their share along.
             share = expected.num_verify * len(sequences) // len(expected.request_ids)
+            room = max(0, context.capacity.max_pass_tokens - len(sequences))
+            ranking = Ranking(sequences, context, room, weighted=False)
             lens = ranking.lens(min(share, ranking.num_tokens))
             if len(sequences) + sum(lens) // context.capacity.block_len <= context.capacity.num_free_blocks:
                 self._planner, self._expected = expected.planner, None

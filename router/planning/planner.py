@@ -14,7 +14,7 @@ from cluster.config import Config
 from router.cost_model import CostModel
 from router.drafting.overlap import PassStart
 from router.drafting.policies import OVERLAP_POLICIES, VERIFICATION_POLICIES
-from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows
+from router.drafting.verification import MIN_CHUNK_LEN, PassContext, PassRows, SearchesBesidePasses
 from router.plan import NO_PROMPTS, Capacity, PromptRows, SequenceView, Span, StepPlan
 from router.planning.slo import NO_LIMITS, RoundLimits, by_deadline, round_limits
 
@@ -41,6 +41,10 @@ class Planner(Protocol):
         the survival of the draft tokens at hand."""
         return None
 
+    def search(self) -> None:
+        """Beside the planned pass: what later plans need of it."""
+        return
+
 
 class StepPlanner:
     """Holds by expected gain, decodes before it prefills, and preempts the youngest when blocks run out."""
@@ -61,6 +65,10 @@ class StepPlanner:
         other = copy(self)
         other._overlap = copy(self._overlap)
         return other
+
+    def search(self) -> None:
+        if isinstance(self._verification, SearchesBesidePasses):
+            self._verification.search()
 
     def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         batch, blocks = _Batch.of(sequences, context.capacity, context.now_s), _Blocks(context.capacity)

@@ -151,7 +151,7 @@ def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
 def test_a_plan_ahead_that_fails_is_counted_and_ends_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, requests = SimulatedCluster(1, Faults(), crash=0.0, hang=0.0, num_drafters=1), random_requests(random.Random(1))
     monkeypatch.setattr(PlanAhead, "expect", lambda *_: [][0])
-    cluster.loop._deferred._is_deferred = True  # as on a GPU
+    cluster.loop._deferred._is_asynchronous = True  # as on a GPU
     for request in requests:
         cluster.submit(request)
     with pytest.raises(AssertionError, match="num_failed_observations"):  # the cluster's own check, once all have ended
@@ -188,7 +188,7 @@ def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> Non
     for seed in range(16):
         faulty = seed % 2
         cluster = SimulatedCluster(seed, Faults(), crash=0.01 * faulty, hang=0.01 * faulty, num_drafters=1)
-        cluster.loop._deferred._is_deferred = True  # as on a GPU
+        cluster.loop._deferred._is_asynchronous = True  # as on a GPU
         requests = random_requests(random.Random(seed))
         for request in requests:
             cluster.submit(request)

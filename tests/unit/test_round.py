@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
@@ -180,12 +182,13 @@ class Served:
         engine: ToyTarget,
         colocated: tuple[str, ...] = (),
         corrects_cost: bool = True,
-        max_hold_s: float = 0.0,
+        settings: PlannerSettings | None = None,
+        table_cost: TableCost | None = None,
     ) -> None:
         self.clock, self.inbox, self.engine = Clock(), Mailbox(), engine
-        table_cost = TableCost((1, 32), (PASS_S, 2 * PASS_S))
+        table_cost = table_cost or TableCost((1, 32), (PASS_S, 2 * PASS_S))
         self.cost: CostModel = OnlineCost(table_cost) if corrects_cost else table_cost
-        mailbox, network, planner = Mailbox(), LocalNetwork(), StepPlanner(PlannerSettings(max_hold_s=max_hold_s))
+        mailbox, network, planner = Mailbox(), LocalNetwork(), StepPlanner(settings or PlannerSettings(max_hold_s=0.0))
         table = RoutingTable(1, defaults=(("d",),))
         pool = DrafterPool(table, colocated)
         self.loop = TargetLoop(engine, MODEL, mailbox, self.cost, self.clock, Policies(planner), pool)
@@ -254,6 +257,32 @@ def test_what_a_pass_teaches_is_learned_while_the_device_computes_the_next(
     assert learned[0] == learned[1]
 
 
+@pytest.mark.parametrize("verify", ["dspark", "dspark-async"])
+@pytest.mark.parametrize("colocated", [(), ("d",)])
+def test_asynchronous_dspark_searches_while_a_pass_runs(verify: str, colocated: tuple[str, ...]) -> None:
+    """Also beside drafters in the target's process, whose gates learn before the next pass. Control: the synchronous one."""
+    events: list[str] = []
+
+    class Slow(TableCost):
+        def at_each(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            events.append("search")
+            return super().at_each(num_rows)
+
+    class Computing(Launching):
+        def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
+            events.append("launch")
+            outcomes = super().execute(spans)
+            events.append("result")
+            return outcomes
+
+    slow = Slow((1, 32), (PASS_S, 2 * PASS_S))
+    served = Served(Computing(), colocated, False, PlannerSettings(verify, max_hold_s=0.0), slow)
+    served.run(4)
+    events.clear()  # algorithm 1 decides the first two passes that verify
+    served.run(3)
+    assert events == (["launch", "search", "result"] if verify == "dspark-async" else ["search", "launch", "result"]) * 3
+
+
 def test_clients_are_told_beside_the_next_pass_and_a_lost_one_ends_after_it() -> None:
     told: list[tuple[int, int]] = []  # messages to the gateway, before and after the work beside each pass
     released: list[tuple[str, bool]] = []  # and whether a pass was under way
@@ -289,7 +318,7 @@ def test_clients_are_told_beside_the_next_pass_and_a_lost_one_ends_after_it() ->
 
 def test_a_target_that_waits_for_drafts_learns_meanwhile() -> None:
     engine = Launching()
-    served = Served(engine, max_hold_s=10 * PASS_S)
+    served = Served(engine, settings=PlannerSettings(max_hold_s=10 * PASS_S))
     served.run(1)
     assert served.loop.telemetry.num_passes == 0
     served.run(1)
