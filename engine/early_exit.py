@@ -30,7 +30,7 @@ from engine.ops import Linear
 from engine.sampling import SamplingState
 from router.cost_model import CostModel
 from router.estimates.trial import Trial
-from router.papers.faser_exit import ExitPlan, ExitPrices, ExitSamples, Thresholds, WrongExits, choose_thresholds
+from router.papers.faser_exit import ExitPlan, ExitPrices, ExitSamples, WrongExits, choose_thresholds
 from router.plan import Span
 
 DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
@@ -76,18 +76,24 @@ class ExitCheck:
 class EarlyExit:
     """Decides which passes of a model let rows leave, and learns from the others. Not thread-safe: the target owns it.
 
-    ``cost``: measured times of passes, uncorrected: corrections would see the passes that exits made shorter. Raises
-    InvalidField: the model is not on a CPU, is split over ranks, or its head is no table that rows can be read of.
+    Args:
+        cost: measured times of passes, uncorrected: corrections would see the passes that exits made shorter.
+        head: of the whole model, [vocab, hidden] in the dtype.
+
+    Raises InvalidField: the model is not on a CPU.
     """
 
-    def __init__(self, model: CausalModel, cost: CostModel) -> None:
-        check_supported(model)
+    def __init__(self, model: CausalModel, cost: CostModel, head: torch.Tensor) -> None:
+        if model.device.type != "cpu":
+            reason = f"is built for CPUs, not for {model.device.type}: set it to off"
+            raise InvalidField("target.early_exit", "auto", reason)
         num_layers, hidden_size = model.config.num_layers, model.config.hidden_size
         self._model = model
         self._cost = cost
         depths = sorted({max(1, round(share * num_layers)) for share in DEPTHS})
-        self._checks = [ExitCheck(d, LensFit(hidden_size) if d < num_layers else None) for d in depths]
+        self.checks = [ExitCheck(d, LensFit(hidden_size) if d < num_layers else None) for d in depths]
         self._remaining = tuple(_remaining(model, depth) for depth in depths)
+        self._head = head
         self._unit = torch.ones(hidden_size)
         self._scores: ReducedScores | None = None
         self._token_counts = np.zeros(model.config.vocab_size, np.int64)
@@ -120,7 +126,7 @@ class EarlyExit:
         leaves = trial.next()
         if leaves is None:
             return None
-        plan = plan if leaves else ExitPlan((None,) * len(self._checks))
+        plan = plan if leaves else ExitPlan((None,) * len(self.checks))
         return PassWatch(self, spans, states, plan, trial, self._unrejected)
 
     def _period(self, plan: ExitPlan, trial: Trial) -> int:
@@ -141,9 +147,9 @@ class EarlyExit:
 
     def _choose(self, num_rows: int, num_spans: int) -> ExitPlan:
         num_checked = num_rows - num_spans
-        check_s = max([check.seconds(num_checked) for check in self._checks]) / max(1, num_checked)
+        check_s = max([check.seconds(num_checked) for check in self.checks]) / max(1, num_checked)
         if len(self._samples) < MIN_SAMPLES or not check_s:
-            return ExitPlan((None,) * len(self._checks))
+            return ExitPlan((None,) * len(self.checks))
         margins, num_drafts, num_accepted = zip(*self._samples, strict=True)
         samples = ExitSamples(np.stack(margins), np.array(num_drafts), np.array(num_accepted))
         # Most rows that can leave are those behind the first of a span; the slope down to half of them prices one.
@@ -153,10 +159,6 @@ class EarlyExit:
         return choose_thresholds(samples, ExitPrices(pass_s / num_spans, row_s, check_s, self._remaining))
 
     # ---- called by the watch of a pass
-
-    @property
-    def checks(self) -> Sequence[ExitCheck]:
-        return self._checks
 
     def normalised(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """Hidden states at unit scale, in the dtype. ``residual`` is overwritten."""
@@ -176,9 +178,9 @@ class EarlyExit:
         every = 1 if self._scores is None else max(1, len(token_ids) // LATER_LENS_ROWS)
         rows = slice(self._num_learned % every, None, every)  # not always the same places of spans
         np.add.at(self._token_counts, np.array(token_ids), 1)
-        for check in self._checks:
+        for check in self.checks:
             if check.fit is not None:
-                check.fit.add(hidden[check.depth][rows], hidden[self._checks[-1].depth][rows])
+                check.fit.add(hidden[check.depth][rows], hidden[self.checks[-1].depth][rows])
         self._num_lens_rows += len(token_ids[rows])
         if self._num_lens_rows >= self._fits_due[0]:
             self._fits_due.popleft()
@@ -211,8 +213,8 @@ class EarlyExit:
 
     def _fit(self) -> None:
         frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
-        self._scores = ReducedScores(self._model, np.sort(frequent))
-        for check in self._checks:
+        self._scores = ReducedScores(self._model, self._head, np.sort(frequent))
+        for check in self.checks:
             if check.fit is not None:
                 check.lens = lens_product(self._model, check.fit.solve())
                 if not self._fits_due:
@@ -239,42 +241,35 @@ class PassWatch:
     _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
     _started_s: float = field(default_factory=time.perf_counter)
 
-    @property
-    def thresholds(self) -> Thresholds | None:
-        return None if self.plan is None else self.plan.thresholds
-
     def __post_init__(self) -> None:
         self.span_lens = np.array([len(span.token_ids) for span in self.spans])
-        checks, thresholds = self.exits.checks, self.thresholds or (0.0,) * len(self.exits.checks)
+        checks = self.exits.checks
+        thresholds = (0.0,) * len(checks) if self.plan is None else self.plan.thresholds
         self.depths = tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
         if not self.depths:
             return  # a control pass must cost what a plain one costs
         self._rows = watched_rows(self.spans, self.states, self.unchecked)
         self.num_watched = len(self._rows.at)
-        shape = len(self.spans), len(self.exits.checks), MAX_DRAFTS
-        self._margins = np.full(shape if self.thresholds is None else (0, 0, 0), -np.inf, np.float32)
+        self._margins = np.full((len(self.spans), len(checks), MAX_DRAFTS), -np.inf, np.float32)
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
         number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
-        if self.thresholds is None:
-            threshold = self.last_threshold if check is self.exits.checks[-1] else None
-            margins = self._record(number, check, residual, delta)
+        rows, threshold = self._rows, self.last_threshold if check is self.exits.checks[-1] else None
+        if self.plan is None:
+            self._hidden[depth] = residual if delta is None else self.exits.normalised(residual.clone(), delta)
         else:
-            threshold = self.thresholds[number]
-            margins = None if threshold is None else self._margins_at(check, residual, delta)
-        return None if margins is None or threshold is None else self._leave(margins > threshold, residual.device)
-
-    def _margins_at(
-        self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None
-    ) -> NDArray[np.float32] | None:
-        rows = self._rows
+            threshold = self.plan.thresholds[number]
         if not len(rows.at):
             return None
-        at = torch.from_numpy(rows.at)
-        hidden = residual[at]
-        if delta is not None:
-            hidden = self.exits.normalised(hidden, delta[at])
-        return self.exits.margins(check, hidden, rows)
+        start_s, at = time.perf_counter(), torch.from_numpy(rows.at)
+        hidden = residual[at] if delta is None else self.exits.normalised(residual[at], delta[at])
+        margins = self.exits.margins(check, hidden, rows)
+        if margins is None:
+            return None
+        if self.plan is None:
+            self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
+            self._margins[rows.span, number, rows.index] = margins
+        return None if threshold is None else self._leave(margins > threshold, residual.device)
 
     def _leave(self, expects_other: NDArray[np.bool_], device: torch.device) -> StayingRows | None:
         """The rows behind the first one of each span that expects another token leave."""
@@ -296,24 +291,6 @@ class PassWatch:
 
     def nums_drafts(self) -> list[int]:
         return [num - span.num_compute for span, num in zip(self.spans, self.span_lens.tolist(), strict=True)]
-
-    # ---- learning passes
-
-    def _record(
-        self, number: int, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None
-    ) -> NDArray[np.float32] | None:
-        rows = self._rows
-        if delta is not None:
-            self._hidden[check.depth] = self.exits.normalised(residual.clone(), delta)
-        else:
-            self._hidden[check.depth] = residual
-        start_s = time.perf_counter()
-        margins = self._margins_at(check, residual, delta)
-        if margins is None:
-            return None
-        self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
-        self._margins[rows.span, number, rows.index] = margins
-        return margins
 
     def learn(self) -> None:
         if self.plan is not None:
@@ -355,16 +332,6 @@ class PassWatch:
                 unrejected.append(span.request_id)
         self.exits.note_pass(plan, num_cut, num_wrong, frozenset(unrejected))
         return num_wrong
-
-
-def check_supported(model: CausalModel) -> None:
-    """Raises InvalidField: rows cannot leave the passes of this model."""
-    if model.ranks is not None:
-        raise InvalidField("target.early_exit", "auto", "needs a target of one rank: set it to off")
-    if model.device.type != "cpu":
-        raise InvalidField("target.early_exit", "auto", f"is built for CPUs, not for {model.device.type}: set it to off")
-    if not model.config.tied_embeddings:
-        raise InvalidField("target.early_exit", "auto", "needs a model whose head is its embedding: set it to off")
 
 
 def _size(num_rows: int, num_spans: int) -> tuple[int, int]:

@@ -43,12 +43,11 @@ class LensFit:
 class ReducedScores:
     """Margins of drafted tokens over ``token_ids``, ascending, from estimates of final hidden states."""
 
-    def __init__(self, model: CausalModel, token_ids: NDArray[np.int64]) -> None:
+    def __init__(self, model: CausalModel, head: torch.Tensor, token_ids: NDArray[np.int64]) -> None:
         self.token_ids = token_ids
-        self._embedding = model.embedding
+        self._rows = head
         self._dtype = model.dtype
-        rows = model.embedding[torch.from_numpy(token_ids)].to(model.dtype)
-        self._head = model.ops.linear(LinearWeight(rows))
+        self._head = model.ops.linear(LinearWeight(head[torch.from_numpy(token_ids)].to(model.dtype)))
         self._kernel = model.ops.gumbel_argmax(token_ids)
 
     def margins(
@@ -71,7 +70,7 @@ class ReducedScores:
             columns = scores.argmax(1)
         best = self.token_ids[columns]
         z_best = logits.gather(1, torch.from_numpy(columns)[:, None]).squeeze(1).float()
-        own = F.embedding(torch.from_numpy(drafts), self._embedding).float()
+        own = F.embedding(torch.from_numpy(drafts), self._rows).float()
         z_draft = (x.float() * own).sum(-1).to(self._dtype).float()
         margins = (z_best - z_draft).numpy() / divisors
         if has_noise:

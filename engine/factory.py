@@ -127,6 +127,14 @@ def load_model(
         return build_model(config, weights, dtype, device, block_len, of_rank)
 
 
+def head_of(model: CausalModel, folder: Path) -> torch.Tensor:
+    """The head of the whole model, [vocab, hidden]: its embedding where that is the head, else a copy, read again."""
+    if model.config.tied_embeddings and model.ranks is None:
+        return model.embedding
+    with open_weights(folder, model.config, model.dtype) as weights:
+        return weights.head().to(model.device, copy=True)
+
+
 def build_model(
     config: DecoderConfig,
     weights: Weights,

@@ -16,6 +16,7 @@ from engine.cpu_level import cpu_level
 from engine.device import require
 from engine.dtypes import resolve_dtypes
 from engine.early_exit import EarlyExit
+from engine.factory import head_of
 from engine.factory import load_target as load_native
 from engine.model_facts import max_model_len, read_facts
 from engine.models.prepare import ensure_model
@@ -59,7 +60,8 @@ def load_target(
     else:
         cost = _remembered_cost(config, engine) if remembers else measure_cost(engine)
     if config.target.early_exit == "auto" and isinstance(engine, NativeTarget):
-        engine.exit_early(EarlyExit(engine.model, cost))
+        head = head_of(engine.model, ensure_model(config.model.name))
+        engine.exit_early(EarlyExit(engine.model, cost, head))
     return engine, info, OnlineCost(padded(cost, engine.capacity().prepared_rows))
 
 

@@ -114,10 +114,11 @@ class NativeTarget:
             return ()
         for span in spans:
             self._check(span)
+        watch = self._watch(spans)
         with self._ledger_lock:
             checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
-            self._compute(spans)
+            self._compute(spans, watch)
             self._model.synchronize()  # callers time passes, and a pass without sampled rows reads nothing back
         except BaseException:
             with self._ledger_lock:
@@ -195,9 +196,12 @@ class NativeTarget:
         if not 0 <= span.num_drafts < len(span.token_ids) or (span.num_drafts and not span.samples):
             raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
 
-    def _compute(self, spans: Sequence[Span]) -> None:
+    def _watch(self, spans: Sequence[Span]) -> PassWatch | None:
+        """Of the pass that begins."""
+        return None if self._exits is None else self._exits.watch(spans, self._states)
+
+    def _compute(self, spans: Sequence[Span], watch: PassWatch | None) -> None:
         """Fills in the outcomes."""
-        watch = None if self._exits is None else self._exits.watch(spans, self._states)
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
         nums_drafts = [span.num_drafts for span in spans]
         if watch is None:

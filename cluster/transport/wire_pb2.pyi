@@ -439,11 +439,13 @@ class RankChange(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., release: _Optional[str] = ...) -> None: ...
 
 class RankRound(_message.Message):
-    __slots__ = ("changes", "spans", "ends")
+    __slots__ = ("changes", "spans", "ends", "depths")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[RankChange]
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     ends: bool
-    def __init__(self, changes: _Optional[_Iterable[_Union[RankChange, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., ends: _Optional[bool] = ...) -> None: ...
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, changes: _Optional[_Iterable[_Union[RankChange, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., ends: _Optional[bool] = ..., depths: _Optional[_Iterable[int]] = ...) -> None: ...

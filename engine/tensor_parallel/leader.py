@@ -15,9 +15,9 @@ from cluster.types import Request
 from engine.forward import CausalModel
 from engine.grammar.compiling import Grammars
 from engine.models.weights import open_weights
-from engine.native import NativeLimits, NativeTarget
+from engine.native import NativeLimits, NativeTarget, PassWatch
 from engine.tensor_parallel.ranks import RankGroup
-from engine.tensor_parallel.rounds import RankChange, RankRound, encode
+from engine.tensor_parallel.rounds import LeadingWatch, RankChange, RankRound, encode
 from router.plan import Span
 
 
@@ -58,14 +58,6 @@ class LeadingTarget(NativeTarget):
         self._changes.append(RankChange(open=opened))
         return computed_len
 
-    def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
-        if not spans:
-            return ()
-        for span in spans:
-            self._check(span)
-        self._send(RankRound(tuple(self._changes), tuple(spans)))
-        return super().execute(spans)
-
     def release(self, request_id: str) -> None:
         if request_id in self._states:
             self._changes.append(RankChange(release=request_id))
@@ -83,6 +75,11 @@ class LeadingTarget(NativeTarget):
         with suppress(RankLost):
             self._send(RankRound(ends=True))
         self._end_ranks()
+
+    def _watch(self, spans: Sequence[Span]) -> PassWatch | None:
+        watch = super()._watch(spans)
+        self._send(RankRound(tuple(self._changes), tuple(spans), () if watch is None else tuple(watch.depths)))
+        return None if watch is None else LeadingWatch(watch, self._ranks)
 
     def _send(self, message: RankRound) -> None:
         self._ranks.send(encode(message))

@@ -1,18 +1,27 @@
-"""What rank 0 sends to the other ranks before a pass: requests opened and released since the last one, and the spans.
+"""What rank 0 sends to the other ranks before a pass: requests opened and released since the last one, and the spans; and
+in a pass with early exit, which rows go on.
 
 The ranks run the same ``NativeTarget`` on the same calls, so that ledgers, sampling states and chosen tokens agree.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from cluster.errors import OutOfBlocks
 from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.types import Request
+from engine.batch_layout import StayingRows
 from engine.loop_status import PASSES
-from engine.native import NativeTarget
+from engine.native import NativeTarget, PassWatch
+from engine.sampling import SamplingState
 from engine.tensor_parallel.ranks import RankGroup
 from router.plan import Span
 
@@ -27,13 +36,16 @@ class RankChange:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """``changes`` in the order of the calls. ``ends``: the last round."""
+    """``changes`` in the order of the calls. ``depths``: where rank 0 tells which rows of the pass go on; `()`: all do.
+    ``ends``: the last round."""
 
     changes: tuple[RankChange, ...] = ()
     spans: tuple[Span, ...] = ()
+    depths: tuple[int, ...] = ()
     ends: bool = False
 
 
+_ALL = b"all"  # rows go on
 _SENT = ("request_id", "base_len", "token_ids", "num_drafts", "samples")  # of a span: no rank is told outcomes
 
 
@@ -41,7 +53,7 @@ def encode(message: RankRound) -> bytes:
     changes = map(encoder_of(RankChange), message.changes)
     spans = [wire.Span(**{name: getattr(span, name) for name in _SENT}) for span in message.spans]
     return wire.RankRound(
-        changes=[wire.RankChange(**one) for one in changes], spans=spans, ends=message.ends
+        changes=[wire.RankChange(**one) for one in changes], spans=spans, depths=message.depths, ends=message.ends
     ).SerializeToString()
 
 
@@ -50,7 +62,60 @@ def decode(data: bytes) -> RankRound:
     spans = [
         Span.bound(one.request_id, one.base_len, tuple(one.token_ids), one.num_drafts, one.samples) for one in message.spans
     ]
-    return RankRound(tuple(map(decoder_of(RankChange), message.changes)), tuple(spans), message.ends)
+    return RankRound(tuple(map(decoder_of(RankChange), message.changes)), tuple(spans), tuple(message.depths), message.ends)
+
+
+@dataclass(slots=True)
+class LeadingWatch:
+    """The watch of a pass on rank 0, which tells the others what it decides."""
+
+    watch: PassWatch
+    ranks: RankGroup
+
+    @property
+    def depths(self) -> Collection[int]:
+        return self.watch.depths
+
+    def look(self, depth: int, residual: Tensor, delta: Tensor | None) -> StayingRows | None:
+        staying = self.watch.look(depth, residual, delta)
+        self.ranks.send(_ALL if staying is None else staying.span_lens.tobytes())
+        return staying
+
+    def nums_drafts(self) -> list[int]:
+        return self.watch.nums_drafts()
+
+    def learn(self) -> None:
+        self.watch.learn()
+
+
+@dataclass(slots=True)
+class FollowingWatch:
+    """On another rank: the watch of one pass, and ``Exits`` of that pass."""
+
+    ranks: RankGroup
+    depths: tuple[int, ...]
+    span_lens: NDArray[np.int64] = field(init=False)
+    _nums_compute: NDArray[np.int64] = field(init=False)
+
+    def watch(self, spans: Sequence[Span], states: Mapping[str, SamplingState]) -> Self:
+        self.span_lens = np.array([len(span.token_ids) for span in spans])
+        self._nums_compute = np.array([span.num_compute for span in spans])
+        return self
+
+    def look(self, depth: int, residual: Tensor, delta: Tensor | None) -> StayingRows | None:
+        received = self.ranks.receive()
+        if received == _ALL:
+            return None
+        span_lens = np.frombuffer(received, np.int64)
+        starts, self.span_lens = np.cumsum(self.span_lens) - self.span_lens, span_lens
+        return StayingRows.of(starts, span_lens, residual.device)
+
+    def nums_drafts(self) -> list[int]:
+        nums: list[int] = (self.span_lens - self._nums_compute).tolist()
+        return nums
+
+    def learn(self) -> None:
+        """Rank 0 does."""
 
 
 class Follower:
@@ -74,6 +139,7 @@ class Follower:
                     self._engine.release(change.release)
             if received.ends:
                 return
+            self._engine.exit_early(FollowingWatch(self._ranks, received.depths) if received.depths else None)
             with suppress(OutOfBlocks):  # as on rank 0, which plans again
                 self._engine.execute(received.spans)
             self._is_waiting = True

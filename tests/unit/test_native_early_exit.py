@@ -3,25 +3,27 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from engine import early_exit
 from engine.batch_layout import PackedSpan, StayingRows
 from engine.early_exit import EarlyExit
 from engine.exit_lens import ReducedScores, lens_product
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
-from engine.factory import load_model
+from engine.factory import head_of, load_model, load_target
 from engine.forward import CausalModel
 from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
+from engine.tensor_parallel.rounds import Follower
 from router.cost_model import TableCost
 from router.estimates.trial import Trial
 from router.papers.faser_exit import ExitPlan
@@ -30,6 +32,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.support.features import rows_of
 from tests.support.quick import first
+from tests.support.thread_ranks import thread_ranks
 from tests.unit.test_native import LIMITS, NUM_TOKENS, PENALIZED, SAMPLINGS, Caller, plain, request
 
 pytestmark = pytest.mark.slow  # together they take seconds
@@ -184,8 +187,12 @@ def test_a_row_that_left_must_not_count_as_computed(model: CausalModel, monkeypa
     assert outcome.error is not None
 
 
-def test_margins_after_the_last_layer_tell_what_will_be_chosen(model: CausalModel) -> None:
-    """Over the whole vocabulary, a margin is 0 exactly where the draft token is the one that the target chooses."""
+@pytest.mark.parametrize("family", ["llama-tied", "llama"])
+def test_margins_after_the_last_layer_tell_what_will_be_chosen(family: str, tmp_path: Path) -> None:
+    """Over the whole vocabulary, a margin is 0 exactly where the draft token is the one that the target chooses. Also of a
+    model whose head is not its embedding."""
+    write_family(family, tmp_path / "model")
+    model = load_model(tmp_path / "model", "float32")
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
         wanted = request("a", sampling)
         expected = plain(model, wanted)
@@ -198,7 +205,7 @@ def test_margins_after_the_last_layer_tell_what_will_be_chosen(model: CausalMode
         checkpoint = target._ledger.speculate("a", span.token_ids)
         hidden = model.forward([PackedSpan(span.base_len, span.token_ids, target._ledger.block_table("a"))], target._cache)
         target._ledger.commit(checkpoint, 0)
-        scores = ReducedScores(model, np.arange(VOCABULARY))
+        scores = ReducedScores(model, head_of(model, tmp_path / "model"), np.arange(VOCABULARY))
         margins = scores.margins(hidden[:3], rows.drafts, rows.keys, rows.temperatures)
         assert margins[:2].tolist() == [0.0, 0.0]
         assert margins[2] > 0
@@ -215,29 +222,65 @@ def test_requests_whose_logits_are_edited_are_not_watched(model: CausalModel) ->
     assert rows.drafts.tolist() == [1, 2, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cost", [STEEP, FLAT])
+@contextmanager
+def over_ranks(folder: Path, num_ranks: int) -> Iterator[NativeTarget]:
+    """Rank 0, whose tokens the other ranks choose too. All caches are poisoned."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**22, "block_len": 16, "max_model_len": 200}
+    with thread_ranks(num_ranks) as group:
+        if num_ranks == 1:
+            targets = [load_target(folder, **options)]
+        else:
+            targets = group.on_all(lambda ranks: load_target(folder, **options, ranks=ranks))
+        for target in targets:
+            target._cache.keys.fill_(torch.nan)
+            target._cache.values.fill_(torch.nan)
+        following = [group.submit(Follower(one, group.ranks[i]).run) for i, one in enumerate(targets) if i]
+        with closing(targets[0]):
+            yield targets[0]
+        for one in following:
+            one.result()
+
+
+def test_rows_leave_all_ranks_alike(tmp_path: Path) -> None:
+    write_family("llama", tmp_path / "model")
+    model = load_model(tmp_path / "model", "float32")
+    wanted = [request(name, SAMPLINGS[name]) for name in sorted(SAMPLINGS)]
+    expected = [plain(model, each) for each in wanted]
+    exits = RandomExits(random.Random(1))
+    with over_ranks(tmp_path / "model", 2) as target:
+        target.exit_early(exits)
+        callers = [Caller(target, each) for each in wanted]
+        assert serve(target, callers, expected, wrong=0.2, seed=1) > 0
+    assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
+    assert sum(watch.num_left for watch in exits.watches) > 20
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "cost"), [("llama-tied", 1, FLAT), ("llama", 1, STEEP), ("llama", 2, STEEP)]
+)
 def test_exits_are_learned_where_rows_cost_time(
-    model: CausalModel, cost: TableCost, monkeypatch: pytest.MonkeyPatch
+    family: str, num_ranks: int, cost: TableCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_exit, "LENS_ROWS", (1, 2))
     monkeypatch.setattr("router.papers.faser_exit.MIN_GAIN", 0.01)  # this head is a small share of the model
     monkeypatch.setattr(early_exit, "MIN_SAMPLES", 8)
     monkeypatch.setattr(early_exit, "VOCABULARY_LEN", 64)
     monkeypatch.setattr(early_exit.ExitCheck, "seconds", lambda check, num_rows: 1e-5 * num_rows)
-    target = poisoned(model)
-    exits = EarlyExit(model, cost)
-    target.exit_early(exits)
+    folder = tmp_path / "model"
+    write_family(family, folder)
+    whole = load_model(folder, "float32")
     watches: list[early_exit.PassWatch] = []
-    monkeypatch.setattr(target, "_exits", Recorded(exits, watches))
-    for batch in range(6):
-        wanted = [request(f"{name}{batch}", SAMPLINGS["greedy"]) for name in "abc"]
-        expected = [plain(model, each) for each in wanted]
-        callers = [Caller(target, each) for each in wanted]
-        serve(target, callers, expected, wrong=0.6, seed=batch)
-        assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
-        for caller in callers:
-            target.release(caller.request.id)
+    with over_ranks(folder, num_ranks) as target:
+        exits = EarlyExit(target.model, cost, head_of(target.model, folder))
+        target.exit_early(Recorded(exits, watches))
+        for batch in range(6):
+            wanted = [request(f"{name}{batch}", SAMPLINGS["greedy"]) for name in "abc"]
+            expected = [plain(whole, each) for each in wanted]
+            callers = [Caller(target, each) for each in wanted]
+            serve(target, callers, expected, wrong=0.6, seed=batch)
+            assert [caller.output[:NUM_TOKENS] for caller in callers] == expected
+            for caller in callers:
+                target.release(caller.request.id)
     assert any(rows_left(watch) for watch in watches) == (cost is STEEP)
 
 
@@ -248,10 +291,10 @@ def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
     expected = [plain(model, each) for each in wanted]
     learned, has_left = [], []
     for last_threshold in (None, 0.0):
-        exits = EarlyExit(model, STEEP)
+        exits = EarlyExit(model, STEEP, model.embedding)
         watches: list[early_exit.PassWatch] = []
         samples: list[tuple[np.ndarray, int, int]] = []
-        exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+        exits._scores = ReducedScores(model, model.embedding, np.arange(VOCABULARY))
         size = model.config.hidden_size
         for check in exits.checks[:-1]:
             check.lens = lens_product(model, LinearWeight(torch.eye(size), torch.zeros(size)))
@@ -280,8 +323,8 @@ def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
 
 def test_later_lenses_are_fitted_on_rows_of_all_places(model: CausalModel) -> None:
     """Of a pass of 256 rows, in spans of 8, every eighth row counts: another one in each pass."""
-    exits = EarlyExit(model, STEEP)
-    exits._scores = ReducedScores(model, np.arange(VOCABULARY))
+    exits = EarlyExit(model, STEEP, model.embedding)
+    exits._scores = ReducedScores(model, model.embedding, np.arange(VOCABULARY))
     fit = exits.checks[0].fit
     assert fit is not None
     seen, before = [], 0.0
@@ -321,18 +364,11 @@ def test_a_check_of_few_rows_is_not_taken_for_cheaper_than_was_measured() -> Non
     assert check.seconds(28) == pytest.approx(1.8e-3)
 
 
-def test_a_head_of_its_own_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("untied") / "model"
-    write_family("llama", folder)
-    with pytest.raises(InvalidField, match="whose head is its embedding"):
-        EarlyExit(load_model(folder, "float32"), STEEP)
-
-
 @pytest.fixture
 def trying(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], early_exit.PassWatch | None]]:
     """Watches of passes of one size, for which thresholds are known to pay."""
-    exits = EarlyExit(model, STEEP)
-    exits._scores = ReducedScores(model, np.arange(VOCABULARY))  # as if lenses were fitted
+    exits = EarlyExit(model, STEEP, model.embedding)
+    exits._scores = ReducedScores(model, model.embedding, np.arange(VOCABULARY))  # as if lenses were fitted
     plan = ExitPlan((0.5,) * len(exits.checks), saved_share=0.5)
     monkeypatch.setattr(exits, "plan", lambda num_rows, num_spans: plan)
     margins = np.zeros((len(exits.checks), MAX_DRAFTS), np.float32)
@@ -444,7 +480,7 @@ def test_a_pass_that_checks_no_row_says_nothing_of_exits(
 
 
 def test_samples_go_on_until_they_allow_what_few_do_not(model: CausalModel) -> None:
-    exits, trial = EarlyExit(model, STEEP), Trial(1, 1)
+    exits, trial = EarlyExit(model, STEEP, model.embedding), Trial(1, 1)
     off, on = ExitPlan((None,)), ExitPlan((0.0,))
     periods = []
     margins = np.zeros((len(exits.checks), MAX_DRAFTS), np.float32)

@@ -131,7 +131,7 @@ class Fuzz:
             rng.choice(sorted(VERIFICATION_POLICIES)), rng.choice((0.0, 0.05)), 64, rng.choice(sorted(OVERLAP_POLICIES))
         )
         length = rng.choice(DRAFT_LENGTH_CONFIGS)
-        engine.exit_early(EarlyExit(engine.model, COST) if rng.random() < 0.4 else None)
+        engine.exit_early(EarlyExit(engine.model, COST, engine.embedding) if rng.random() < 0.4 else None)
         colocated = rng.choice(((), ("near",)))
         self.loop = TargetLoop(
             engine,
@@ -143,7 +143,7 @@ class Fuzz:
             DrafterPool(RoutingTable(0, defaults=(("far",), ("near",)), scorers=("far",)), colocated),
             AdmissionRules(grammars=engine.grammars),
         )
-        self.loop._deferred._is_deferred = not colocated  # as on a GPU
+        self.loop._deferred._is_asynchronous = True  # as on a GPU
         self.spans = Spans()
         self.loop.observer.spans = RequestSpans(self.spans, "target")
         self.outputs: dict[str, list[int]] = {}

@@ -200,6 +200,7 @@ def test_a_round_arrives_as_it_was_sent() -> None:
     sent = RankRound(
         (RankChange(release="a"), RankChange(open=Open("a", (1, 2, 3), 2, sampling)), RankChange(release="")),
         (Span.bound("a", 2, (3, 4, 5), 2), Span.bound("b", 0, (7, 8), samples=False)),
+        (24, 30),
     )
     assert decode(encode(sent)) == sent
     assert decode(encode(RankRound(ends=True))) == RankRound(ends=True)
