@@ -129,13 +129,13 @@ def test_a_random_eagle3_head_changes_no_token(target: Path, temperature: float,
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_head_in_the_format_that_training_writes_drafts_as_in_the_pool(kind: HiddenStateKind, tmp_path: Path) -> None:
     """As `outrider train` writes it: vLLM's proposer and our drafter beside the same target draft the same tokens, but for a
-    few. Of dflash only the load and the output are compared: its drafts differ, by a cause not known yet."""
+    few."""
     target = write_tiny_model(tmp_path / "model", num_layers=4, hidden_size=128)
     reduced = tuple(range(0, 256, 2))
     block: dict[str, Any] = {}
     if kind == "dflash":
         shape = replace(load_config(target).truncated(1), architecture="qwen3", qk_norm=True)
-        block = {"shape": shape}
+        block = {"shape": shape, "block_size": 1 + DRAFT_LEN}  # vLLM computes so many rows, whatever the folder says
     write_speculators(tmp_path / "head", target, kind, target_layer_ids=(0, 1, 2), draft_token_ids=reduced, **block)
     requests = {
         f"r{i}": replace(one, prompt_token_ids=one.prompt_token_ids[:60]) for i, one in enumerate(asked(0.0).values())
@@ -150,7 +150,7 @@ def test_a_head_in_the_format_that_training_writes_drafts_as_in_the_pool(kind: H
     common = [key for key, draft in of_vllm.items() if draft and len(draft) == len(of_pool.get(key, ()))]
     assert len(common) > 4 * 10
     same = [of_pool[key][: i + 1] == of_vllm[key][: i + 1] for key in common for i in range(len(of_vllm[key]))]
-    assert kind == "dflash" or sum(same) / len(same) > 0.9
+    assert sum(same) / len(same) > 0.9
 
 
 def test_a_draft_model_reads_no_layers_that_other_drafters_read(target: Path) -> None:
