@@ -43,7 +43,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     nodes = inventory.matching(target.resources.node_labels)
     num_ranks = target.most * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
-    on_gpu = uses_gpus and 0 < num_gpus <= nodes.num_gpus
+    on_gpu = uses_gpus and 0 < num_gpus <= nodes.num_gpus and target.dtype != "as-shipped"
     device = target.device if target.device != "auto" else ("cuda" if on_gpu else "cpu")
     named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
     own_nodes = nodes if device == "cuda" else Inventory(())

@@ -113,15 +113,13 @@ def load_model(
 ) -> CausalModel:
     """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers, with ``ranks`` the shard of this
     rank. Raises ModelUnavailable: missing, half-written or unsupported; InvalidField: too many ranks; one line that says
-    which."""
+    which. As shipped: on a CPU, without ranks."""
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
     dtype = choose_dtype(dtype, device)
     of_rank = None if ranks is None else ModelRanks(ranks, shard_of(config, ranks.rank, ranks.num_ranks))
     if dtype == AS_SHIPPED:
-        if ranks is not None or device != "cpu":
-            raise InvalidField("target.dtype", dtype, "needs the native engine on a CPU, without tensor parallelism")
         return build_model(config, shipped_weights(shipped_file(folder), config), dtype, device, block_len)
     with open_weights(folder, config, DTYPES[dtype], None if of_rank is None else of_rank.shard) as weights:
         return build_model(config, weights, dtype, device, block_len, of_rank)

@@ -22,8 +22,11 @@ from cluster.config import (
 )
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
+from cluster.model_name import GGUF
 from cluster.placement import PlacementError, place
 from cluster.resolve import LOOKUP_CPUS, MODEL_ON_CPU_CPUS, WITH_GPU_CPUS
+from engine.dtypes import BFLOAT16_BYTES
+from engine.models.gguf_file import GgufFile
 from engine.models.prepare import CATALOGUE
 
 CHART = Path(__file__).resolve().parents[2] / "k8s" / "chart"
@@ -266,7 +269,11 @@ def _weights_gb(config: Config, given: Mapping[str, float]) -> dict[str, float]:
 def _weights_on_disk_gb(model: str) -> float | None:
     if model in CATALOGUE:
         return EMBEDDED_GB
-    files = list(Path(model).expanduser().glob("*.safetensors"))
+    path = Path(model).expanduser()
+    if path.suffix == GGUF and path.is_file():
+        tensors = GgufFile(path).tensors.values()
+        return sum(BFLOAT16_BYTES * math.prod(tensor.shape) for tensor in tensors) / 1e9  # more than any that are as shipped
+    files = list(path.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) / 1e9 if files else None
 
 

@@ -211,12 +211,8 @@ static void multiply(const int num, const Quantised *p, const uint8_t *weights, 
 #if ROWS > 4
         OF_ROWS(5)
         OF_ROWS(6)
-#endif
-#if ROWS > 6
         OF_ROWS(7)
         OF_ROWS(8)
-#endif
-#if ROWS > 8
         OF_ROWS(9)
         OF_ROWS(10)
         OF_ROWS(11)

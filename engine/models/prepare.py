@@ -410,9 +410,9 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove_orphans(models: Path) -> None:
-    """Removes what was prepared of files that are gone, as those of old commits are from the hub's cache."""
+    """Removes what was prepared of commits that are gone from the hub's cache. Other files may be on disks to be mounted."""
     for link in models.glob(f"*/*{GGUF}"):
-        if link.is_symlink() and not link.exists():
+        if not link.exists() and any(of.name == "snapshots" and of.is_dir() for of in link.readlink().parents):
             shutil.rmtree(link.parent, ignore_errors=True)
 
 

@@ -110,6 +110,13 @@ zzz: 1
         ("target: {device: cpu,\n  resources: {gpus: 1}}", "target", 1, "resources.gpus must be 0 on device cpu, got 1"),
         ("target: {device: cuda,\n  resources: {gpus: 0}}", "target", 1, "resources.gpus must be greater than 0"),
         ("target: {tensor_parallel: 2,\n  resources: {gpus: 0.5}}", "target", 1, "NCCL refuses two ranks on one GPU"),
+        ("target: {dtype: as-shipped,\n  device: cuda}", "target", 1, "dtype as-shipped needs a device"),
+        (
+            "target: {dtype: as-shipped,\n  tensor_parallel: 2}",
+            "target",
+            1,
+            "dtype as-shipped needs a device",
+        ),
         ("target:\n  engine: vllm\n  block_len: 16", "target.block_len", 3, "must be 32 or 64 on the vllm engine, got 16"),
         (
             "target:\n  engine: vllm\n  early_exit: auto",
@@ -291,6 +298,10 @@ def test_drafters_take_the_gpus_that_the_target_leaves(
     assert config.target.device == device
     assert config.drafters[0].device == "cpu"
     assert [(d.device, d.resources.gpus) for d in config.drafters[1:]] == [(drafter_device, drafter_gpus)] * 3
+
+
+def test_weights_as_shipped_are_multiplied_on_cpus_also_of_a_machine_with_gpus() -> None:
+    assert resolve(parsed("target: {dtype: as-shipped}"), SERVER).target.device == "cpu"
 
 
 def test_what_the_file_says_stands() -> None:

@@ -4,8 +4,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from gguf import GGUFWriter
 from typer.testing import CliRunner
 
 from cluster.config import (
@@ -28,7 +30,7 @@ from cluster.placement import PlacementError, place
 from cluster.resolve import resolve
 from deploy.cli import app
 from deploy.k8s.kustomize import MODEL_GB
-from deploy.k8s.render import GPU, Options, for_cluster, values_for
+from deploy.k8s.render import GPU, Options, _weights_on_disk_gb, for_cluster, values_for
 from drafters.shipped import with_shipped
 from tests.support.manifests import ROOT, documents, only, problems, render
 
@@ -207,6 +209,17 @@ def test_a_model_that_is_elsewhere_needs_its_size() -> None:
     printed = CliRunner().invoke(app, ["k8s", "render", str(example), *sizes])
     resources = yaml.safe_load(printed.stdout)["worker"]["resources"]
     assert [amounts["memory"] for amounts in resources.values()] == ["34Gi", "34Gi"]
+
+
+def test_a_gguf_file_has_the_size_of_its_weights_in_memory(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((1000, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert _weights_on_disk_gb(str(file)) == pytest.approx(1000 * 64 * 2e-9)
 
 
 @pytest.mark.parametrize("size", ["64", "model=", "model=x", "model=0", "model=inf", "=3"])
