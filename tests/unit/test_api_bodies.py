@@ -14,11 +14,7 @@ from deploy.api.errors import ApiError
 from deploy.api.messages import MAX_PARTS
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, DetokenizeRequest
-from tests.support.api import (
-    chat_body,
-    completion_body,
-    serving,
-)
+from tests.support.api import chat_body, completion_body, serving
 from tests.support.asgi import CHAT, Caller
 
 

@@ -22,12 +22,7 @@ from cluster.types import Commit, FinishReason, Request
 from deploy.api.tasks import Cached
 from router.drafter.policies import build_policy, build_pool
 from router.drafter.router import Router
-from tests.support.api import (
-    chat_body,
-    events,
-    saying,
-    serving,
-)
+from tests.support.api import chat_body, events, saying, serving
 from tests.support.asgi import CHAT, Caller, answering
 from tests.support.scripted import Step
 from tests.support.toys import MODEL

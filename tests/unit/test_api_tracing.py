@@ -16,17 +16,7 @@ from cluster.errors import InvalidField, LinkClosed
 from cluster.strict_yaml import ConfigError, parse
 from cluster.types import Prefill
 from deploy.api.app import check_tracing
-from tests.support.api import (
-    MODEL,
-    app_of,
-    chat_body,
-    completion_body,
-    finishing,
-    listening,
-    model_info,
-    saying,
-    token_ids,
-)
+from tests.support.api import MODEL, app_of, chat_body, completion_body, finishing, listening, model_info, saying, token_ids
 from tests.support.asgi import CHAT, answering
 from tests.support.otlp import attributes, collecting
 from tests.support.scripted import ScriptedClient

@@ -8,12 +8,7 @@ import yaml
 
 from deploy.api.metric_table import METRICS
 from deploy.grafana import CLUSTER, dashboard
-from tests.support.manifests import (
-    CHART,
-    ROOT,
-    only,
-    render,
-)
+from tests.support.manifests import CHART, ROOT, only, render
 from tests.support.queries import faults
 
 

@@ -12,13 +12,7 @@ from actors.processes import Process, ProcessEnded, ProcessState
 from actors.supervisor import CHAINS, Supervisor
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ChainStatus, TargetStatus
-from cluster.config import (
-    Config,
-    DrafterConfig,
-    NgramOptions,
-    SupervisionConfig,
-    TargetConfig,
-)
+from cluster.config import Config, DrafterConfig, NgramOptions, SupervisionConfig, TargetConfig
 from cluster.types import Adapter
 from deploy.api.settings import ApiSettings
 from router.scaling.report import FleetSize
