@@ -40,7 +40,7 @@ from deploy.console import say_step
 from deploy.local_ray import LaunchError
 from deploy.memory import sized
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
-from deploy.serve_app import APP, run_application
+from deploy.serve_app import APP, LOOPBACK_OF, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
 from engine.model_facts import read_facts
@@ -49,7 +49,6 @@ from engine.vllm.version import torch_has_cuda
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of the hosts that are all interfaces
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a call of Ray that changes nothing
 SPAWN_S = 60.0  # beyond a call's own deadline during the start, while Ray starts workers and models load
 ANSWER_S = 60.0  # for a supervisor that Ray restarts on another node

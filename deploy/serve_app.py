@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from deploy.api.settings import ApiSettings, sampling_defaults
 from deploy.api.tasks import running
 from deploy.api.tokenizer import Tokenizer
 from deploy.haproxy import MAX_CLIENTS
+from deploy.local_ray import joined_environment
 
 logger = logging.getLogger(__name__)
 
 APP = "outrider"
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of the hosts that are all interfaces
 # Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
 TARGET_SHARE = 0.5  # of the calls that one of `max_replicas` may run: the load per replica at which Serve adds another
@@ -247,9 +250,14 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     application = api_deployment(ApiReplica, config.api, 2).bind(config, directory, model_folder, token)
+    start = partial(serve.start, http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
     for is_last in (False, True):
         try:
-            serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
+            if config.cluster.ray_address is None or config.api.host not in LOOPBACK_OF:  # HAProxy reaches no replica there
+                start()
+            else:  # Serve's processes inherit the environment of what starts their controller
+                env = {"env_vars": joined_environment()}
+                ray.get(ray.remote(num_cpus=0, max_retries=0, runtime_env=env)(lambda: bool(start())).remote())
             serve.run(application, name=APP, route_prefix="/", logging_config=quiet)
             return
         except TimeoutError as error:

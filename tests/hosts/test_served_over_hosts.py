@@ -3,11 +3,12 @@
 import os
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from benchmarks.host_fleet import Fleet
-from benchmarks.hosts import Host
+from benchmarks.hosts import Host, Hosts, why_not
 from benchmarks.server import ServerFailed
 from tests.hosts.conftest import Served
 from tests.support.streaming import Streamed
@@ -34,11 +35,26 @@ def listening_at(process: psutil.Process) -> set[str]:
     return {".".join(str(part) for part in reversed(bytes.fromhex(address[-8:]))) for address in heard}
 
 
+@pytest.mark.skipif(why_not() is not None, reason="no network namespaces")
+def test_the_client_keeps_its_address_on_the_wire_when_hosts_come_and_go() -> None:
+    """Else what hosts send to it is lost, for as long as their ARP caches are wrong."""
+    with Hosts() as network:
+        address = Path(f"/sys/class/net/{network.name}/address")
+        before = address.read_text()
+        for host in [network.add() for _ in range(3)]:
+            assert address.read_text() == before
+            host.remove()
+        assert address.read_text() == before
+
+
 def test_clients_enter_at_any_host_and_get_the_same_tokens(served_hosts: Served) -> None:
-    """Half of the streams are sampled."""
+    """Half of the streams are sampled. The proxy is HAProxy with Outrider's rules: through Serve's own, each piece of a
+    stream would be a call of Ray."""
     texts = []
     for host in entries(served_hosts.hosts):
-        streamed = Streamed(f"http://{host.address}:{served_hosts.server.config.api.port}", NUM_TOKENS)
+        url = f"http://{host.address}:{served_hosts.server.config.api.port}"
+        assert httpx.get(f"{url}/-/routes", trust_env=False).status_code == httpx.codes.NOT_FOUND
+        streamed = Streamed(url, NUM_TOKENS)
         streamed.start(2)
         streamed.wait_end()
         assert not streamed.errors
@@ -75,6 +91,7 @@ def test_parts_are_on_their_hosts_and_targets_listen_at_the_address_that_ray_was
         assert host.address in listening_at(target)  # beside it, Ray listens everywhere
     drafters, replicas = server.workers("DrafterActor"), server.workers("ServeReplica")
     assert len(drafters) == 2
+    assert not set(server.workers("PoolSupervisor")) & set(hosts.head.processes())
     assert set(drafters) <= set(hosts.front.processes())
     assert [sum(one in host.processes() for one in replicas) for host in (hosts.front, hosts.first)] == [1, 1]
 

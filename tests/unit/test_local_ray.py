@@ -3,10 +3,14 @@
 import os
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 
 from deploy import local_ray, process_tree
 from deploy.local_ray import LaunchError, free_port, prepare_environment
@@ -19,6 +23,19 @@ def test_ray_asks_for_a_token_that_only_this_user_can_read(tmp_path: Path, monke
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
+
+
+def test_processes_of_serve_on_a_joined_cluster_find_a_wrapped_haproxy() -> None:
+    """On whatever machine they are, before they import Serve. Its sockets control it, and are this user's alone."""
+    with patch.dict(os.environ, {"RAY_SERVE_HAPROXY_NBTHREAD": "3"}):
+        given = local_ray.joined_environment()
+        assert (given["RAY_SERVE_ENABLE_HA_PROXY"], given["RAY_SERVE_HAPROXY_NBTHREAD"]) == ("1", "3")
+        for name in ("BINARY_PATH", "SOCKET_PATH"):
+            os.environ.pop(f"RAY_SERVE_HAPROXY_{name}", None)
+        assert load_and_execute_setup_hook(given[WORKER_PROCESS_SETUP_HOOK_ENV_VAR]) is None
+        script, admin = (Path(os.environ[f"RAY_SERVE_HAPROXY_{name}"]) for name in ("BINARY_PATH", "SOCKET_PATH"))
+    assert stat.S_IMODE(admin.parent.stat().st_mode) == 0o700
+    assert "HAProxy version" in subprocess.run([script, "-v"], capture_output=True, text=True, check=True).stdout
 
 
 def test_a_free_port_is_not_of_those_that_the_kernel_gives_away() -> None:
