@@ -20,10 +20,9 @@ import httpx
 import numpy as np
 from rich.console import Console
 
-from benchmarks.disturbed import FaultBenchFailed
 from benchmarks.faults import pinned, with_files
 from benchmarks.host_fleet import TARGET, Fleet, fleet
-from benchmarks.hosts import HostedServer, why_not
+from benchmarks.hosts import HostedServer
 from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
@@ -125,8 +124,6 @@ def _scaling_server(config: Config, over_hosts: bool) -> Iterator[tuple[ServerPr
         with ServerProcess(config) as server:
             yield server, None
         return
-    if reason := why_not():
-        raise FaultBenchFailed(reason)
     with fleet(without_second=True) as hosts:
         spread = hosts.config(config)
         drafter = Resources(cpus=DRAFTER_CPUS_OVER_HOSTS, gpus=0, threads=1, node_labels=TARGET.node_labels)

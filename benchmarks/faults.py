@@ -1,8 +1,8 @@
 """Faults of a running server: killed processes, faulty peers, a long pass, missing resources.
 
 Streams must keep their tokens, no other process may end, and killed processes must return soon. The first server has one
-target, so that its loss shows to clients. Then the rows of the fault table are measured on servers with two targets, one
-after the other: that of `benchmarks.local_rows`, and that of `benchmarks.node_rows`, on a Ray cluster of several nodes.
+target, so that its loss shows to clients. Then the rows of the fault table are measured on a server with two targets. Faults
+of machines are those over hosts.
 """
 
 import asyncio
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer, FaultBenchFailed
-from benchmarks.fault_rows import SHOWN, Measured, RowResult, measure
+from benchmarks.disturbed import DEADLINE_S, POLL_S, Disturbed, DisturbedServer
+from benchmarks.fault_rows import SHOWN, RowResult, measure
 from benchmarks.host_rows import start_host_rows
-from benchmarks.hosts import why_not
 from benchmarks.injections import (
     is_refused,
     locked_state,
@@ -29,7 +28,6 @@ from benchmarks.injections import (
 )
 from benchmarks.load import LoadRequest, TimedAnswer
 from benchmarks.local_rows import start_local_rows
-from benchmarks.node_rows import start_node_rows
 from benchmarks.recovery import routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize, with_state
@@ -86,16 +84,8 @@ def run(options: BenchOptions) -> BenchResult:
             outcome = _FaultBench(server, folder).all_faults(asks)
         asks = [replace(ask, max_tokens=NUM_ROW_TOKENS) for ask in asks[:NUM_ROW_STREAMS]]
         num_times = 1 if options.quick else NUM_TIMES
-        measured = _measure_rows(config, Path(temporary), asks, num_times)
+        measured = measure(lambda stack, n: start_local_rows(stack, config, Path(temporary) / f"rows-{n}"), num_times, asks)
         return _result(outcome, measured.rows, measured.lost)
-
-
-def _measure_rows(config: Config, folder: Path, asks: Sequence[LoadRequest], num_times: int) -> Measured:
-    local = measure(lambda stack, number: start_local_rows(stack, config, folder / f"local-{number}"), num_times, asks)
-    if local.interrupted or not shutil.which("redis-server"):
-        return local
-    nodes = measure(lambda stack, number: start_node_rows(stack, config, folder / f"nodes-{number}"), num_times, asks)
-    return Measured(local.rows + nodes.rows, local.lost + nodes.lost)
 
 
 def with_files(config: Config, folder: Path) -> Config:
@@ -259,11 +249,7 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
         notes=(
             *(f"ended and was not killed: {name}" for name in (*outcome.lost, *rows_lost)),
             *(f"a stream of the first server ended: {error}" for error in ended),
-            *(
-                ("not measured without redis-server: redis_lost, machine_lost, gcs_lost",)
-                if not shutil.which("redis-server")
-                else ()
-            ),
+            *(("not measured without redis-server: redis_lost",) if not shutil.which("redis-server") else ()),
             *(f"{row.name}: {text}" for row in rows for text in row.complaints),
             *(f"the status says: {note}" for note in outcome.state_notes),
             *(f"a stream whose target was killed ends with: {text}" for text in _errors(target)[:1]),
@@ -272,8 +258,6 @@ def _result(outcome: FaultOutcome, rows: Sequence[RowResult], rows_lost: Sequenc
 
 
 def _over_hosts(config: Config, asks: Sequence[LoadRequest], num_times: int) -> BenchResult:
-    if reason := why_not():
-        raise FaultBenchFailed(reason)
     found = measure(lambda stack, _: start_host_rows(stack, config), num_times, asks)
     return BenchResult(
         bench="faults",

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from benchmarks.hosts import HEAD_PORT, Host, HostedServer, Hosts
+from benchmarks.disturbed import FaultBenchFailed
+from benchmarks.hosts import HEAD_PORT, Host, HostedServer, Hosts, why_not
 from benchmarks.redis_server import RedisServer
 from cluster.config import Config, Resources, TransportConfig
 
@@ -76,7 +77,10 @@ class Fleet:
 
 @contextmanager
 def fleet(without_second: bool = False) -> Iterator[Fleet]:
-    """With a redis-server, if there is one. ``without_second``: it has not joined yet."""
+    """With a redis-server, if there is one. ``without_second``: it has not joined yet. Raises FaultBenchFailed: hosts cannot
+    be made here."""
+    if reason := why_not():
+        raise FaultBenchFailed(reason)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts())
         redis = None
