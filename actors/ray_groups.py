@@ -16,6 +16,7 @@ from router.assignment import member_name
 logger = logging.getLogger(__name__)
 
 GROUP_DEADLINE_S = 60.0
+HEAD = "node:__internal_head__"  # a resource of the head alone
 # A bundle must not be empty; this is Ray's smallest unit.
 SMALLEST_SHARE = 0.0001
 

@@ -22,7 +22,7 @@ from actors.health import RETRY_S
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
 from actors.rank import RankActor, RankProcesses
-from actors.ray_groups import Groups, members_on, named_actors, named_groups
+from actors.ray_groups import HEAD, Groups, members_on, named_actors, named_groups
 from actors.router import RouterActor
 from actors.supervisor import CHAINS, ROUTER, Supervisor
 from actors.target import TargetActor
@@ -40,6 +40,7 @@ from router.scaling.report import FleetSize
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
+NODE_LABEL = "ray.io/node-id"  # which Ray sets
 KILL_DEADLINE_S = 10.0
 MACHINES_POLL_S, MACHINES_DEADLINE_S = 2.0, 10.0
 NUM_THREADS = 6  # of an actor
@@ -346,21 +347,16 @@ async def _resources() -> dict[str, float]:
 
 
 def start_supervisor(deployment: Deployment) -> Any:
-    """A handle of the deployment's supervisor. It runs on the launcher's node, and is lost with that node unless it is
-    detached: then Ray prefers that node, and the supervisor outlives the launcher."""
-    detached = deployment.detached
-    here = ray.get_runtime_context().get_node_id()
-    lifetime = {"lifetime": "detached", "namespace": deployment.config.cluster.namespace} if detached else {}
-    return (
-        ray.remote(PoolSupervisor)
-        .options(
-            name=SUPERVISOR,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
-            max_concurrency=1000,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=detached),
-            **lifetime,
-        )
-        .remote(deployment)
-    )
+    """A handle of the deployment's supervisor. It is lost with the launcher's node, where it runs, unless it is detached:
+    then it outlives the launcher, on any node but the head if there is one: the loss of the head must not take it, too.
+    (Ray places actors that need no CPU anywhere, also with soft affinity.)"""
+    where: dict[str, Any]
+    if deployment.detached:
+        head = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"])
+        where = {"lifetime": "detached", "namespace": deployment.config.cluster.namespace}
+        where |= {"label_selector": {NODE_LABEL: f"!{head}"}, "fallback_strategy": [{"label_selector": {}}]}
+    else:
+        here = ray.get_runtime_context().get_node_id()
+        where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
+    lasting = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
+    return ray.remote(PoolSupervisor).options(name=SUPERVISOR, num_cpus=0, **lasting, **where).remote(deployment)

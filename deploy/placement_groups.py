@@ -13,7 +13,7 @@ from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.ray_groups import GROUP_DEADLINE_S, make_group
+from actors.ray_groups import GROUP_DEADLINE_S, HEAD, make_group
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementPlan
 from deploy.local_ray import LaunchError
@@ -26,7 +26,7 @@ QUERY_DEADLINE_S = 20.0
 
 def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
     """The inventory of `ray.nodes()`, the head first."""
-    alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
+    alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: HEAD not in n["Resources"])
     return Inventory(tuple(map(_node, alive)))
 
 
