@@ -95,7 +95,7 @@ class Hedge:
         pool = without_lookups(pool, sum([not request.is_placeholder for request in requests]))
         room = FreeCapacity(pool)
         if requests and room.drafters:
-            values = self._values(requests, pool, room)
+            values = self.values(requests, pool, room)
             live = [i for i, request in enumerate(requests) if not request.is_placeholder]
             nums_free = [min(len(live), room.num_free(drafter)) for drafter in room.drafters]
             columns = np.repeat(np.arange(len(room.drafters)), nums_free)
@@ -111,8 +111,8 @@ class Hedge:
         seats = (room.seat(room.drafters[j], TARGET_ONLY) for j in np.argsort(-values, kind="stable").tolist())
         return next((seat for seat in seats if seat is not None), TARGET_ONLY)
 
-    def _values(self, requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
-        """(requests, drafters): value of a place above plain decoding."""
+    def values(self, requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
+        """(requests, drafters): v of a place, in tokens per second above plain decoding."""
         known = [self._noise.get(request.request_id) for request in requests]
         noise = np.array([self._drawn(request, room.drafters) for request in requests])
         lens, num_rounds = self._acceptance.expected_lens([request.request_id for request in requests], room.members)
@@ -158,8 +158,6 @@ class Hedge:
         """Seconds of catching up, (requests, drafters); 0 where a request is."""
         fixed = np.array([m.costs.switch_s if m.costs else 0.0 for m in drafters])
         per_token = np.array([m.costs.catch_up_s if m.costs else 0.0 for m in drafters])
-        if not fixed.any() and not per_token.any():
-            return np.zeros((1, 1))
         costs: Floats = fixed + np.array([r.committed_len for r in requests])[:, None] * per_token
         stays = np.flatnonzero(here != _NOWHERE)
         costs[stays, here[stays]] = 0.0

@@ -214,5 +214,5 @@ class GreedyLength(NothingLearned):
 
 
 def _pointed_at(rank: float, widths: Sequence[int]) -> int:
-    """Index of the width, laid end to end, that the share ``rank`` of their sum falls into."""
-    return min(bisect_right(list(accumulate(widths)), rank * sum(widths)), len(widths) - 1)
+    """Index of the width, laid end to end, that the share ``rank`` of their sum falls into; at rank 1 beyond the last."""
+    return bisect_right(list(accumulate(widths)), rank * sum(widths))

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -18,7 +19,8 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.estimates.acceptance import OnTimeRates
+from router.drafter.seats import FreeCapacity
+from router.estimates.acceptance import AcceptanceModel, OnTimeRates
 from router.papers.not_a_bandit import Hedge
 from router.papers.spin import Lbss
 from tests.support.observations import right_at
@@ -267,6 +269,54 @@ def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay() -> No
     assert not moves(dear)  # 0.3 s of catching up within the second in which it must pay
     assert moves(dear, committed_len=10)
     assert moves(dear, payback_s=10.0)
+
+
+def test_values_are_the_formula_worked_by_hand() -> None:
+    """v = (1 + s (L - 1) + G / (eta n)) / T, less catching up over the payback time, more where a request stays."""
+    policy, model = Hedge(learning_rate=4.0, hysteresis=0.25, payback_s=2.0), AcceptanceModel()
+    first = MemberCosts(draft_s=((1, 0.01),), catch_up_s=0.0, switch_s=0.2)
+    second = MemberCosts(draft_s=((1, 0.01),), catch_up_s=0.01, switch_s=0.0)
+    pool = [replace(one, costs=costs) for one, costs in zip(pool_of(9, 9, 9), (first, second, None), strict=True)]
+    requests = [RequestView("stays", 5, 40, ("d0",)), RequestView("left", 5, 500, ()), RequestView("next", 0, 0, ())]
+    ids = [request.request_id for request in requests]
+    observations = [
+        Observation("stays", "d0", 10, 70, 20, 30, 1.0, right_at(8, 20), num_missed=2),
+        Observation("left", "d1", 10, 70, 5, 15, 4.0, right_at(10, 5)),
+    ]
+    policy.assign(requests, pool)
+    policy.observe(observations)
+    model.next_slot(ids)
+    model.observe(observations, [])
+    on_time = np.array([(8 + 8) / (10 + 8), 1.0, 1.0])
+    lens, num_rounds = model.expected_lens(ids, pool)
+    noise = np.random.default_rng(0).gumbel(size=6).reshape(2, 3)
+    tokens = 1 + on_time * (lens - 1) + np.vstack([noise, np.zeros(3)]) / (4.0 * num_rounds)
+    tokens[0] *= 1.25, 1 - 0.01 * 40 / 2.0, 1  # stays with d0
+    tokens[1] *= 1 - 0.2 / 2.0, 0, 1  # 5 s of catching up are more than the 2 in which they must pay
+    tokens[2] *= 1 - 0.2 / 2.0, 1, 1
+    # Rounds of 0.1 and 0.4 s; for one without any the mean of all, and 8 draft tokens of 0.1 steps.
+    round_s = np.array([0.1, 0.4, (1.0 + 4.0) / 20 * (1 + 0.1 * 8)])
+    values = tokens / round_s
+    expected = np.maximum(values - 10.0, 1e-6 * (values + 10.0))
+    assert policy.values(requests, pool, FreeCapacity(pool)) == pytest.approx(expected, rel=1e-9)
+    assert expected.min() < 1e-4 < expected.max(), "places that gain nothing among others"
+
+
+def test_before_any_round_a_place_is_worth_what_a_cheap_draft_is() -> None:
+    """Half of the tokens right, rounds of a second and of what 8 draft tokens cost more."""
+    pool = [replace(one, cost=cost) for one, cost in zip(pool_of(1, 1), (0.0, 0.05), strict=True)]
+    found = Hedge().values([RequestView("next", 0, 0, ())], pool, FreeCapacity(pool))
+    half = sum(0.5**k for k in range(9))
+    assert found.tolist() == [pytest.approx([half - 1.0, half / 1.4 - 1.0])]
+
+
+def test_hedge_without_requests_or_drafters_and_with_requests_to_come() -> None:
+    policy, to_come = taught(Hedge()), RequestView("next", 0, 0, ())
+    assert policy.assign([], pool_of(8, 8)) == {}
+    assert policy.assign(views(1), []) == {"r0": TARGET_ONLY}
+    assert policy.assign([to_come], pool_of(8, 8)) == {"next": ("d1",)}
+    pool = [replace(pool_of(1)[0], lookups=("d1",)), pool_of(8, 8)[1]]
+    assert policy.assign([*views(1), to_come, replace(to_come, request_id="later")], pool)["r0"] == ("d0",), "d0 asks d1"
 
 
 @pytest.mark.slow

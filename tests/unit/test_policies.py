@@ -99,6 +99,15 @@ def test_a_lone_prompt_is_short_or_long_by_what_came_before() -> None:
     assert policy.assign([view("long", ("d0",), prompt_len=480)], pool) == {"long": ("d1",)}
 
 
+def test_a_placed_request_stays_and_requests_to_come_are_no_prompts() -> None:
+    policy, pool = GreedyLength(), pool_of(100, 100)
+    policy.assign([RequestView(f"next{i}", 0, 0, ()) for i in range(9)], pool)
+    assert policy.assign([view("a")], pool) == {"a": ("d0",)}, "the shortest prompt so far"
+    shorter = [view(f"r{i}", prompt_len=1 + i) for i in range(9)]
+    assert policy.assign([view("a", ("d0",)), *shorter], pool)["a"] == ("d0",)
+    assert policy.assign([view("a")], pool) == {"a": ("d1",)}, "it has lost its place, and is the longest"
+
+
 # ---- epsilon-greedy
 
 
