@@ -79,7 +79,7 @@ def simulated(path: Path, console: Console, quick: bool, data: Path | None = Non
             small = {"targets": first, "repeats": min(2, scenario.repeats)}
             return spin.run(scenario.model_copy(update=small) if quick else scenario, said)
         case SpecRouterScenario():
-            small = {"least_requests": 8, "horizon_s": min(10.0, scenario.horizon_s)}
+            small = {"batches": scenario.batches[:1], "case_batches": scenario.case_batches[-1:]}
             return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)
         case ServingScenario():
             small = {"duration_s": min(30.0, scenario.duration_s)}

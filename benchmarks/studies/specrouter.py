@@ -10,6 +10,8 @@ other to the end of the run. Cases beside the paper's are pools in which three l
   served few of these chains.
 - ``prediction_error.equation_7``: the same by the paper's formula, from agreement that is known.
 - ``CASE.gain``: three levels over the fastest chain of fewer, the least over batches.
+
+Beside these, a map of costs and agreements where three levels win, with the paper's points (`chain_map.py`).
 """
 
 from collections import Counter
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies import chain_map
 from cluster.config import DraftLengthConfig
 from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
 from router.cost_model import TableCost, monotone
@@ -51,6 +54,7 @@ _MOST_TOKENS_PER_S = 400  # per request: bounds the length of an endless answer
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_HOLD_S, MAX_CHUNK_LEN = 10.0, 4096
 _PAPER = ""  # the case of the scenario itself
+_MAPPED_BATCHES = (1, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,19 +274,9 @@ def _study(found: Mapping[tuple[str, int], _Found]) -> Study:
         for i, value in enumerate(ours):
             cells += ["-" if paper is None else paper[i], value]
         rows.append((*cells, one.default / one.plain, one.best_static / one.plain, _name(chain), share))
-        for candidate_chain, candidate in one.candidates.items():
-            errors.append(
-                (
-                    case or "table 2",
-                    batch,
-                    _name(candidate_chain),
-                    1e3 * candidate.per_token_s,
-                    1e3 * candidate.predicted_s,
-                    candidate.error,
-                    1e3 * candidate.simplified_s,
-                    candidate.simplified_error,
-                )
-            )
+        for of, each in one.candidates.items():
+            times_ms = (1e3 * each.per_token_s, 1e3 * each.predicted_s, each.error, 1e3 * each.simplified_s)
+            errors.append((case or "table 2", batch, _name(of), *times_ms, each.simplified_error))
     candidates = [candidate for one in found.values() for candidate in one.candidates.values()]
     figures["prediction_error"] = max(candidate.error for candidate in candidates)
     figures["prediction_error.mean"] = fmean(candidate.error for candidate in candidates)
@@ -312,7 +306,10 @@ def _study(found: Mapping[tuple[str, int], _Found]) -> Study:
                 tuple(errors),
             ),
         ),
-        (Panel("table 2", series, x="batch", y="speed-up", log_x=True, dashed=dashed),),
+        (
+            Panel("table 2", series, x="batch", y="speed-up", log_x=True, dashed=dashed),
+            *(chain_map.panel(batch, *PAPER[batch][:2]) for batch in _MAPPED_BATCHES),
+        ),
         (
             "simulated: costs by a roofline, acceptance by a family; those of the paper are not published.",
             "share: of the requests that in the end were with the chain that most were with.",

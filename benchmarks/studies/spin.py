@@ -209,16 +209,8 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
         figures[f"spin_over_best_vanilla.{key}"] = found["spin"] / best
         figures[f"outrider_over_spin.{key}"] = found["outrider"] / found["spin"]
         figures[f"lbss_over_epsilon_greedy.{key}"] = found["lbss"] / found["epsilon-greedy"]
-        parts_rows.append(
-            (
-                text,
-                target,
-                *(found[name] for name in vanilla),
-                *(found[part] for part in PARTS),
-                found["outrider"],
-                "yes" if parts_in_order(found) else "no",
-            )
-        )
+        goodput = [found[name] for name in (*vanilla, *PARTS, "outrider")]
+        parts_rows.append((text, target, *goodput, "yes" if parts_in_order(found) else "no"))
         selection = [found[name] for name in SELECTION]
         selection_rows.append((text, target, *selection, "yes" if selection_in_order(found) else "no"))
     figures["order_holds.figure_10"] = num_held["parts"] / len(goodputs)
@@ -285,13 +277,11 @@ def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> Table:
 
 
 def _panels(goodputs: Goodputs, vanilla: list[str]) -> tuple[Panel, ...]:
-    panels = []
+    panels: list[Panel] = []
     texts = tuple(dict.fromkeys(text for text, _ in goodputs))
     for target in dict.fromkeys(target for _, target in goodputs):
         for title, names in (("figure 10", [*vanilla, *PARTS, "outrider"]), ("figure 11", list(SELECTION))):
-            series: dict[str, tuple[list[float], list[float]]] = {
-                name: ([], [goodputs[text, target][name] for text in texts]) for name in names
-            }
+            series = {name: (list[float](), [goodputs[text, target][name] for text in texts]) for name in names}
             panels.append(Panel(f"{title}, {target}", series, y="tokens/s", labels=texts))
     return tuple(panels)
 

@@ -1,6 +1,7 @@
 """What rounds with chains turn out to be, and whether requests are all with one."""
 
 import random
+from math import exp
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ def test_a_lookup_that_is_mostly_silent_takes_few_rows() -> None:
     for _ in range(50):
         fills.observe([Observation("r", "lookup/1", 10, 16, 8, 18, 1.0, right_at(10, 8))])
     assert fills.of("lookup", 8) == pytest.approx(0.2, abs=0.08)
+    fills.observe([Observation("r", "large", 10, 16, 8, 18, 1.0, right_at(10, 8))])
+    assert fills.of("large", 8) == pytest.approx((16 / 8 + 8) / (10 + 8)), "with eight whole drafts before the first"
     fills.observe([Observation("r", "model", 10, 0, 0, 10, 1.0, num_missed=10)])
     assert fills.of("model", 8) == 1.0, "what was late says nothing of what is verified"
 
@@ -48,6 +51,37 @@ def test_what_tokens_took_counts_as_far_as_it_is_off_by_more_than_chance() -> No
     assert found["slow",] == pytest.approx(1.6, abs=0.15)
     assert found["quick",] == pytest.approx(0.6, abs=0.15)
     assert ObservedOverheads().factors() == {}
+
+
+def test_a_deviation_counts_less_nine_times_its_squared_error_over_its_square() -> None:
+    """Slots of predicted 2 and 1 s that took 3 and 2, then two of 1 s that took 0.5: a slot fades by exp(-1/400)."""
+    overruns = ObservedOverheads()
+    for chain, measured_s, predicted_s in (("a", 3.0, 2.0), ("a", 2.0, 1.0), ("b", 0.5, 1.0), ("b", 0.5, 1.0)):
+        overruns.observe({(chain,): (predicted_s, measured_s), SPREAD: (0.0, 1.0)})
+    f = exp(-1 / 400)
+    slots = f**3 + f**2, f + 1
+    predicted, measured = (2 * f**3 + f**2, f + 1), (3 * f**3 + 2 * f**2, 0.5 * (f + 1))
+    squares = 4.5 * f**3 + 4 * f**2, 0.25 * (f + 1)
+    ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
+    residue = sum(max(0.0, s - r * m) for s, r, m in zip(squares, ratios, measured, strict=True))
+    per_second = residue / (sum(slots) - 2)
+    factors = [1 + (r - 1) * max(0.0, 1 - 9 * per_second / p / (r - 1) ** 2) for r, p in zip(ratios, predicted, strict=True)]
+    assert list(overruns.factors().values()) == pytest.approx(factors, rel=1e-9)
+    assert 1.0 < factors[0] < ratios[0]
+
+
+def test_a_slot_that_has_nearly_faded_counts_as_far_as_it_has_not() -> None:
+    overruns = ObservedOverheads()
+    for _ in range(3):
+        overruns.observe({("a",): (1.0, 2.0)})
+    for _ in range(800):
+        overruns.observe({})
+    slots = exp(-2) * (1 + exp(-1 / 400) + exp(-2 / 400))
+    assert overruns.factors() == {("a",): 1.0}, "less than a slot to tell chance by"
+    for _ in range(3):
+        overruns.observe({("b",): (1.0, 2.0)})
+    slots *= exp(-3 / 400)
+    assert overruns.factors() == pytest.approx({("a",): 1.0 + slots, ("b",): 2.0})
 
 
 def test_what_was_not_seen_for_long_is_forgotten() -> None:
@@ -113,3 +147,5 @@ def test_places_at_what_is_chosen_go_to_those_who_gain_by_it() -> None:
     assert seated(seconds, (2, 2, 1), 2) == [1, 2]
     assert seated(seconds, (2, 1, 1), None) == [1, 2]
     assert seated(np.array([(3.0, 1.0, 2.0), (3.0, 0.5, 1.0)]), (2, 1, 2), None) == [2, 1]
+    assert seated(np.array([(3.0, 1.0, 2.0), (3.0, 0.5, 1.0)]), (2, 1, 2), None, last=[1]) == [1, 2]
+    assert seated(np.array([(3.0, 1.0, 2.0), (3.0, 0.5, 1.0)]), (2, 0, 1), 2, last=[0]) == [0, 2]

@@ -1,12 +1,21 @@
 """What a chain scheduler learns of a pool: who agrees with whom, how long passes take, and how deep chains may be."""
 
 import itertools
+from dataclasses import replace
+from math import exp
 
 import pytest
 
 from cluster.messages import LevelReport, Verified
+from router.assignment import MemberCosts, PoolMember
 from router.cost_model import monotone
-from router.papers.specrouter_estimates import ChainLenLimits, PassTimeFactors, Similarities, prior_agreement
+from router.papers.specrouter_estimates import (
+    ChainLenLimits,
+    PassTimeFactors,
+    Similarities,
+    prior_agreement,
+    profiled_passes,
+)
 
 
 def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:
@@ -28,12 +37,31 @@ def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
     known.observe("b", Verified("a", (), ()))
 
 
+def test_agreement_and_fill_are_means_with_eight_drafts_of_the_prior() -> None:
+    known = Similarities(memory=100)
+    known.observe("b", Verified("a", (50, 45), (45, 9), num_asked=40, num_proposed=8))
+    assert known.rates("a", "b", (0.5,)) == pytest.approx(((45 + 4) / 58, (9 + 4) / 53))
+    assert known.fill("a", "b", 0.75) == pytest.approx((8 + 24) / (40 + 32)), "each of four tokens"
+    known.observe("b", Verified("a", (), (), num_asked=8, num_proposed=8))
+    assert known.fill("a", "b", 0.75) == pytest.approx((16 + 24) / (48 + 32)), "nothing fades without a draft"
+    known.observe("b", Verified("a", (100,), (0,), num_asked=4, num_proposed=4))
+    assert known.fill("a", "b", 0.75) == pytest.approx((16 / exp(1) + 4 + 24) / (48 / exp(1) + 4 + 32))
+
+
+def test_a_pass_takes_a_token_s_share_of_a_profiled_draft_or_of_the_target_s_pass() -> None:
+    target, profiled = monotone(((1, 0.02), (9, 0.04))), MemberCosts(((1, 0.008), (5, 0.016)))
+    drafter = PoolMember("a", 8, 0.25, max_draft_len=4)
+    for costs in (None, MemberCosts(())):
+        assert profiled_passes(replace(drafter, costs=costs), target).at(9) == pytest.approx(0.01)
+    assert profiled_passes(replace(drafter, costs=profiled), target).step_s_at == pytest.approx((0.002, 0.004))
+
+
 def test_a_pair_is_known_once_verified_drafts_outweigh_the_guess() -> None:
-    known = Similarities(memory=1000)
+    known = Similarities(memory=1e12)
     assert not known.is_known("a", "b")
-    known.observe("b", Verified("a", (10,), (5,)))
+    known.observe("b", Verified("a", (127,), (5,)))
     assert not known.is_known("a", "b")
-    known.observe("b", Verified("a", (190,), (5,)))
+    known.observe("b", Verified("a", (2,), (0,)))
     assert known.is_known("a", "b")
     assert not known.is_known("b", "a")
 
