@@ -9,9 +9,12 @@ from cluster.types import Commit
 from engine.drafting_monitor import DraftingMonitor
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
-from router.drafting.value import DecodeRate, row_price
+from router.drafting.length import decoding
+from router.drafting.value import DecodeRate, DraftingValue, row_price
+from router.drafting.verification import PassContext
 from router.estimates.decayed import RECENT, DecayedMean
-from router.plan import Span
+from router.plan import SequenceView, Span
+from router.planning.slo import NO_LIMITS, round_limits
 
 
 @record
@@ -88,6 +91,17 @@ class PassCosts:
         self.planned = PlannedBatch(
             num_decoding, plain_s, num_decoding / plain_s * (1.0 if over_plain is None else over_plain)
         )
+
+    def value(
+        self, views: Sequence[SequenceView], context: PassContext, num_micro_batches: int, partition: str
+    ) -> DraftingValue:
+        """Of drafts for the requests of a plan, those that decode from now on. ``partition``: as of `DraftingValue`."""
+        ready = decoding(views)
+        self.plan(len(ready), sum([view.committed_len for view in ready]))
+        has_slo = any(view.slo is not None for view in ready)
+        limits = round_limits(ready, (), self._cost, context.now_s) if has_slo else NO_LIMITS
+        rates = self.row_price, self.planned.tokens_per_s
+        return DraftingValue(self._cost, context.drafters, *rates, num_micro_batches, limits, partition)
 
     def interrupt(self) -> None:
         """Nothing was wanted: the time until the next pass says nothing of decoding."""

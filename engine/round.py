@@ -31,12 +31,10 @@ from router.cost_model import CostModel
 from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
-from router.drafting.value import DraftingValue
 from router.drafting.verification import PassContext
-from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.plan import Capacity, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
-from router.planning.slo import NO_LIMITS, round_limits
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +282,7 @@ class TargetLoop:
         views = self._sequences.views()
         plan = self._planner.plan(views, context)
         self._drafters.note_plan(plan, now_s)
-        self._deferred.later(lambda: self._set_budgets(plan, views, context.drafters, now_s))
+        self._deferred.later(lambda: self._set_budgets(plan, views, context))
         self._deferred.ahead(lambda: self._expect(plan, views, context))
         return plan
 
@@ -293,27 +291,13 @@ class TargetLoop:
         with self.telemetry.observing:
             self._planner.expect(plan, views, context)
 
-    def _set_budgets(
-        self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
-    ) -> None:
+    def _set_budgets(self, plan: StepPlan, views: Sequence[SequenceView], context: PassContext) -> None:
         """Of the drafts that answer what is committed next."""
         budgets: Mapping[str, DraftTerms] = {}
         with self.telemetry.observing:
-            budgets = self._budgets(plan, views, drafters, now_s)
+            value = self._pass_costs.value(views, context, plan.num_micro_batches, self.partition)
+            budgets = in_chunks(self._draft_lengths.budgets(views, value), plan.frontiers, views)
         self._drafters.set_budgets(budgets)
-
-    def _budgets(
-        self, plan: StepPlan, views: Sequence[SequenceView], drafters: Mapping[str, DrafterView], now_s: float
-    ) -> Mapping[str, DraftTerms]:
-        costs = self._pass_costs
-        ready = [view for view in views if view.running and view.committed_len - view.computed_len == 1]
-        costs.plan(len(ready), sum([view.committed_len for view in ready]))
-        has_slo = any(view.slo is not None for view in ready)
-        limits = round_limits(ready, (), self._cost, now_s) if has_slo else NO_LIMITS
-        rates = costs.row_price, costs.planned.tokens_per_s
-        batch = DraftingValue(self._cost, drafters, *rates, plan.num_micro_batches, limits, self.partition)
-        budgets = self._draft_lengths.budgets(views, batch)
-        return in_chunks(budgets, plan.frontiers, views) if plan.frontiers else budgets
 
     def _note_cached(self, capacity: Capacity) -> None:
         """Of the first waiting requests, as many as a pass has places and rows for. Of others what was known last stays."""

@@ -83,6 +83,8 @@ def in_chunks(
     budgets: Mapping[str, DraftTerms], frontiers: Mapping[str, Frontier], sequences: Iterable[SequenceView]
 ) -> Mapping[str, DraftTerms]:
     """The budgets of requests whose drafter has a frontier are at most a chunk, and allow to draft ahead."""
+    if not frontiers:
+        return budgets
     found = dict(budgets)
     for sequence in sequences:
         frontier = None if sequence.drafter is None else frontiers.get(sequence.drafter)
