@@ -4,6 +4,9 @@
 - DSpark, figure 8: tokens per second, and draft tokens verified, by concurrency. ``budget_rise.ARM``: the most by which the
   tokens verified of a request rise from one concurrency to the next, as a ratio; at most 1 where they fall throughout.
   Drafts are awaited, as in the paper.
+- DSpark, figure 7: throughput against the speed of a user, where a whole draft takes as long as one of its tokens, as of a
+  block drafter. ``same_speed.ARM``: throughput over the one with one draft token, as of MTP-1, at the speed that this one
+  gives in the middle of CONCURRENCY.
 - Drafting beside verification, over a barrier, by r = K t_d / t_v, the time of a draft over that of a pass:
   ``two batches``: as many requests again, verified in turn (MineDraft): at most (1 + r) / max(1, r), 1.75 at r = 0.75.
   ``outcomes``: a drafter that prepares several outcomes (Saguaro): at most (1 + r) / (1 + (1 - h) r) at the hit rate h.
@@ -17,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.overlap_simulated import DRAFT_LEN, DRAFTER, MAX_OUTCOMES, SCENARIO, play, with_runners_up
 from benchmarks.policy_scenarios import DEFAULT, FIXED, PAPERS, Machine, Workload, gpu_machine
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
@@ -27,6 +32,7 @@ from simulator.plots import Panel, plot
 from simulator.scenario import Lens
 from simulator.speculation import Arm, ArmResult, run_arm
 
+PAPER_7 = "1.57 to 1.85", "1.51, 1.52"
 PLOT = Path("outrider-figures.png")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
 CONCURRENCY = (1, 8, 32, 64, 128, 256)
@@ -69,7 +75,7 @@ def run(options: BenchOptions) -> BenchResult:
     texts = tuple(replace(text, prompt_len=PROMPT, output_len=OUTPUT) for text in machine.texts)
     machine = replace(machine, texts=texts)
     num_tokens = TOKENS[options.quick]
-    parts = (_thresholds(machine, num_tokens), _loads(machine, num_tokens), _bounds(machine, num_tokens))
+    parts = tuple(part(machine, num_tokens) for part in (_thresholds, _loads, _frontier, _bounds))
     plot([panel for _, _, panels in parts for panel in panels], f"simulated: {SCENARIO} with {DRAFTER}", PLOT)
     figures = {name: value for found, _, _ in parts for name, value in found.items()}
     notes = ("simulated: all figures; costs of a roofline, agreement of synthetic families.", f"drawn in {PLOT}.")
@@ -136,6 +142,28 @@ def _loads(machine: Machine, num_tokens: int) -> Part:
         Panel("DSpark, figure 8: draft tokens verified", verified, "requests at once", log_x=True),
     ]
     return figures, Table("DSpark, figure 8: concurrency", columns, tuple(rows)), panels
+
+
+def _frontier(machine: Machine, num_tokens: int) -> Part:
+    machine = replace(machine, cost=ScaledDrafts(machine.cost, 1.0 / DRAFT_LEN))
+    users, middle = np.array(CONCURRENCY, float), len(CONCURRENCY) // 2
+    rows: list[tuple[Cell, ...]] = [("paper: dspark", *PAPER_7, "measured, DeepSeek-V4")]
+    figures, series = {}, {}
+    arms = [replace(arm, overlap="barrier") for arm in (LOAD_ARMS[0], *LOAD_ARMS[2:])]
+    totals = [np.array([_played(machine, arm, batch, num_tokens).goodput for batch in CONCURRENCY]) for arm in arms]
+    one_token, *_ = totals = [np.maximum.accumulate(total) for total in totals]
+    for arm, total in zip(arms, totals, strict=True):
+        matched = np.linspace(max(total[0], one_token[0]), min(total[-1], one_token[middle]), 32)
+        more, fewer = [np.exp(np.interp(matched, at, np.log(users))) for at in (one_token, total)]
+        gains = more / fewer  # users who share the same throughput
+        speeds = total / users
+        over = float(np.interp(one_token[middle] / users[middle], speeds[::-1], total[::-1]) / one_token[middle])
+        rows.append((arm.name, f"{gains.min():.2f} to {gains.max():.2f}", f"{over:.2f}", "simulated"))
+        figures[f"same_speed.{arm.name}"] = over
+        series[arm.name] = speeds.tolist(), total.tolist()
+    columns = ("arm", f"speed at its throughput, up to {users[middle]:g} users", "throughput at its speed", "")
+    panel = Panel("DSpark, figure 7: tokens/s by tokens/s of a user", series, "tokens/s of a user")
+    return figures, Table("DSpark, figure 7: over one draft token", columns, tuple(rows)), [panel]
 
 
 def _bounds(machine: Machine, num_tokens: int) -> Part:

@@ -18,6 +18,9 @@ def test_the_figures_hold_in_small_and_are_drawn(tmp_path: Path, monkeypatch: py
     assert result.figures["threshold_acceptance_rises"] == 1.0
     assert result.figures["budget_rise.outrider"] < 0.7, "the budget falls with the load"
     assert result.figures["budget_rise.fixed-4"] > 0.95
+    assert result.figures["same_speed.fixed-1"] == pytest.approx(1.0)
+    frontier = next(table for table in result.tables if "figure 7" in table.title)
+    assert [row[0] for row in frontier.rows] == ["paper: dspark", "fixed-1", "dspark", "outrider"]
     bounds = next(table for table in result.tables if "over a barrier" in table.title)
     ((ratio, never_awaited, two, most_of_two, outcomes, most_of_outcomes, hits),) = bounds.rows
     assert (ratio, never_awaited) == (0.75, 1.75)
