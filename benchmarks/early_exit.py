@@ -266,6 +266,7 @@ def _compare(
 def _untied(embedding: torch.Tensor, folder: Path, into: Path) -> Path:
     """A copy of the model whose head, with the values of its embedding, is a matrix of its own."""
     copytree(folder, into)
+    (into / "tensors.json").unlink(missing_ok=True)  # of a GGUF file, which would be read instead
     tensors = load_file(into / "model.safetensors")
     save_file(tensors | {"lm_head.weight": embedding.clone()}, into / "model.safetensors")
     shape = json.loads((into / "config.json").read_text())
