@@ -26,7 +26,7 @@ from engine.models import gguf
 from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile
 from engine.models.hub import chosen_file
-from engine.models.prepare import _remove_orphans, ensure_model, resolve_model
+from engine.models.prepare import ensure_model, resolve_model
 from tests.support.hub import running_hub
 from tests.support.tiny_model import CHAT_TEMPLATE, END, write_tiny_model
 
@@ -278,18 +278,6 @@ def test_a_sentencepiece_tokenizer_is_that_of_hugging_face(tmp_path: Path, prefi
         if prefix or not text.startswith(" "):
             assert ours.decode(ids) == theirs.decode(ids)
     assert max(ours.encode(WORDS).ids) > 3 + 256 + 30, "pieces of the vocabulary, not bytes"
-
-
-def test_only_commits_that_left_the_hubs_cache_lose_their_preparation(tmp_path: Path) -> None:
-    """A file that is gone with its folder may lie on a disk that is not mounted."""
-    snapshots = tmp_path / "hub" / "models--a--b" / "snapshots"
-    snapshots.mkdir(parents=True)
-    files = {"commit": snapshots / ("a" * 40) / "one.gguf", "disk": tmp_path / "disk" / "one.gguf"}
-    for name, path in files.items():
-        (tmp_path / "models" / name).mkdir(parents=True)
-        (tmp_path / "models" / name / path.name).symlink_to(path)
-    _remove_orphans(tmp_path / "models")
-    assert [folder.name for folder in (tmp_path / "models").iterdir()] == ["disk"]
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_refused(file: Path, tiny_folder: Path) -> None:

@@ -210,14 +210,23 @@ def test_a_conversion_is_ended_when_it_reports_nothing(monkeypatch: pytest.Monke
         assert child.wait(timeout=30) == -signal.SIGKILL
 
 
-def test_what_was_prepared_of_a_file_that_is_gone_is_removed(conversions: Conversions, home: Path, tmp_path: Path) -> None:
-    old, kept = home / "models" / "old", home / "models" / "kept"
-    for folder, file in ((old, tmp_path / "gone.gguf"), (kept, tmp_path / "kept.gguf")):
-        folder.mkdir(parents=True)
-        (folder / file.name).symlink_to(file)
+def test_only_commits_that_left_the_hubs_cache_lose_their_preparation(
+    conversions: Conversions, home: Path, tmp_path: Path
+) -> None:
+    """A file that is gone with its folder may lie on a disk that is not mounted."""
+    snapshots = tmp_path / "hub" / "models--a--b" / "snapshots"
+    snapshots.mkdir(parents=True)
     (tmp_path / "kept.gguf").write_bytes(b"")
+    files = {
+        "old": snapshots / ("a" * 40) / "gone.gguf",
+        "disk": tmp_path / "disk" / "gone.gguf",
+        "kept": tmp_path / "kept.gguf",
+    }
+    for name, file in files.items():
+        (home / "models" / name).mkdir(parents=True)
+        (home / "models" / name / file.name).symlink_to(file)
     ensure_model(NAME)
-    assert (old.exists(), kept.exists()) == (False, True)
+    assert [name for name in files if not (home / "models" / name).exists()] == ["old"]
 
 
 def test_a_folder_of_the_llama_family_is_accepted(tiny_model_folder: Path) -> None:
