@@ -173,7 +173,8 @@ class Supervisor:
         """Targets accept no more requests. Returns whether all running ones ended within the deadline; gateways end the
         others with an error, which has been sent when this returns."""
         end_s = time.monotonic() + deadline_s
-        await asyncio.gather(*(self._ask(target, "drain", deadline_s=deadline_s) for target in self._pool.targets.values()))
+        drained = partial(health.ask, config=self._config.supervision, method="drain", deadline_s=deadline_s)
+        await asyncio.gather(*(drained(target.process) for target in self._pool.targets.values()))  # also those that start
         if await self._idle_by(end_s):
             return True
         await self._notify(self._directory.changed(ends=True))

@@ -205,6 +205,7 @@ def run(options: BenchOptions) -> BenchResult:
         requests = _requests(fixtures, _LEARNED, prompts[::2], effort)[:BATCH]
         others.append((name, *_compare(name, folder, fixtures, config, requests, effort.num_learned_tokens)))
         figures[f"identical_fraction.{name}"] = others[-1][1] / others[-1][2]
+        figures[f"num_left.{name}"] = others[-1][3]
         console.print(f"early-exit: {name} done", highlight=False)
     figures = {
         "verify_time_saved": 1.0 - 1.0 / figures["on_over_off.batch_16"],

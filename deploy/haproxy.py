@@ -3,7 +3,8 @@
 - Statistics listen at unix sockets of the cluster's own, not at ports that another program may hold.
 - HAProxy's admin socket is one of the wrapper's (`deploy/haproxy_wrapper.py`), which answers at Serve's.
 - A connection whose replica's host does not answer is closed after LOST_S: Serve sets no limit, and a host that loses its
-  power says nothing, so that its streams would never end. A replica that is busy or hangs is not meant: its kernel answers.
+  power says nothing, so that its streams would never end. A replica that is busy or hangs is not meant:
+  its kernel answers; one that reads nothing of a long body for so long is lost, too.
 - Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's disconnect, and spins, if the request's body
   arrived in a segment of its own.
 - Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.

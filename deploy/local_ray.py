@@ -10,9 +10,10 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from cluster.cpu_scheduling import run_in_background, run_in_foreground
@@ -167,14 +168,21 @@ def joined_environment() -> dict[str, str]:
 
 
 def wrap_haproxy() -> None:
-    """Called in each of these processes before it imports Serve, as paths differ between machines. Raises OSError: another
-    user has the name of the folder."""
-    folder = Path("/tmp", f"{FOLDER_PREFIX}{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    """Called in each of these processes before it imports Serve, as paths differ between machines."""
+    folder = _private_folder(Path("/tmp"))
     for name, value in _haproxy_files(folder).items():
         os.environ.setdefault(name, value)
+
+
+def _private_folder(parent: Path) -> Path:
+    """One for all processes of this user, or where another user has made that one, a new one."""
+    folder = parent / f"{FOLDER_PREFIX}{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
+        return folder
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
 
 
 def start(folder: Path, namespace: str) -> None:

@@ -253,7 +253,8 @@ def run_application(config: Config, directory: Directory, model_folder: str, tok
     start = partial(serve.start, http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
     for is_last in (False, True):
         try:
-            if config.cluster.ray_address is None or config.api.host not in LOOPBACK_OF:  # HAProxy reaches no replica there
+            is_everywhere = config.api.host in LOOPBACK_OF  # on all interfaces: HAProxy reaches replicas at loopback
+            if config.cluster.ray_address is None or not is_everywhere:
                 start()
             else:  # Serve's processes inherit the environment of what starts their controller
                 env = {"env_vars": joined_environment()}

@@ -194,8 +194,9 @@ class TargetConfig(Replicated):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
-        if self.dtype == "as-shipped" and (self.device == "cuda" or self.tensor_parallel > 1):
-            raise ValueError("dtype as-shipped needs a device of auto or cpu, and tensor_parallel 1")
+        has_gpus = self.device == "cuda" or self.resources.gpus not in ("auto", 0)
+        if self.dtype == "as-shipped" and (has_gpus or self.tensor_parallel > 1):
+            raise ValueError("dtype as-shipped needs a device of auto or cpu, no GPUs, and tensor_parallel 1")
         if self.partition == "on" and not self.can_divide:
             raise ValueError("partition must be auto or off on the vllm engine or with several ranks, got 'on'")
         if self.tensor_parallel > 1 and self.resources.gpus != "auto" and 0 < self.resources.gpus < 1:

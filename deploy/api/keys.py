@@ -50,7 +50,7 @@ class ApiKeys:
             raise InvalidField("api_keys_file", str(path), faults) from None
         for tenant in tenants.values():
             if tenant.max_concurrent is not None and tenant.max_concurrent < most:
-                few = f"must be at least api.replicas ({most}), got {tenant.max_concurrent}"
+                few = f"must be at least the most replicas of the API ({most}), got {tenant.max_concurrent}"
                 raise InvalidField("api_keys_file", str(path), f"max_concurrent_requests of {tenant.name} {few}")
         return cls(tenants)
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -412,8 +412,9 @@ def _remove_leftovers(folder: Path) -> None:
 def _remove_orphans(models: Path) -> None:
     """Removes what was prepared of commits that are gone from the hub's cache. Other files may be on disks to be mounted."""
     for link in models.glob(f"*/*{GGUF}"):
-        if not link.exists() and any(of.name == "snapshots" and of.is_dir() for of in link.readlink().parents):
-            shutil.rmtree(link.parent, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes it, too
+            if not link.exists() and any(of.name == "snapshots" and of.is_dir() for of in link.readlink().parents):
+                shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import paper_figures
-from benchmarks.paper_figures import ScaledDrafts, run
+from benchmarks.paper_figures import BlockDrafts, ScaledDrafts, run
 from benchmarks.policy_scenarios import gpu_machine
 from benchmarks.report import BenchOptions
 
@@ -32,7 +32,8 @@ def test_the_figures_hold_in_small_and_are_drawn(tmp_path: Path, monkeypatch: py
 
 def test_scaled_drafts_change_no_other_cost() -> None:
     cost = gpu_machine("h100-32b", "qwen-1.5b").cost
-    scaled = ScaledDrafts(cost, 3.0)
+    scaled, block = ScaledDrafts(cost, 3.0), BlockDrafts(cost, 1.0)
+    assert block.draft_s("qwen-1.5b", 4, 8) == cost.draft_s("qwen-1.5b", 4, 1) is not None
     assert scaled.draft_s("qwen-1.5b", 4, 4) == pytest.approx(3.0 * (cost.draft_s("qwen-1.5b", 4, 4) or 0.0))
     assert scaled.catch_up_s("qwen-1.5b", 10) == pytest.approx(3.0 * (cost.catch_up_s("qwen-1.5b", 10) or 0.0))
     assert scaled.draft_s("unknown", 4, 4) is None

@@ -111,12 +111,8 @@ zzz: 1
         ("target: {device: cuda,\n  resources: {gpus: 0}}", "target", 1, "resources.gpus must be greater than 0"),
         ("target: {tensor_parallel: 2,\n  resources: {gpus: 0.5}}", "target", 1, "NCCL refuses two ranks on one GPU"),
         ("target: {dtype: as-shipped,\n  device: cuda}", "target", 1, "dtype as-shipped needs a device"),
-        (
-            "target: {dtype: as-shipped,\n  tensor_parallel: 2}",
-            "target",
-            1,
-            "dtype as-shipped needs a device",
-        ),
+        ("target: {dtype: as-shipped,\n  tensor_parallel: 2}", "target", 1, "dtype as-shipped needs a device"),
+        ("target: {dtype: as-shipped,\n  resources: {gpus: 1}}", "target", 1, "dtype as-shipped needs a device"),
         ("target:\n  engine: vllm\n  block_len: 16", "target.block_len", 3, "must be 32 or 64 on the vllm engine, got 16"),
         (
             "target:\n  engine: vllm\n  early_exit: auto",

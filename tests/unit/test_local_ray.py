@@ -38,6 +38,16 @@ def test_processes_of_serve_on_a_joined_cluster_find_a_wrapped_haproxy() -> None
     assert "HAProxy version" in subprocess.run([script, "-v"], capture_output=True, text=True, check=True).stdout
 
 
+def test_a_name_in_tmp_that_another_has_taken_stops_nothing(tmp_path: Path) -> None:
+    own = local_ray._private_folder(tmp_path)
+    assert local_ray._private_folder(tmp_path) == own
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    other = local_ray._private_folder(tmp_path)
+    assert other != own
+    assert stat.S_IMODE(other.stat().st_mode) == 0o700
+
+
 def test_a_free_port_is_not_of_those_that_the_kernel_gives_away() -> None:
     """Ray's own processes took such a port between the choice and the start of the server that it was for."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -78,7 +78,9 @@ def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path
     assert tokens is not None
     assert tokens.size == 450
     assert [keys.shared_by(num, 5).tenants["search"].widest for num in (1, 2, 5)] == [1, 1, 1], "they may join"
-    with pytest.raises(InvalidField, match=r"max_concurrent_requests of search must be at least api.replicas \(6\), got 5"):
+    with pytest.raises(
+        InvalidField, match=r"max_concurrent_requests of search must be at least the most replicas of the API \(6\), got 5"
+    ):
         ApiKeys.from_file(path, 6)
 
 
