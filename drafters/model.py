@@ -221,7 +221,7 @@ class ModelDrafter:
             self._add(draft, chosen, num_right + 1)
 
     def _proposals(self, part: Sequence[_PartialDraft]) -> dict[str, tuple[int, ...]]:
-        """Proposed tokens that the model can read, by request."""
+        """Proposed tokens that the model can choose, by request."""
         by_proposer: dict[str, list[Demand]] = {}
         for draft in part:
             request_id, num_tokens = draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1)
@@ -229,7 +229,7 @@ class ModelDrafter:
                 demand = Demand(request_id, num_tokens, draft.ahead)
                 by_proposer.setdefault(self._proposers_of[request_id][-1], []).append(demand)
         return {
-            draft.request_id: self._model.readable(draft.token_ids)
+            draft.request_id: self._model.choosable(draft.token_ids)
             for name, demands in by_proposer.items()
             for draft in self._proposers[name].propose(demands)
         }

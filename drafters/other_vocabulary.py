@@ -45,11 +45,12 @@ class OtherVocabulary:
         target_ids = {spelled: i for i, spelled in enumerate(target) if spelled in self._own_ids}
         self._longest = max(map(len, self._own_ids))
         by_name = {content: i for i, content in own_controls.items()}
-        same = {i: own_ends[0] for i in target_ends if own_ends}
-        same |= {i: by_name[content] for i, content in target_controls.items() if content in by_name}
-        written = same | {i: self._own_ids[spelled] for spelled, i in target_ids.items()}
+        same = {i: by_name[content] for i, content in target_controls.items() if content in by_name}
+        known_ends = [i for i in own_ends if i < len(own)]
+        same |= {i: known_ends[0] for i in target_ends if known_ends and same.get(i) not in known_ends}
+        written = {i: self._own_ids[spelled] for spelled, i in target_ids.items()} | same
         pairs = sorted((i, own_id) for i, own_id in written.items() if i < len(target) and own_id < len(own))
-        self.output_ids, self.columns = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+        self.output_ids, self.columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
         self._read: dict[int, tuple[int, ...]] = {i: (own_id,) for i, own_id in same.items() if own_id < len(own)}
         self._target, self._controls = target, target_controls
 

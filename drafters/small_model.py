@@ -139,6 +139,12 @@ class SmallModel:
             return tuple(takewhile(lambda token_id: token_id < self._num_known, token_ids))
         return tuple(takewhile(lambda token_id: self._own((token_id,)), token_ids))
 
+    def choosable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens before the first that the model cannot read, or spells with several of its own."""
+        if self._vocabulary is None:
+            return self.readable(token_ids)
+        return tuple(takewhile(lambda token_id: len(self._own((token_id,))) == 1, token_ids))
+
     def can_read(self, request_id: str, ahead: Sequence[int]) -> bool:
         """Whether the model can read every token of the request and of ``ahead``."""
         return self._sessions[request_id].is_readable and len(self.readable(ahead)) == len(ahead)

@@ -46,6 +46,7 @@ class InlineDrafters:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._lock = threading.RLock()  # of what follows
         self._loops: dict[str, tuple[InlineLoop, Callable[[], None]]] = {}
         self._lane: Lane | None = None
         self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
@@ -53,12 +54,14 @@ class InlineDrafters:
 
     def add(self, loop: InlineLoop, unlink: Callable[[], None]) -> None:
         """``unlink`` is called if the loop fails; it is left out from then on."""
-        self._loops = {**self._loops, loop.name: (loop, unlink)}
+        with self._lock:
+            self._loops = {**self._loops, loop.name: (loop, unlink)}
 
     def remove(self, name: str) -> None:
-        self._loops = {key: one for key, one in self._loops.items() if key != name}
-        if (known := self._threads.get(name)) is not None:
-            known[1].set()
+        with self._lock:
+            self._loops = {key: one for key, one in self._loops.items() if key != name}
+            if (known := self._threads.get(name)) is not None:
+                known[1].set()
 
     def step(self) -> dict[str, float]:
         """Steps each loop until it has nothing to do. Returns the seconds of those that had. In a lane, those that have been
@@ -76,7 +79,7 @@ class InlineDrafters:
                     now_s = end_s
                     seconds[name] = end_s - start_s
             except Exception as error:  # noqa: BLE001  this process owns the loop, and a drafter's fault costs speed alone
-                self._leave_out(name, unlink, error)
+                self._leave_out(loop, unlink, error)
         return seconds
 
     @property
@@ -99,7 +102,7 @@ class InlineDrafters:
             elif self._clock() >= self._end_by_s:
                 del self._threads[name]
                 if (known := self._loops.get(name)) is not None:
-                    self._leave_out(name, known[1], TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
+                    self._leave_out(*known, TimeoutError(f"it drafts for more than {END_DEADLINE_S:g} s"))
         return not self._threads
 
     def draft_in(self, lane: Lane | None) -> None:
@@ -110,15 +113,16 @@ class InlineDrafters:
 
     def _start_threads(self, lane: Lane) -> None:
         """Of loops without one. The one of a removed loop must have ended before another of its name begins."""
-        for name, (loop, unlink) in () if self.is_ending else self._loops.items():
-            known = self._threads.get(name)
-            if known is None or (known[1].is_set() and not known[0].is_alive()):
-                stop = threading.Event()
-                thread = threading.Thread(
-                    target=self._run, args=(loop, unlink, lane, stop), name=f"lane {name}", daemon=True
-                )
-                self._threads[name] = thread, stop
-                thread.start()
+        with self._lock:
+            for name, (loop, unlink) in () if self.is_ending else self._loops.items():
+                known = self._threads.get(name)
+                if known is None or (known[1].is_set() and not known[0].is_alive()):
+                    stop = threading.Event()
+                    thread = threading.Thread(
+                        target=self._run, args=(loop, unlink, lane, stop), name=f"lane {name}", daemon=True
+                    )
+                    self._threads[name] = thread, stop
+                    thread.start()
 
     def _run(self, loop: InlineLoop, unlink: Callable[[], None], lane: Lane, stop: threading.Event) -> None:
         try:
@@ -126,11 +130,13 @@ class InlineDrafters:
             loop.run(stop, self._clock)
             lane.enter()  # waits for what it has launched
         except Exception as error:  # noqa: BLE001  as in ``step``
-            self._leave_out(loop.name, unlink, error)
+            self._leave_out(loop, unlink, error)
 
-    def _leave_out(self, name: str, unlink: Callable[[], None], error: Exception) -> None:
-        logger.error("drafter %s failed, and is left out from now on", name, exc_info=error)
-        self.remove(name)
+    def _leave_out(self, loop: InlineLoop, unlink: Callable[[], None], error: Exception) -> None:
+        logger.error("drafter %s failed, and is left out from now on", loop.name, exc_info=error)
+        with self._lock:
+            if (known := self._loops.get(loop.name)) is not None and known[0] is loop:  # else another has taken its name
+                self.remove(loop.name)
         unlink()
 
 

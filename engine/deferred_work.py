@@ -1,4 +1,4 @@
-"""What no pass needs: done at once, or where the device computes asynchronously, while it computes the next pass."""
+"""What the present pass does not need: done at once, or where the device computes asynchronously, beside the next pass."""
 
 from collections.abc import Callable
 from functools import partial, wraps

@@ -79,10 +79,10 @@ class GlooRanks:
             for work in works:
                 work.wait(self._timeout)
 
-    def receive(self) -> bytes:
+    def receive(self, *, in_pass: bool = False) -> bytes:
         length = torch.zeros(1, dtype=torch.int64)
         with self._watched():
-            self._group.recv([length], 0, 0).wait(_IDLE_TIMEOUT)
+            self._group.recv([length], 0, 0).wait(self._timeout if in_pass else _IDLE_TIMEOUT)
             payload = torch.empty(int(length), dtype=torch.uint8)
             self._group.recv([payload], 0, 0).wait(self._timeout)
         return payload.numpy().tobytes()

@@ -39,8 +39,8 @@ class RankGroup(Protocol):
     def send(self, message: bytes) -> None:
         """From rank 0 to all others."""
 
-    def receive(self) -> bytes:
-        """The next message of rank 0. Waits for it as long as rank 0 lives."""
+    def receive(self, *, in_pass: bool = False) -> bytes:
+        """The next message of rank 0. Waits for it as long as rank 0 lives; ``in_pass``: as long as for a collective."""
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when every rank has called this."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.errors import OutOfBlocks
+from cluster.errors import OutOfBlocks, RankLost
 from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
@@ -103,9 +103,11 @@ class FollowingWatch:
         return self
 
     def look(self, depth: int, residual: Tensor, delta: Tensor | None) -> StayingRows | None:
-        received = self.ranks.receive()
+        received = self.ranks.receive(in_pass=True)
         if received == _ALL:
             return None
+        if len(received) != self.span_lens.nbytes:
+            raise RankLost("rank 0 left the pass")
         span_lens = np.frombuffer(received, np.int64)
         starts, self.span_lens = np.cumsum(self.span_lens) - self.span_lens, span_lens
         return StayingRows.of(starts, span_lens, residual.device)

@@ -22,12 +22,7 @@ _FEW_MISSED = 8  # tokens of a request, which its draft computes in passing
 _TRIAL_DRAFTS, _FEWEST_ROUNDS, _MOST_ROUNDS, _MOST_ASKED = 32, 2, 6, 16
 # In plain passes: a drafter that stalled, or needs long to catch up, is tried again.
 _MOST_OWED, _MOST_NEEDED = 10.0, 20.0
-_LEAST_LOSS = (
-    0.25  # of the cost of its drafts, that a trial is expected to lose: otherwise one near its price would alternate
-)
-_LEAST_LOSS = (
-    0.25  # of the cost of its drafts, that a trial is expected to lose: otherwise one near its price would alternate
-)
+_LEAST_LOSS = 0.25  # of the cost of its drafts, that a trial is expected to lose: otherwise one near its price alternates
 _REST_ROUNDS, _FEW_RESTS = 15, 5  # whose median is taken, and from how many on
 
 

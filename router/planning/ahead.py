@@ -57,7 +57,6 @@ class PlanAhead:
     def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         expected = self._expected
         if expected is not None and _is_as(expected, sequences):
-            ranking = Ranking(sequences, context, max(0, context.capacity.max_pass_tokens - len(sequences)), weighted=False)
             # Requests that have ended take their share along.
             share = expected.num_verify * len(sequences) // len(expected.request_ids)
             room = max(0, context.capacity.max_pass_tokens - len(sequences))

@@ -230,12 +230,15 @@ class Hanging:
 
     name = DSPARK
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
         self.begun, self.goes = threading.Event(), threading.Event()
+        self._fails = fails
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         self.begun.set()
         self.goes.wait(60.0)
+        if self._fails:
+            raise RuntimeError("injected")
 
     def wake(self) -> None: ...
 
@@ -255,6 +258,25 @@ def test_a_drafter_added_while_a_lane_is_in_use_drafts_from_the_next_round_on() 
     assert not loop.begun.is_set()
     former.goes.set()
     thread.join(10.0)
+    inline.step()
+    assert loop.begun.wait(10.0)
+    loop.goes.set()
+    assert inline.end_threads(10.0)
+
+
+def test_a_failing_thread_of_a_removed_drafter_leaves_its_successor() -> None:
+    inline, lane, unlinked = InlineDrafters(lambda: 0.0), Recorder(), list[str]()
+    inline.draft_in(lane)
+    former, loop = Hanging(fails=True), Hanging()
+    inline.add(former, lambda: unlinked.append("former"))  # type: ignore[arg-type]
+    inline.step()
+    assert former.begun.wait(10.0)
+    (thread, _) = inline._threads[DSPARK]
+    inline.remove(DSPARK)
+    inline.add(loop, lambda: unlinked.append("loop"))  # type: ignore[arg-type]
+    former.goes.set()
+    thread.join(10.0)
+    assert unlinked == ["former"]
     inline.step()
     assert loop.begun.wait(10.0)
     loop.goes.set()

@@ -74,14 +74,17 @@ def test_tokens_that_the_drafter_has_not_are_read_as_their_bytes(folder: Path, t
     (of_apart,), (of_whole,) = apart.propose([Demand("r", 6)]), whole.propose([Demand("r", 6)])
     assert of_apart.token_ids == of_whole.token_ids != ()
     apart.check_integrity()
+    assert isinstance(apart, ModelDrafter)
+    assert apart._model.readable((7, ids["C"], 8)) == (7, ids["C"], 8)
+    assert apart._model.choosable((7, ids["C"], 8)) == (7,), "what a smaller model proposes is never more rows than tokens"
 
 
 def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
     """SentencePiece's byte tokens come before the pieces that it chooses; control tokens are matched by name."""
     vocabulary = OtherVocabulary(
-        own=(b"", b"a", b"b", b"a", b"", b"bc"),
+        own=(b"", b"a", b"b", b"a", b"", b"bc", b""),
         target=(b"a", b"c", b"bcb", b"", b"a", b"", b"", b"bx"),
-        own_controls={0: "<s>", 4: "</s>"},
+        own_controls={0: "<s>", 4: "</s>", 6: "<end>"},  # the last pads
         target_controls={3: "<s>", 5: "<end>", 6: "ab"},
         own_ends=(4,),
         target_ends=(5,),

@@ -115,7 +115,7 @@ def vocabulary(tiny_model_folder: Path) -> GrammarVocabulary:
 @pytest.mark.parametrize("form", sorted({id(form): name for name, form in CALL_FORMS.items()}.values()))
 def test_random_answers_of_a_grammar_are_valid_calls(form: str, vocabulary: GrammarVocabulary) -> None:
     """However they are cut, and whatever markers they hold as text."""
-    elements = getattr(CALL_FORMS[form], "elements", None)
+    elements = CALL_FORMS[form].elements
     markers = [*((elements.value_end, elements.end) if elements else ()), *CALL_FORMS[form].markers]
     rng, num_answers = random.Random(form), 0
     compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1)

@@ -33,6 +33,7 @@ class CallForm:
     call: str
     new_parser: Callable[["CallForm", Sequence[Tool]], PartParser]
     arguments: Callable[[Tool, bool], Format] = arguments
+    elements: Elements | None = None  # of arguments that are elements
     markers: tuple[str, ...] = ()  # spellings that may be special tokens
     inner_markers: tuple[str, ...] = ()  # those that a grammar writes as text all the same
     trigger: str = ""  # text from which on an answer is calls; "": text never becomes a call
@@ -186,7 +187,7 @@ def _elements(
     def grammar(tool: Tool, strict: bool) -> Format:
         return ElementGrammar(elements, tool, strict=strict).arguments()
 
-    return CallForm(call=call, new_parser=new_parser, arguments=grammar, separator="\n", **form)
+    return CallForm(call=call, new_parser=new_parser, arguments=grammar, elements=elements, separator="\n", **form)
 
 
 def _invocations(section: str, mark: str = "", is_string: str = "", markers: tuple[str, ...] = ()) -> CallForm:
