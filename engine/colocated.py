@@ -46,7 +46,7 @@ class InlineDrafters:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.RLock()  # of what follows
+        self._lock = threading.RLock()  # guards _loops and _threads
         self._loops: dict[str, tuple[InlineLoop, Callable[[], None]]] = {}
         self._lane: Lane | None = None
         self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
@@ -112,7 +112,8 @@ class InlineDrafters:
             self._start_threads(lane)
 
     def _start_threads(self, lane: Lane) -> None:
-        """Of loops without one. The one of a removed loop must have ended before another of its name begins."""
+        """Starts a thread for each loop that has none. The thread of a removed loop must have ended before another loop of
+        its name begins."""
         with self._lock:
             for name, (loop, unlink) in () if self.is_ending else self._loops.items():
                 known = self._threads.get(name)

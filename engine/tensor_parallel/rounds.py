@@ -90,7 +90,7 @@ class LeadingWatch:
 
 @dataclass(slots=True)
 class FollowingWatch:
-    """On another rank: the watch of one pass, and ``Exits`` of that pass."""
+    """The watch and the ``Exits`` of one pass on a rank other than 0, which is told by rank 0 which rows go on."""
 
     ranks: RankGroup
     depths: tuple[int, ...]

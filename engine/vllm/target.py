@@ -220,8 +220,10 @@ class VllmTarget:
             raise
 
     def _ask(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
-        """Of the proposer on all ranks. After an error on one of them none is asked again; if others wait for that one in a
-        collective, the pass cannot be told from the next: TimeoutError."""
+        """The drafts of the proposer, computed by all ranks. After an error on one rank none is asked again.
+
+        Raises TimeoutError: a rank did not answer, and may still wait in a collective that it would mix up with a later one.
+        """
         self._is_unasked = False
         timeout_s = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
         replies = self._core.model_executor.collective_rpc("draft", timeout=timeout_s, args=(num_tokens,))

@@ -85,7 +85,8 @@ class RankWorker:
 
 
 def _fault(meaning: str, act: Callable[[], None]) -> str | None:
-    """Of ``act``, of any kind; None: there was none. An error of vLLM's would leave the answers of other ranks unread."""
+    """The error that ``act`` raised, as text; None if it raised none. vLLM stops at the first rank that raises one,
+    and leaves the answers of the others unread."""
     try:
         act()
     except Exception as error:

@@ -39,7 +39,7 @@ class _Situation:
         # they took. In the first one the drafter catches up, which does not count: if its drafts pay it has to do so once.
         self._num_asked = self._num_verified = 0
         self._gain_s = self._taken_s = 0.0
-        self._left_s = 0.0  # that it may still lose, catching up included
+        self._left_s = 0.0  # what the trial may still lose, with the time to catch up
 
     def decide(self, batch: int, plain_s: float, draft_s: float, catch_up_s: Callable[[], float]) -> bool:
         draft_s += self._handling_s

@@ -78,7 +78,7 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What precedes the rows of a frame. ``dtype`` empty: there are none."""
+    """What precedes the rows of a frame. ``dtype``: of the rows; empty where no rows follow."""
 
     parts: tuple[Part, ...]
     ended: tuple[str, ...]
@@ -90,7 +90,7 @@ _HEADER = TypeAdapter(_Header)
 
 
 def _read_header(data: bytes) -> _Header:
-    """Raises ValueError: it is none, or its rows are not those of its parts or too large to have been queued."""
+    """Raises ValueError: no header, or one with other rows than its parts have, or more than a peer may queue."""
     told = _HEADER.validate_json(data)
     num_rows, width = told.shape
     lens = [part.stop - part.start for part in told.parts]
