@@ -62,7 +62,7 @@ class SearchesBesidePasses(Protocol):
     """A ``VerificationPolicy`` that has something to find of a pass which that pass does not need."""
 
     def search(self) -> None:
-        """Searches for the pass of the last ``rows``, while it runs. Where this was not called, the next ``rows`` does it."""
+        """Searches for the pass of the last ``rows``, while it runs. If this was not called, the next ``rows`` does it."""
 
 
 def useful_len(sequence: SequenceView, capacity: Capacity) -> int:
