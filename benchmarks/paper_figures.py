@@ -32,6 +32,8 @@ from simulator.plots import Panel, plot
 from simulator.scenario import Lens
 from simulator.speculation import Arm, ArmResult, run_arm
 
+AUTHORS, SIMULATED = "measured by the authors", "simulated: the paper's pairs of models do not run here"
+PAPER_5 = {"chat": "0.457 to 0.957", "math": "0.769 to 0.925", "code": "0.676 to 0.920"}  # acceptance
 PAPER_7 = "1.57 to 1.85", "1.51, 1.52"
 PLOT = Path("outrider-figures.png")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
@@ -106,7 +108,7 @@ def _closed(batch: int, num_tokens: int) -> Workload:
 
 
 def _thresholds(machine: Machine, num_tokens: int) -> Part:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[Cell, ...]] = [(f"paper: {text}", "-", "-", share, "-", AUTHORS) for text, share in PAPER_5.items()]
     tokens: dict[str, tuple[list[float], list[float]]] = {}
     acceptance: dict[str, tuple[list[float], list[float]]] = {}
     for text in machine.texts:
@@ -115,12 +117,12 @@ def _thresholds(machine: Machine, num_tokens: int) -> Part:
         for threshold in THRESHOLDS:
             arm = Arm(name, DraftLengthConfig(kind="threshold", min_confidence=threshold), "all")
             result = _played(replace(machine, texts=(text,)), arm, BATCH, 2 * num_tokens)
-            rows.append((name, threshold, result.accepted_len, 1.0 - result.rejected_share, result.verified_len))
+            rows.append((name, threshold, result.accepted_len, 1.0 - result.rejected_share, result.verified_len, SIMULATED))
             for series, value in ((tokens, result.accepted_len), (acceptance, 1.0 - result.rejected_share)):
                 xs, ys = series.setdefault(name, ([], []))
                 xs.append(threshold)
                 ys.append(value)
-    columns = ("text", "least confidence", "tokens a round", "acceptance", "draft tokens verified")
+    columns = ("text", "least confidence", "tokens a round", "acceptance", "draft tokens verified", "how")
     panels = [
         Panel("DSpark, figure 5: tokens a round", tokens, "least confidence"),
         Panel("DSpark, figure 5: acceptance", acceptance, "least confidence"),
@@ -130,7 +132,7 @@ def _thresholds(machine: Machine, num_tokens: int) -> Part:
 
 
 def _loads(machine: Machine, num_tokens: int) -> Part:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[Cell, ...]] = [("paper: dspark", "to 150 or 200", "-", "3 to 5", "-", AUTHORS)]
     at = [float(batch) for batch in CONCURRENCY]
     goodput: dict[str, tuple[list[float], list[float]]] = {}
     verified: dict[str, tuple[list[float], list[float]]] = {}
@@ -140,10 +142,11 @@ def _loads(machine: Machine, num_tokens: int) -> Part:
         results = [_played(machine, awaited, batch, num_tokens) for batch in CONCURRENCY]
         lens = [result.verified_len for result in results]
         served = [_played(machine, arm, batch, num_tokens).goodput for batch in CONCURRENCY]
-        rows += [(arm.name, b, r.goodput, r.verified_len, s) for b, r, s in zip(CONCURRENCY, results, served, strict=True)]
+        found = zip(CONCURRENCY, results, served, strict=True)
+        rows += [(arm.name, batch, one.goodput, one.verified_len, by_gain, SIMULATED) for batch, one, by_gain in found]
         goodput[arm.name], verified[arm.name] = (at, [result.goodput for result in results]), (at, lens)
         figures[f"budget_rise.{arm.name}"] = max(b / a if a else 1.0 for a, b in pairwise(lens))
-    columns = ("arm", "requests", "tokens/s", "draft tokens verified of a request", "tokens/s, overlap: gain")
+    columns = ("arm", "requests", "tokens/s", "draft tokens verified of a request", "tokens/s, overlap: gain", "how")
     panels = [
         Panel("DSpark, figure 8: tokens/s", goodput, "requests at once", log_x=True),
         Panel("DSpark, figure 8: draft tokens verified", verified, "requests at once", log_x=True),
@@ -154,7 +157,7 @@ def _loads(machine: Machine, num_tokens: int) -> Part:
 def _frontier(machine: Machine, num_tokens: int) -> Part:
     machine = replace(machine, cost=BlockDrafts(machine.cost, 1.0))
     users, middle = np.array(CONCURRENCY, float), len(CONCURRENCY) // 2
-    rows: list[tuple[Cell, ...]] = [("paper: dspark", *PAPER_7, "measured, DeepSeek-V4")]
+    rows: list[tuple[Cell, ...]] = [("paper: dspark", *PAPER_7, AUTHORS)]
     figures, series = {}, {}
     arms = [replace(arm, overlap="barrier") for arm in (LOAD_ARMS[0], *LOAD_ARMS[2:])]
     totals = [np.array([_played(machine, arm, batch, num_tokens).goodput for batch in CONCURRENCY]) for arm in arms]
@@ -165,10 +168,10 @@ def _frontier(machine: Machine, num_tokens: int) -> Part:
         gains = more / fewer  # users who share the same throughput
         speeds = total / users
         over = float(np.interp(one_token[middle] / users[middle], speeds[::-1], total[::-1]) / one_token[middle])
-        rows.append((arm.name, f"{gains.min():.2f} to {gains.max():.2f}", f"{over:.2f}", "simulated"))
+        rows.append((arm.name, f"{gains.min():.2f} to {gains.max():.2f}", f"{over:.2f}", SIMULATED))
         figures[f"same_speed.{arm.name}"] = over
         series[arm.name] = speeds.tolist(), total.tolist()
-    columns = ("arm", f"speed at its throughput, up to {users[middle]:g} users", "throughput at its speed", "")
+    columns = ("arm", f"speed at its throughput, up to {users[middle]:g} users", "throughput at its speed", "how")
     panel = Panel("DSpark, figure 7: tokens/s by tokens/s of a user", series, "tokens/s of a user")
     return figures, Table("DSpark, figure 7: over one draft token", columns, tuple(rows)), [panel]
 
@@ -183,9 +186,11 @@ def _bounds(machine: Machine, num_tokens: int) -> Part:
         over = outcomes.goodput / play(one, single, "barrier", 0)[0].goodput
         in_turn = play(two, double, "micro-batch", 0)[0].goodput / play(two, awaited, "barrier", 0)[0].goodput
         bounds = (1.0 + ratio) / max(1.0, ratio), (1.0 + ratio) / (1.0 + (1.0 - hit_rate) * ratio)
-        rows.append((ratio, remote_bound(1, ratio, 1.0), in_turn, bounds[0], over, bounds[1], hit_rate))
-    columns = ("r", "never awaited", "two batches", "their bound", "outcomes", "their bound at these hits", "hits")
-    table = Table(f"over a barrier, drafts of {DRAFT_LEN}; two batches of {BATCH}, outcomes of 1", columns, tuple(rows))
+        rows.append((ratio, remote_bound(1, ratio, 1.0), in_turn, bounds[0], over, bounds[1], hit_rate, SIMULATED))
+    columns = ("r", "never awaited", "two batches", "their bound", "outcomes", "their bound at these hits", "hits", "how")
+    paper: tuple[Cell, ...] = ("MineDraft", "-", MINEDRAFT, *["-"] * 4, AUTHORS)
+    title = f"over a barrier, drafts of {DRAFT_LEN}; two batches of {BATCH}, outcomes of 1"
+    table = Table(title, columns, (paper, *rows))
     named = ("bound 1 + K t_d / t_v", "two batches", "bound of two batches", "outcomes", "bound of outcomes at these hits")
     xs = list(RATIOS)
     series = {name: (xs, [float(row[i]) for row in rows]) for i, name in enumerate(named, start=1)}

@@ -22,7 +22,10 @@ def test_the_figures_hold_in_small_and_are_drawn(tmp_path: Path, monkeypatch: py
     frontier = next(table for table in result.tables if "figure 7" in table.title)
     assert [row[0] for row in frontier.rows] == ["paper: dspark", "fixed-1", "dspark", "outrider"]
     bounds = next(table for table in result.tables if "over a barrier" in table.title)
-    ((ratio, never_awaited, two, most_of_two, outcomes, most_of_outcomes, hits),) = bounds.rows
+    _, (ratio, never_awaited, two, most_of_two, outcomes, most_of_outcomes, hits, _) = bounds.rows
+    for table in result.tables:
+        assert table.columns[-1] == "how"
+        assert {str(row[-1]).split(" ")[0] for row in table.rows} == {"measured", "simulated:"}, "the paper's beside ours"
     assert (ratio, never_awaited) == (0.75, 1.75)
     assert 1.0 < float(two) <= float(most_of_two) + 0.1
     assert 1.0 < float(outcomes) <= float(most_of_outcomes) + 0.1

@@ -52,6 +52,7 @@ def test_the_order_of_spins_figures_holds() -> None:
     assert study.figures["order_holds.figure_11"] == 1.0
     assert study.figures["outrider_over_spin.alpaca.llama-7b"] > 1.0
     assert study.figures["micro_batches_over_best.alpaca"] > 0.9
+    assert sum(table.columns[-1] == "how" for table in study.tables) == 3, "the paper's figures beside ours"
 
 
 def test_the_map_of_chains_and_the_paper_s_point_on_it() -> None:
@@ -73,6 +74,7 @@ def test_chains_are_foreseen_and_chosen() -> None:
     assert study.figures["three_level_wins.gain"] > 1.0 > study.figures["three_level_loses.gain"]
     assert study.figures["speedup.chosen.batch_8"] > 1.2
     assert study.figures["chosen_over_best_static"] > 0.95
+    assert [str(row[-1])[:10] for row in study.tables[0].rows] == ["simulated:", *["simulated,"] * 2]
 
 
 def test_serving_is_compared_with_the_target_alone() -> None:
