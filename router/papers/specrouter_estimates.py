@@ -87,7 +87,7 @@ class ChainLenLimits:
                 del self._limits[drafter]
 
     def of(self, drafter: str) -> int:
-        return self._limits.get(drafter, (self._most, 0))[0]
+        return self._limits[drafter][0] if drafter in self._limits else self._most
 
 
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
@@ -96,6 +96,7 @@ _SPREAD_GAIN = 1.05  # that is predicted before requests are spread: the sum of 
 
 Choice = str | None  # the last drafter that all requests are to be with, "" for the target alone; None: each has its own
 SPREAD: Final = None
+_UNCHOSEN: Final = " "  # the name of no drafter
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
 FillSums = dict[str, tuple[_Sum, _Sum]]
@@ -148,8 +149,7 @@ class DrafterChoice:
 
     def __init__(self) -> None:
         self._num_slots = TRIAL_SLOTS  # that this choice is old
-        self._choice: Choice = SPREAD
-        self._is_spread = False  # before the first choice nothing is
+        self._choice: Choice = _UNCHOSEN
 
     @property
     def is_settled(self) -> bool:
@@ -173,14 +173,14 @@ class DrafterChoice:
             if column is None and not is_spread:
                 continue
             can_be_had = column is None or (places[column] > 0 and bool(np.isfinite(per_token_s[:, column]).all()))
-            rate = float((1.0 / per_token_s[each, taken]).sum()) if can_be_had else 0.0
+            rate = float(np.reciprocal(per_token_s[each, taken]).sum()) if can_be_had else 0.0
             rates[choice] = rate / spread_overrun if is_spread else rate
-            if choice is SPREAD and not self._is_spread:
+            if choice is SPREAD and self._choice is not SPREAD:
                 rates[choice] /= _SPREAD_GAIN
         best = max(rates, key=rates.__getitem__)
-        is_slow = self._is_spread and spread_overrun > 1.0
+        is_slow = self._choice is SPREAD and spread_overrun > 1.0
         if best != self._choice and (self.is_settled or is_slow or not rates.get(self._choice)):
-            self._choice, self._num_slots, self._is_spread = best, 0, best is SPREAD
+            self._choice, self._num_slots = best, 0
         return self._choice
 
 
@@ -194,11 +194,11 @@ def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None, last:
     gains_s[list(last)] = -np.inf
     order = np.argsort(seconds, axis=1, kind="stable").tolist()
     free = [len(order), *places[1:]]
-    taken = [0] * len(order)
+    taken: dict[int, int] = {}
     for i in np.argsort(-gains_s, kind="stable").tolist():
         taken[i] = next(j for j in order[i] if free[j] > 0)
         free[taken[i]] -= 1
-    return taken
+    return [taken[i] for i in range(len(order))]
 
 
 class FillRates(DecayedSums[str]):

@@ -29,6 +29,7 @@ def test_a_lookup_that_is_mostly_silent_takes_few_rows() -> None:
     assert fills.of("lookup", 8) == pytest.approx(0.2, abs=0.08)
     fills.observe([Observation("r", "large", 10, 16, 8, 18, 1.0, right_at(10, 8))])
     assert fills.of("large", 8) == pytest.approx((16 / 8 + 8) / (10 + 8)), "with eight whole drafts before the first"
+    assert fills.of("large", 1) == 1.0, "drafts were longer once"
     fills.observe([Observation("r", "model", 10, 0, 0, 10, 1.0, num_missed=10)])
     assert fills.of("model", 8) == 1.0, "what was late says nothing of what is verified"
 
@@ -115,7 +116,9 @@ def test_requests_are_not_spread_for_less_than_estimates_are_off_nor_longer_than
     unlike = ((3.0, 1.0, 2.0), (3.0, 3.0, 2.0))
     assert chosen(choosing, *unlike) is SPREAD
     assert chosen(choosing, *unlike, spread=1.01) is SPREAD, "slower than predicted, and the fastest"
+    assert chosen(choosing, (3.0, 1.0, 2.0), (3.0, 2.0, 1.99)) is SPREAD, "on trial, and as fast as predicted"
     assert chosen(choosing, *unlike, spread=1.6) == "lookup", "its trial ends"
+    assert chosen(choosing, *unlike, spread=1.01) == "lookup", "on trial, and not spread"
 
 
 def test_a_choice_that_rests_on_nothing_is_no_trial() -> None:
@@ -133,6 +136,9 @@ def test_a_choice_is_given_some_time_unless_it_cannot_be_had() -> None:
     found = [chosen(choosing, (3.0, 2.5, 2.0)) for _ in range(TRIAL_SLOTS)]
     assert found == ["lookup"] * (TRIAL_SLOTS - 1) + ["model"]
     assert chosen(choosing, (3.0, 4.0, np.inf)) == ""
+    of_few, places = DrafterChoice(), (8, 8, 1)
+    assert of_few.choose(NAMES, np.array([(3.0, 2.9, 1.0)] * 2), places, 1.0) == "model"
+    assert of_few.choose(NAMES, np.array([(3.0, 2.9, np.inf)] * 2), places, 1.0) == "lookup", "at once"
 
 
 def test_a_drafter_is_judged_by_those_whom_it_has_a_place_for() -> None:

@@ -100,7 +100,7 @@ def test_passes_are_corrected_by_their_rows_as_those_next_to_them() -> None:
 
 
 def test_failures_shorten_chains_down_to_the_target_alone_and_later_they_recover() -> None:
-    limits = ChainLenLimits(3, recovery_slots=2)
+    limits = ChainLenLimits(3, recovery_slots=3)
     found = []
     for _ in range(4):
         limits.note_failure("a", 3)
@@ -110,7 +110,7 @@ def test_failures_shorten_chains_down_to_the_target_alone_and_later_they_recover
     limits.next_slot(["a"])
     assert limits.of("a") == 0
     recovered = []
-    for _ in range(8):
+    for _ in range(10):
         limits.next_slot()
         recovered.append(limits.of("a"))
-    assert recovered == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert recovered == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
