@@ -11,7 +11,7 @@ fastest chain, independent of the request; the best last drafter depends on the 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 from pydantic import JsonValue
@@ -78,7 +78,7 @@ class ModelChains:
         """Resets the state that snapshots do not hold, except the target's times."""
         self._similarities = Similarities(MEMORY_ROUNDS)
         self._pass_factors = PassTimeFactors(self._time_weight)
-        self._max_lens = ChainLenLimits(self._max_levels - 1, self._calm_slots)
+        self._max_lens = ChainLenLimits(self._max_levels, self._calm_slots)
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
@@ -91,7 +91,7 @@ class ModelChains:
         self._decoding: frozenset[str] = frozenset()  # requests that had tokens in the last slot
         self._observations: list[Observation] = []  # in this slot
         self._known: tuple[object, ...] = ()  # what the predictions rest on
-        self._slot = 0
+        self._slots = count()
 
     def observe(
         self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = (), levels: Levels = NO_LEVELS
@@ -132,16 +132,15 @@ class ModelChains:
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.next_slot([request.request_id for request in requests])
-        self._slot += 1
         self._note_failures(requests, pool)
         self._compare_times(requests)
         room = FreeCapacity(pool)
-        batch = max(1, sum(request.committed_len > 0 for request in requests))
+        batch = max(1, sum(not request.is_placeholder for request in requests))
         self._predict(room.members, batch)
         chains: dict[str, Chain] = {}
         if requests:
             ids = [request.request_id for request in requests]
-            live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
+            live = [i for i, request in enumerate(requests) if not request.is_placeholder] or list(range(len(requests)))
             predicted_s = self._per_token_s(ids, live, room.members, batch)
             overheads = self._overheads.factors()
             per_token_s = predicted_s * [overheads.get((*self._below[name], name), 1.0) for name in room.drafters]
@@ -169,9 +168,9 @@ class ModelChains:
         predicted, self._predicted, self._decoding = self._predicted, {}, frozenset(decoding)
         predicted_s = measured_s = 0.0
         for seen in observations:
-            chain, per_token_s = predicted.get(seen.request_id, (TARGET_ONLY, 0.0))
-            if chain and chain[-1] == drafter_of(seen.drafter):
-                expected_s = seen.num_committed * per_token_s
+            noted = predicted.get(seen.request_id)
+            if noted is not None and noted[0][-1] == drafter_of(seen.drafter):
+                expected_s = seen.num_committed * noted[1]
                 predicted_s += expected_s
                 measured_s += max(seen.elapsed_s - prompts_s, min(seen.elapsed_s, expected_s))
         if predicted_s > 0.0:
@@ -211,8 +210,9 @@ class ModelChains:
         """Computes the fastest chain below each last drafter, and the seconds of a round with it."""
         names = [drafter_of(member.name) for member in drafters]
         limits = tuple(map(self._max_lens.of, names))
-        known = (tuple(names), limits, batch.bit_length(), self._target is UNMEASURED, self._are_known(drafters))
-        if known == self._known and self._slot % REFRESH_SLOTS:
+        period = next(self._slots) // REFRESH_SLOTS
+        known = (tuple(names), limits, batch.bit_length(), self._target is UNMEASURED, self._are_known(drafters), period)
+        if known == self._known:
             return
         self._known = known
         self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
@@ -246,7 +246,7 @@ class ModelChains:
         """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a plain
         one: one token, and no longer, as the planner bounds holds. Sets ``self.per_token_s``, of ``live`` requests."""
         if not drafters:
-            return np.zeros((len(ids), 0))
+            return np.zeros((len(ids), len(drafters)))
         names = [drafter_of(member.name) for member in drafters]
         lens, _ = self._acceptance.expected_lens(ids, drafters)
         on_time = self._acceptance.on_time.shares(names)
