@@ -23,7 +23,7 @@ from engine.models.config import DecoderConfig, load_config
 from engine.models.prepare import shipped_file
 from engine.models.weights import Weights, open_weights, shipped_weights
 from engine.native import NativeLimits, NativeTarget
-from engine.ops import GumbelArgmax, Ops, TorchOps
+from engine.ops import Graphs, GumbelArgmax, Ops, TorchOps
 from engine.tensor_parallel.ranks import ModelRanks, RankGroup
 from engine.tensor_parallel.sharding import shard_of
 
@@ -89,6 +89,15 @@ def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device
     except NoCompiler as error:
         logger.warning("the target chooses tokens by plain torch, since CPU kernels are not available: %s", error)
         return None
+
+
+def make_graphs(device: torch.device) -> Graphs | None:
+    """None: on a CPU nothing is launched."""
+    if device.type != "cuda":
+        return None
+    from engine.cuda.graphs import CudaGraphs
+
+    return CudaGraphs(device)
 
 
 @contextmanager

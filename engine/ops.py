@@ -1,7 +1,7 @@
 """The operators of a forward pass: the protocol, and the plain torch reference that others are tested against."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -92,6 +92,23 @@ class FusedSampling(GumbelArgmax, Protocol):
 
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compiles what logits of ``dtype`` need. Else the first choice does, which takes seconds."""
+
+
+class Graphs(Protocol):
+    """Computations on a device that are recorded when first needed, and replayed by one launch. Not thread-safe."""
+
+    def padded(self, num: int) -> int | None:
+        """The next size of a batch that is recorded. None: it is too large."""
+
+    def run(
+        self,
+        key: Hashable,
+        inputs: Sequence[torch.Tensor],
+        compute: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+        /,
+    ) -> tuple[torch.Tensor, ...]:
+        """``compute`` of ``inputs``, which are copied to the device; the next call overwrites what is returned. Calls of one
+        ``key`` compute the same, of other values of the same shapes; copies and waits are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ block.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
@@ -15,19 +16,22 @@ from torch import Tensor
 
 from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.stage import (
+    BegunStates,
     DraftRows,
     KnownStates,
+    Layouts,
+    StateInputs,
     attending,
     context_span,
     decoder_layer,
     linear,
     norm_weight,
+    repeat_last,
 )
-from engine.batch_layout import Layout, PackedSpan, lay_out
+from engine.batch_layout import Layout, PackedSpan
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.kv_cache import KvCache
-from engine.models.config import inverse_frequencies
 from engine.ops import Linear
 
 
@@ -44,7 +48,7 @@ class BlockStage:
         self._ops = ops = make_ops(shape, dtype, device, int8=int8)
         # A context has keys and values, but no queries.
         self._context_ops = make_ops(replace(shape, num_heads=0), dtype, device)
-        self._frequencies = torch.tensor(inverse_frequencies(shape))
+        self.layouts = Layouts(shape, device)
         self._fc = linear(ops, dtype, device, network.fc, uneven=True)
         self._hidden_norm = norm_weight(network.hidden_norm, device)
         attention = [layer.get_submodule("self_attn") for layer in network.layers]
@@ -66,7 +70,7 @@ class BlockStage:
         # The last position is read again for the block's inputs, even if it is projected already.
         return min(start, max(0, last - 1)) if self.config.anchor_input else start, last
 
-    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> KnownStates:
+    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> BegunStates:
         missing = [draft for draft in drafts if draft.start < draft.last]
         if missing:
             rows = [np.arange(draft.features, draft.features + draft.last - draft.start) for draft in missing]
@@ -80,12 +84,12 @@ class BlockStage:
             PackedSpan(draft.last, (draft.token_ids[draft.last - draft.start], *self._masks), draft.block_table)
             for draft in drafts
         ]
-        return KnownStates(self.run(blocks, last, cache)[:, self.config.num_skipped :])
+        return _Blocks(self, blocks, last, cache)
 
     @torch.inference_mode()
     def project(self, spans: Sequence[PackedSpan], features: Tensor, cache: KvCache) -> None:
         """Writes keys and values of the positions of ``spans`` (equations 2 and 3); ``features`` [rows, feature_size]."""
-        layout = lay_out(spans, cache.block_len, self._frequencies, self.placement[1])
+        layout = self.layouts.lay_out(spans, cache)
         projected = self._fc(features).float()
         context = self._context_ops.add_norm(projected, None, self._hidden_norm)
         parts = self._context_kv(context).unflatten(-1, (len(self._layers), -1)).transpose(0, 1).contiguous()
@@ -99,11 +103,14 @@ class BlockStage:
 
         ``last_features``: [blocks, feature_size] of the position before each anchor or zeros, for ``anchor_input``.
         """
-        layout = lay_out(blocks, cache.block_len, self._frequencies, self.placement[1])
+        return self.run_laid_out(self.layouts.lay_out(blocks, cache), last_features, cache)
+
+    @torch.inference_mode()
+    def run_laid_out(self, layout: Layout, last_features: Tensor | None, cache: KvCache) -> Tensor:
         residual, delta = self._inputs(layout, last_features), None
         for index, (layer, attends) in enumerate(zip(self._layers, self._attending(layout, cache.block_len), strict=True)):
             delta = layer.run(layout, residual, delta, (cache.keys[index], cache.values[index]), attends=attends)
-        return self._ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
+        return self._ops.add_norm(residual, delta, self._final_norm).unflatten(0, (layout.num_spans, -1))
 
     def _attending(self, layout: Layout, block_len: int) -> list[Layout]:
         """What the rows of each layer attend to."""
@@ -126,3 +133,34 @@ class BlockStage:
         for product in self._anchor_input:
             x = product(x)
         return embedded.float() + x.float().view(embedded.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """``States`` of blocks, computed when they are asked for."""
+
+    stage: BlockStage
+    blocks: Sequence[PackedSpan]
+    last_features: Tensor | None
+    cache: KvCache
+
+    def known(self) -> Tensor:
+        return self._predicting(self.stage.run(self.blocks, self.last_features, self.cache))
+
+    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
+        return self.known()[live, k]
+
+    def inputs(self, num_drafts: int, num_steps: int) -> StateInputs:
+        num_more = num_drafts - len(self.blocks)
+        host = self.stage.layouts.pack([*self.blocks, *repeat(self.blocks[-1], num_more)], self.cache)
+        last = () if self.last_features is None else (repeat_last(self.last_features, num_more),)
+
+        def states(parts: Sequence[Tensor]) -> KnownStates:
+            buffer, *features = parts
+            hidden = self.stage.run_laid_out(host.layout(buffer), features[0] if features else None, self.cache)
+            return KnownStates(self._predicting(hidden))
+
+        return StateInputs((host.buffer, *last), states)
+
+    def _predicting(self, hidden: Tensor) -> Tensor:
+        return hidden[:, self.stage.config.num_skipped :]

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import ClassVar
 
 import numpy as np
@@ -12,12 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.hidden_states.eagle_network import EagleNetwork
-from drafters.hidden_states.stage import DraftRows, KnownStates, States, attending, decoder_layer, linear, norm_weight
-from engine.batch_layout import Layout, PackedSpan, lay_out
+from drafters.hidden_states.stage import (
+    BegunStates,
+    DraftRows,
+    KnownStates,
+    Layouts,
+    StateInputs,
+    attending,
+    decoder_layer,
+    linear,
+    norm_weight,
+    repeat_last,
+)
+from engine.batch_layout import Layout, PackedSpan
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.kv_cache import KvCache
-from engine.models.config import inverse_frequencies
 
 _MAX_LEN = 64  # tokens of a draft of EAGLE-3: as many as a proposal may have
 
@@ -32,7 +42,7 @@ class EagleStage:
         self.placement = dtype, device
         self.max_len = _MAX_LEN if config.mask_token_id is None else config.draft_len
         self._ops = ops = make_ops(config.shape, dtype, device, int8=int8)
-        self._frequencies = torch.tensor(inverse_frequencies(config.shape))
+        self.layouts = Layouts(config.shape, device)
         self._network = network  # its norms over features, which are few
         self._fc = linear(ops, dtype, device, network.fc, uneven=True)
         self._layers = [decoder_layer(ops, dtype, device, x, is_plain=i > 0) for i, x in enumerate(network.layers)]
@@ -53,16 +63,16 @@ class EagleStage:
         return start, last + 1
 
     @torch.inference_mode()
-    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> States:
+    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> BegunStates:
         lens = [draft.last + 1 - draft.start for draft in drafts]
         rows = [np.arange(draft.features, draft.features + num) for draft, num in zip(drafts, lens, strict=True)]
         states = self._combine(features[to_device(np.concatenate(rows), features.device)])
         if self._mask_state is not None:
             return self._masked(drafts, states, lens, cache)
         spans = [PackedSpan(draft.start, draft.token_ids, draft.block_table) for draft in drafts]
-        hidden, states = self._run(spans, states, cache)
+        hidden, states = self.run(self.layouts.lay_out(spans, cache), states, cache)
         last = to_device(np.array(list(accumulate(lens))) - 1, hidden.device)
-        return _Steps(self, drafts, hidden[last], states[last], cache)
+        return _Drafts(self, drafts, hidden[last], states[last], cache)
 
     def _masked(self, drafts: Sequence[DraftRows], states: Tensor, lens: Sequence[int], cache: KvCache) -> KnownStates:
         """P-EAGLE. Shorter drafts are padded by copies of their last state."""
@@ -77,17 +87,12 @@ class EagleStage:
             end += length + num
             wanted.append(np.minimum(np.arange(end - draft.num_rows, end - draft.num_rows + most), end - 1))
         inputs = torch.cat([states, self._mask_state])[to_device(np.concatenate(rows), states.device)]
-        hidden, _ = self._run(spans, inputs, cache)
+        hidden, _ = self.run(self.layouts.lay_out(spans, cache), inputs, cache)
         return KnownStates(hidden[to_device(np.stack(wanted), hidden.device)])
 
     @torch.inference_mode()
-    def _run(
-        self, spans: Sequence[PackedSpan], states: Tensor, cache: KvCache, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The normed output of ``spans`` in the dtype, and what is fed back, fp32: both [rows, d]. ``states``: fp32.
-        ``token_ids``: on the device, in place of those of the spans."""
-        layout = lay_out(spans, cache.block_len, self._frequencies, self.placement[1])
-        layout = layout if token_ids is None else replace(layout, token_ids=token_ids)
+    def run(self, layout: Layout, states: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
+        """The normed output in the dtype, and what is fed back, fp32: both [rows, d]. ``states``: fp32."""
         embedded = F.embedding(layout.token_ids, self._embedding).float()
         ops, size = self._ops, states.shape[1]
         first = self._layers[0]
@@ -123,26 +128,51 @@ class EagleStage:
         return self._fc(features).float()
 
 
-class _Steps:
-    """Rows of EAGLE-3, one for each token."""
+class _Drafts:
+    """``States`` of EAGLE-3: a row for each token. ``layouts``: of the rows of all drafts from the second token on, if they
+    are on the device."""
 
     def __init__(
-        self, stage: EagleStage, drafts: Sequence[DraftRows], hidden: Tensor, states: Tensor, cache: KvCache
+        self,
+        stage: EagleStage,
+        drafts: Sequence[DraftRows],
+        hidden: Tensor,
+        states: Tensor,
+        cache: KvCache,
+        layouts: Sequence[Layout] = (),
     ) -> None:
-        self._stage, self._drafts, self._cache = stage, drafts, cache
+        self._stage, self._drafts, self._cache, self._layouts = stage, drafts, cache, layouts
         self._hidden, self._states = hidden, states
 
     def known(self) -> None:
         return None
 
-    @torch.inference_mode()
     def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
         if k == 0:
             return self._hidden
+        if self._layouts:
+            layout = replace(self._layouts[k - 1], token_ids=token_ids)
+            hidden, self._states = self._stage.run(layout, self._states, self._cache)
+            return hidden
         rows = to_device(np.array(live), self._states.device)
-        drafts = [self._drafts[i] for i in live]
-        # The rows of a draft that needs no more tokens are computed again, where others of its batch do.
-        at = [min(k, draft.num_rows - 1) for draft in drafts]
-        spans = [PackedSpan(draft.last + row, (0,), draft.block_table) for draft, row in zip(drafts, at, strict=True)]
-        hidden, self._states[rows] = self._stage._run(spans, self._states[rows], self._cache, token_ids)
+        layout = self._stage.layouts.lay_out([_row(self._drafts[i], k) for i in live], self._cache)
+        hidden, self._states[rows] = self._stage.run(replace(layout, token_ids=token_ids), self._states[rows], self._cache)
         return hidden
+
+    def inputs(self, num_drafts: int, num_steps: int) -> StateInputs:
+        num_more = num_drafts - len(self._drafts)
+        drafts = [*self._drafts, *repeat(self._drafts[-1], num_more)]
+        packed = [self._stage.layouts.pack([_row(draft, k) for draft in drafts], self._cache) for k in range(1, num_steps)]
+        given = (repeat_last(self._hidden, num_more), repeat_last(self._states, num_more))
+
+        def states(parts: Sequence[Tensor]) -> _Drafts:
+            hidden, own, *buffers = parts
+            layouts = [host.layout(buffer) for host, buffer in zip(packed, buffers, strict=True)]
+            return _Drafts(self._stage, drafts, hidden, own, self._cache, layouts)
+
+        return StateInputs((*given, *(host.buffer for host in packed)), states)
+
+
+def _row(draft: DraftRows, k: int) -> PackedSpan:
+    """Of token ``k``. The rows of a draft that needs no more tokens are computed again, where others of its batch do."""
+    return PackedSpan(draft.last + min(k, draft.num_rows - 1), (0,), draft.block_table)

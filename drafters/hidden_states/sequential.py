@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -14,11 +15,11 @@ from torch.nn.functional import embedding
 from drafters.hidden_states.block_network import BlockNetwork, markov_rows
 from drafters.hidden_states.checkpoint import Network
 from drafters.hidden_states.device_round import DeviceRound, Given
-from drafters.hidden_states.stage import States
+from drafters.hidden_states.stage import BegunStates
 from drafters.reduced_vocab import ReducedHead
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
-from engine.factory import make_ops
+from engine.factory import make_graphs, make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import gumbel, noise_keys
 from engine.ops import FusedSampling, GumbelArgmax, Logits
@@ -93,7 +94,7 @@ class SequentialStage:
     ) -> None:
         config = network.config
         ops = make_ops(config.shape, dtype, device, int8=int8)
-        self._device = device
+        self._device, self._draft_len = device, config.draft_len
         self._sampler = sampler
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
@@ -113,9 +114,12 @@ class SequentialStage:
         self._choose = _make_choice(kernel, token_ids, device)
         self._on_device: DeviceRound | None = None
         if isinstance(kernel, FusedSampling):
-            rows = to_device(self._rows, device)
-            of_row = None if self._confidence is None else self._confidence.of_row_on_device
-            self._on_device = DeviceRound(self._head, kernel, self._markov, self._bias, rows, of_row)
+            rows, confidence = to_device(self._rows, device), self._confidence
+            of_hidden = None if confidence is None else confidence.on_device
+            of_row = None if confidence is None else confidence.of_row_on_device
+            self._on_device = DeviceRound(
+                self._head, kernel, self._markov, self._bias, rows, of_hidden, of_row, make_graphs(device)
+            )
         self._sample_rows: Callable[[Tensor, Sequence[SampleSpan]], list[Chosen]]
         self._sample_rows = partial(sampler.choose, want_confidences=True)
         if config.draft_token_ids is not None:
@@ -123,7 +127,7 @@ class SequentialStage:
             self._sample_rows = ReducedHead(ids, config.shape.vocab_size, sampler, kernel).choose
 
     @torch.inference_mode()
-    def draft(self, states: States, blocks: Sequence[Block]) -> None:
+    def draft(self, states: BegunStates, blocks: Sequence[Block]) -> None:
         """``states``: of as many tokens as the blocks need, in the dtype."""
         num_steps = max(block.end for block in blocks)
         if self._on_device is not None and all(block.state.is_plain for block in blocks):
@@ -172,19 +176,18 @@ class SequentialStage:
             else:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
 
-    def _draft_on_device(self, on_device: DeviceRound, states: States, blocks: Sequence[Block], num_steps: int) -> None:
-        keys, temperatures = _noise(blocks, num_steps)
+    def _draft_on_device(self, on_device: DeviceRound, states: BegunStates, blocks: Sequence[Block], num_steps: int) -> None:
+        num_drafts, num_steps = on_device.padded(len(blocks), num_steps, self._draft_len)
+        padded = [*blocks, *repeat(blocks[-1], num_drafts - len(blocks))]
+        keys, temperatures = _noise(padded, num_steps)
         records = on_device.kernel.records(keys.T.ravel(), np.tile(temperatures, num_steps))
         given = Given.of(
-            [block.anchor for block in blocks],
-            [block.ahead for block in blocks],
-            records.reshape(num_steps, len(blocks), -1),
+            [block.anchor for block in padded],
+            [block.ahead for block in padded],
+            records.reshape(num_steps, num_drafts, -1),
         )
-        hidden, of_hidden = states.known(), None
-        if self._confidence is not None and hidden is not None:
-            of_hidden = self._confidence.on_device(hidden)
-        for k, of_step in enumerate(on_device.run(states, given, of_hidden)):
-            for block, (token, highest, probability, _, margin, *logit) in zip(blocks, of_step.tolist(), strict=True):
+        for k, of_step in enumerate(on_device.run(states, given)):
+            for block, (token, highest, probability, _, margin, *logit) in zip(blocks, of_step.tolist(), strict=False):
                 if not block.wants(k):
                     continue
                 known = _scaled(logit[0], block.scaling, k) if logit else probability

@@ -1,6 +1,6 @@
 """The part of a drafter that computes states from features, as served: one implementation for blocks, one for EAGLE."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from drafters.hidden_states.config import NetworkConfig
 from drafters.hidden_states.modules import Attention, Mlp
-from engine.batch_layout import Layout, PackedSpan
+from engine.batch_layout import HostLayout, Layout, PackedSpan, lay_out, pack
 from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
+from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, LayerParts, Linear, Ops
 
@@ -46,6 +47,19 @@ class States(Protocol):
         before it."""
 
 
+class BegunStates(States, Protocol):
+    def inputs(self, num_drafts: int, num_steps: int) -> "StateInputs":
+        """Of at least as many drafts, the last of which is repeated, and steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """What states are computed from, and how, also from other values of the same shapes: without copies or waits."""
+
+    parts: tuple[Tensor, ...]
+    states: Callable[[Sequence[Tensor]], States]
+
+
 class Stage(Protocol):
     """On one device. Not thread-safe."""
 
@@ -67,7 +81,7 @@ class Stage(Protocol):
     def feature_rows(self, start: int, last: int) -> tuple[int, int]:
         """First and end of the positions whose features are read."""
 
-    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> States:
+    def begin(self, drafts: Sequence[DraftRows], features: Tensor, cache: KvCache) -> BegunStates:
         """Computes what is missing of the contexts, and the first states. ``features`` [rows, feature_size], row 0 zeros."""
 
 
@@ -82,6 +96,33 @@ class KnownStates:
 
     def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
         return self.hidden[live, k]
+
+    def inputs(self, num_drafts: int, num_steps: int) -> StateInputs:
+        drafts, steps = (torch.arange(num, device=self.hidden.device) for num in (num_drafts, num_steps))
+        num, most = self.hidden.shape[:2]
+        hidden = self.hidden[drafts.clamp_max(num - 1)[:, None], steps.clamp_max(most - 1)]
+        return StateInputs((hidden,), lambda parts: KnownStates(parts[0]))
+
+
+def repeat_last(rows: Tensor, num_more: int) -> Tensor:
+    """[rows + num_more, ...]"""
+    return torch.cat([rows, rows[-1:].expand(num_more, *rows.shape[1:])])
+
+
+class Layouts:
+    """Of the passes of a stage."""
+
+    def __init__(self, shape: DecoderConfig, device: torch.device) -> None:
+        self._max_len, self._device = shape.max_len, device
+        self._frequencies = torch.tensor(inverse_frequencies(shape))
+
+    def lay_out(self, spans: Sequence[PackedSpan], cache: KvCache) -> Layout:
+        return lay_out(spans, cache.block_len, self._frequencies, self._device)
+
+    def pack(self, spans: Sequence[PackedSpan], cache: KvCache) -> HostLayout:
+        """With block tables that hold any sequence."""
+        width = min(cache.num_blocks, -(-self._max_len // cache.block_len))
+        return pack(spans, cache.block_len, self._frequencies, self._device, table_width=width)
 
 
 def attending(layout: Layout, ends: Tensor, first: Tensor | None, block_len: int) -> Layout:

@@ -1,15 +1,17 @@
-"""CUDA graphs of small passes, which take less time than launching their kernels one by one.
+"""CUDA graphs of what is launched again and again: small passes, and rounds of drafts. Launching their kernels one by one
+takes longer.
 
 Each row of a small pass is a span of its own. Keys and values of all rows are written before any row attends, so one graph
 per padded number of rows serves every mixture of decode rows and verify spans.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.batch_layout import PackedSpan, pack
 from engine.forward import CausalModel, PassStates
@@ -22,19 +24,49 @@ PADDED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # a token of each request of a drafter w
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
 
+_Compute = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    buffer: torch.Tensor  # the layout that the graph reads: overwritten before a replay
-    table_width: int
+    inputs: Sequence[Tensor]  # that the graph reads: overwritten before a replay
     graph: torch.cuda.CUDAGraph
-    states: PassStates  # of the padded rows, which it writes
-    cache: KvCache  # kept alive, so that no other cache gets its address
+    outputs: tuple[Tensor, ...]  # that it writes
+    compute: _Compute  # whose tensors are kept alive, so that no others get their addresses
+
+
+class CudaGraphs:
+    """``engine.ops.Graphs``. All share one pool of memory, since one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by key and stream
+        self._pool: Any = None
+
+    def padded(self, num: int) -> int | None:
+        return next((padded for padded in PADDED_ROWS if padded >= num > 0), None)
+
+    def run(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> tuple[Tensor, ...]:
+        captured = self.capture(key, inputs, compute)
+        for buffer, given in zip(captured.inputs, inputs, strict=True):
+            buffer.copy_(given, non_blocking=True)
+        captured.graph.replay()
+        return captured.outputs
+
+    def capture(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> _Captured:
+        """Unless it has been captured. The kernels of a graph stay in the lane of its capture."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        if (key, stream) not in self._captured:
+            buffers = [given.to(self._device, copy=True, non_blocking=True) for given in inputs]
+            graph, outputs = record(lambda: compute(buffers), self._device, self._pool)
+            self._pool = graph.pool()
+            self._captured[key, stream] = _Captured(buffers, graph, outputs, compute)
+        return self._captured[key, stream]
 
 
 class GraphedModel(CausalModel):
-    """A ``CausalModel`` whose passes of at most 64 rows are replayed from graphs, captured when first needed. What
-    ``forward`` returns is overwritten by its next call."""
+    """A ``CausalModel`` whose passes of at most 64 rows are replayed from graphs. What ``forward`` returns is overwritten by
+    its next call."""
 
     padded_rows = PADDED_ROWS
 
@@ -42,54 +74,40 @@ class GraphedModel(CausalModel):
         self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         super().__init__(config, weights, ops, dtype, device)
-        # (padded rows, address of the keys, layers whose hidden states are wanted, stream) -> graph
-        self._graphs: dict[tuple[int, int, tuple[int, ...], int], _Captured] = {}
-        self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
+        self._graphs = CudaGraphs(self.device)
 
     @torch.inference_mode()
     def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> PassStates:
         num_rows = sum(len(span.token_ids) for span in spans)
-        if not 1 <= num_rows <= PADDED_ROWS[-1]:
+        padded_rows = self._graphs.padded(num_rows)
+        if padded_rows is None:
             return super().forward_with_hidden_states(spans, cache, layers)
-        padded_rows = next(padded for padded in PADDED_ROWS if padded >= num_rows)
-        captured = self._captured(padded_rows, cache, layers)
-        rows = rows_as_spans(spans)
+        states = self._graphs.run(*self._replayed(rows_as_spans(spans), padded_rows, cache, layers))
+        return PassStates(*(x[:num_rows] for x in states))
+
+    @torch.inference_mode()
+    def warm_up(self, cache: KvCache) -> None:
+        for num_rows in PADDED_ROWS:
+            self._graphs.capture(*self._replayed((), num_rows, cache, ()))
+
+    def _replayed(
+        self, rows: Sequence[PackedSpan], padded_rows: int, cache: KvCache, layers: tuple[int, ...]
+    ) -> tuple[Hashable, Sequence[Tensor], _Compute]:
         host = pack(
             rows,
             cache.block_len,
             self._inverse_frequencies,
             self.device,
-            num_padding=padded_rows - num_rows,
-            table_width=captured.table_width,
+            num_padding=padded_rows - len(rows),
+            table_width=min(cache.num_blocks, -(-self.config.max_len // cache.block_len)),
         )
-        captured.buffer.copy_(host.buffer, non_blocking=True)
-        captured.graph.replay()
-        return PassStates(*(states[:num_rows] for states in captured.states))
-
-    @torch.inference_mode()
-    def warm_up(self, cache: KvCache) -> None:
-        for num_rows in PADDED_ROWS:
-            self._captured(num_rows, cache, ())
-
-    def _captured(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
-        # The kernels of a graph stay in the lane of its capture.
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        key = (num_rows, cache.keys.data_ptr(), layers, stream)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(num_rows, cache, layers)
-        return self._graphs[key]
-
-    def _capture(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
-        width = min(cache.num_blocks, -(-self.config.max_len // cache.block_len))
-        host = pack((), cache.block_len, self._inverse_frequencies, self.device, num_padding=num_rows, table_width=width)
-        buffer = host.buffer.to(self.device, copy=True)
-        layout = host.layout(buffer)
-        graph, states = record(lambda: self._pass(layout, cache, layers), self.device, self._pool)
-        self._pool = graph.pool()
-        return _Captured(buffer, width, graph, states, cache)
+        key = (padded_rows, cache.keys.data_ptr(), layers)
+        return key, (host.buffer,), lambda buffers: self._pass(host.layout(buffers[0]), cache, layers)
 
 
-def record(compute: Callable[[], PassStates], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, PassStates]:
+def record(
+    compute: Callable[[], tuple[Tensor, ...]], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes. Other threads may use the
     device meanwhile: the capture restricts only its own thread. The current stream is captured, unless it is the default
     one, which cannot be."""

@@ -53,6 +53,7 @@ class CudaGumbelArgmax:
         self._head_arrays = (np.append(starts, len(token_ids)).astype(np.int32), blocks, self._token_ids)
         self._head: tuple[torch.Tensor, ...] = ()  # the same on the device
         self._scratch = torch.empty(0)
+        self._outgrown: list[torch.Tensor] = []  # that recorded graphs may still write
 
     def __call__(
         self,
@@ -172,4 +173,5 @@ class CudaGumbelArgmax:
     def _reserve(self, num: int, device: torch.device) -> None:
         """Memory for edited rows, likely tokens and peaks, one behind the other."""
         if len(self._scratch) < num or self._scratch.device != device:
+            self._outgrown.append(self._scratch)
             self._scratch = torch.empty(triton.next_power_of_2(num), device=device)

@@ -27,6 +27,7 @@ from cluster.transport.tensors.groups import Meeting
 from cluster.types import Request
 from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
+from drafters.hidden_states.drafter import HiddenStateDrafter
 from drafters.protocol import Demand, Draft
 from drafters.small_model import Question, SmallModel
 from engine import factory
@@ -314,23 +315,33 @@ def dspark_drafts_what_it_drafts_on_a_cpu(changes: dict[str, Any], place: Place,
 
 
 def kind_drafts_what_it_drafts_on_a_cpu(kind: HiddenStateKind, place: Place, folder: Path) -> None:
-    """With tokens given ahead, and drafts of different lengths in one round."""
+    """With tokens given ahead, and drafts of different lengths in one round; then rounds of as many drafts or fewer over
+    contexts that have grown, whose graphs are replayed."""
     target = write_tiny_model(folder / "model", num_layers=3)
     write_speculators(folder / "drafter", target, kind, draft_token_ids=tuple(range(0, 256, 2)))
 
-    def compute(device: torch.device) -> list[Draft]:
+    def compute(device: torch.device) -> tuple[HiddenStateDrafter, list[Draft]]:
         drafter = make_dspark(folder / "drafter", target, device=device)
         for i, temperature in enumerate((0.0, 0.8, 0.8)):
             drafter.open(str(i), list(range(5, 20 + 20 * i)), 9, replace(PLAIN, temperature=temperature, seed=i))
-        return drafter.propose([Demand("0", 5), Demand("1", 2), Demand("2", 3, ahead=(4, 6))])
+        first = [Demand("0", 5), Demand("1", 2), Demand("2", 3, ahead=(4, 6))]
+        drafts = drafter.propose(first if place.is_gpu else [first[1], Demand("2", 1, ahead=(4,))])
+        for number, names in enumerate(("012", "1", "20", "012") if place.is_gpu else ("21",)):
+            for name in names:
+                drafter.extend(name, [number + 30, 7])
+            drafts += drafter.propose([Demand(name, 6 - int(name) if place.is_gpu else 2) for name in names])
+        drafter.check_integrity()
+        return drafter.drafter, drafts
 
-    expected = compute(torch.device("cpu"))
+    _, expected = compute(torch.device("cpu"))
     with place.loading():
-        found = compute(place.device)
+        drafter, found = compute(place.device)
     assert [draft.token_ids for draft in found] == [draft.token_ids for draft in expected]
     for draft, other in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(draft.confidences), torch.tensor(other.confidences), rtol=1e-3, atol=1e-3)
-    assert [len(draft.token_ids) for draft in found] == [5, 2, 3]
+    assert [len(draft.token_ids) for draft in found[:3]] == ([5, 2, 3] if place.is_gpu else [2, 1, 2])
+    graphs = drafter._sequential._on_device.graphs
+    assert {key[0] for key, _ in graphs._captured} == ({1, 2, 4} if place.is_gpu else {2})
 
 
 def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from drafters.hidden_states import block_stage, eagle_stage, sequential
 from engine import factory
-from engine.cuda.graphs import GraphedModel
+from engine.cuda.graphs import CudaGraphs, GraphedModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sampling import CudaGumbelArgmax
 from engine.models.config import DecoderConfig
@@ -42,6 +42,7 @@ class Place:
         with ExitStack() as patches:
             for module in (factory, block_stage, eagle_stage, sequential):
                 patches.enter_context(mock.patch.object(module, "make_ops", make_ops))
+            patches.enter_context(mock.patch.object(sequential, "make_graphs", CudaGraphs))
             patches.enter_context(mock.patch.object(factory, "CausalModel", lambda *args: GraphedModel(*args[:5])))
             yield self.name
 

@@ -1,7 +1,7 @@
 """What targets and drafters exchange with a device, without one: copies, waits, warming up, capture and fallback."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -226,13 +226,16 @@ def test_a_draft_of_dspark_takes_few_operations_and_waits(
     assert set(device.copies) == {"queued"}
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("kind", get_args(HiddenStateKind))
 def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
-    kind: HiddenStateKind, tmp_path: Path, tiny_model_folder: Path
+    kind: HiddenStateKind, has_graphs: bool, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     """From the features to the tokens, with requests that need several blocks of the cache: as many operations and copies
-    for two as for sixteen, none of them waited for but the last."""
+    for two as for sixteen, none of them waited for but the last. With graphs the context is computed, and the rest is one
+    replay, of a round of twelve as of one of sixteen; what is recorded copies and waits for nothing."""
     pytest.importorskip("triton")
+    from engine.cuda import graphs
     from engine.cuda.ops import CudaOps
 
     write_speculators(tmp_path, tiny_model_folder, kind, target_layer_ids=(0,))
@@ -254,30 +257,47 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
     def make_ops(config: Any, *_: object, **__: object) -> CudaOps:
         return CudaOps(config, torch.float32, launch)
 
-    counts = {}
+    def record(
+        compute: Callable[[], tuple[torch.Tensor, ...]], *_: object
+    ) -> tuple[SimpleNamespace, tuple[torch.Tensor, ...]]:
+        num_copies = len(device.copies)
+        recorded.append(outputs := compute())
+        assert len(device.copies) == num_copies
+        return SimpleNamespace(pool=lambda: None, replay=lambda: replays.append(1)), outputs
+
+    counts, replays, recorded = {}, list[int](), list[tuple[torch.Tensor, ...]]()
     with ExitStack() as patches:
+        if has_graphs:
+            patches.enter_context(mock.patch.object(sequential, "make_graphs", graphs.CudaGraphs))
+            patches.enter_context(mock.patch.object(graphs, "record", record))
         for module in (sequential, block_stage, eagle_stage):
             patches.enter_context(mock.patch.object(module, "make_ops", make_ops))
         patches.enter_context(mock.patch("drafters.hidden_states.device_round.to_host", read))
         stage = make_stage(network, torch.float32, META)
         last = sequential.SequentialStage(network, torch.float32, META, Sampler(257, (256,)))
-        drafter = HiddenStateDrafter(stage, last, Rows(), num_blocks=128, eos_token_ids=())
-        for batch in (16, 2, 16):  # the first allocates what the kernels share
+        drafter = HiddenStateDrafter(stage, last, Rows(), num_blocks=256, eos_token_ids=())
+        for batch in (16, 2, 12, 2, 16, 65):  # the first of a size allocates what the kernels share, and records
             names = [f"{batch} {i}" for i in range(batch)]
             for name in names:
                 drafter.open(name, [len(name), *range(80)], 1, SamplingParams(8, 0.7, seed=3, ignore_eos=True))
             device.copies.clear()
             device.num_on_device, launches[0] = 0, 0
             waits.clear()
+            replays.clear()
             with device:
                 drafts = drafter.propose([Demand(name, 5) for name in names])
             assert all(len(draft.token_ids) == 5 for draft in drafts)
-            counts[batch] = device.num_on_device, launches[0], len(device.copies), len(waits)
+            counts[batch] = device.num_on_device, launches[0], len(device.copies), len(waits), len(replays)
             assert set(device.copies) == {"queued"}
             for name in names:
                 drafter.release(name)
     assert counts[2] == counts[16]
-    assert counts[16][-1] == 1
+    assert counts[16][-2:] == (1, int(has_graphs))
+    assert counts[65][-2:] == (1, 0), "a round that is too large is launched"
+    assert len(recorded) == (2 if has_graphs else 0)
+    if has_graphs:
+        assert counts[12] == counts[16]
+        assert counts[16][1] < 0.6 * counts[65][1], "P-EAGLE computes its masks with the context"
 
 
 class Counted:
