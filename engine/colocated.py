@@ -11,7 +11,7 @@ from cluster.types import Commit
 from engine.partition import Lane
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.drafting.break_even import BreakEvenGate
+from router.drafting.colocated_gate import ColocatedGate
 from router.drafting.value import saved_s
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class ColocatedDrafters:
     def __init__(self, names: Collection[str], cost: CostModel) -> None:
         self._cost = cost
         self.draft_apart = False  # in a lane beside the target's: drafts and passes do not slow each other
-        self._gates = {name: BreakEvenGate(self._catch_up_token_s(name)) for name in names}
+        self._gates = {name: ColocatedGate(self._catch_up_token_s(name)) for name in names}
         self._batch = 1  # requests of the last pass that sampled
         self._waiting_since_s: float | None = None  # the target waits for proposals
         self._awaited: set[str] = set()  # drafters of these proposals
@@ -185,7 +185,7 @@ class ColocatedDrafters:
             num_context: tokens that they attend to.
             wanted: drafters of these requests. A gate counts no round of others: else its trials would pass while nobody
                 could try the drafter.
-            prompts_wait: as of `BreakEvenGate.decide`.
+            prompts_wait: as of `ColocatedGate.decide`.
             num_missed: the same, by drafter.
         """
         plain_s = self._cost.step_s(batch, num_context)

@@ -117,5 +117,5 @@ class RoundObserver:
 
 
 def _prompts_wait(ended: PendingPass, counts: PassCounts) -> bool:
-    """As of `BreakEvenGate.decide`: prompts fill the next pass as they filled this one."""
+    """As of `ColocatedGate.decide`: prompts fill the next pass as they filled this one."""
     return 0 < counts.num_prompt_rows <= ended.plan.num_prompt_tokens_left

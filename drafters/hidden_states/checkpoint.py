@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cluster.errors import ModelUnavailable
 from drafters.hidden_states.block_network import BlockNetwork
-from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
-from drafters.hidden_states.eagle_network import EagleNetwork
+from drafters.hidden_states.config import BlockConfig, NetworkConfig
+from drafters.hidden_states.families import Network, make_network
 from drafters.hidden_states.formats import CONFIG, deepspec_json, read_config, speculators_json, stored_name
 from drafters.hidden_states.tensors import Tensors, open_tensors
 from engine.models.int8 import WeightsKind, stored
@@ -22,8 +22,6 @@ from engine.models.weights import SINGLE, write_atomically
 EMBEDDING, HEAD, DRAFT_TO_TARGET = "embed_tokens.weight", "lm_head.weight", "d2t"
 DRAFT_TOKENS = "draft_token_ids.json"
 _BY_DRAFT_TOKEN = (HEAD, "markov_head.markov_w2.weight")  # a row for each token of the reduced vocabulary
-
-Network = BlockNetwork | EagleNetwork
 
 
 class TargetRows(Protocol):
@@ -42,13 +40,6 @@ class GivenRows:
 
     embedding: Tensor
     head: Tensor
-
-
-def make_network(config: NetworkConfig) -> Network:
-    if isinstance(config, EagleConfig):
-        return EagleNetwork(config)
-    assert isinstance(config, BlockConfig)
-    return BlockNetwork(config)
 
 
 def load_network(

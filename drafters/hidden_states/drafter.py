@@ -15,10 +15,8 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
 from drafters.cache_sharing import evict, parts_that_fit
 from drafters.hidden_states.adapter import apply_adapter
-from drafters.hidden_states.block_network import BlockNetwork
-from drafters.hidden_states.block_stage import BlockStage
-from drafters.hidden_states.checkpoint import Network, TargetRows, load_network
-from drafters.hidden_states.eagle_stage import EagleStage
+from drafters.hidden_states.checkpoint import TargetRows, load_network
+from drafters.hidden_states.families import make_stage
 from drafters.hidden_states.features import Features
 from drafters.hidden_states.sequential import Block, SequentialStage
 from drafters.hidden_states.stage import DraftRows, Stage
@@ -204,11 +202,6 @@ class HiddenStateDrafter:
             missing = job.last + job.num_rows - self._ledger.computed_len(job.request_id)
             needed += self._ledger.num_blocks_needed(job.request_id, missing)
         evict(self._ledger, self._sessions, needed, {job.request_id for job in part})
-
-
-def make_stage(network: Network, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> Stage:
-    make = BlockStage if isinstance(network, BlockNetwork) else EagleStage
-    return make(network, dtype, device, int8=int8)  # type: ignore[arg-type]
 
 
 def load_drafter(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from drafters.hidden_states.block_network import BlockNetwork, markov_rows
-from drafters.hidden_states.checkpoint import Network
 from drafters.hidden_states.device_round import DeviceRound, Given
+from drafters.hidden_states.families import Network
 from drafters.hidden_states.stage import BegunStates
 from drafters.reduced_vocab import ReducedHead
 from engine.cpu.packed import product_dtype

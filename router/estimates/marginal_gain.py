@@ -10,7 +10,7 @@ _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without 
 _PRIOR_GAIN = 1.0  # tokens, of a drafter of which nothing is known there
 _PRIOR_TRIALS = 3.0  # trials that this counts for
 # Few trials: until there are so many it is queried for a share of a batch, in some rounds. All requests wait for its drafts,
-# and a gate that sees what all drafters cost together (`break_even.py`) would count trials as their usual cost.
+# and a gate that sees what all drafters cost together (`colocated_gate.py`) would count trials as their usual cost.
 _TRIED_SHARE, _TRIED_EVERY = 1 / 8, 4
 _STALE_TRIALS = 12.0  # trials that what was found before a pause counts for after it
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
-from drafters.hidden_states.checkpoint import Network, load_network
-from drafters.hidden_states.drafter import HiddenStateDrafter, make_stage
+from drafters.hidden_states.checkpoint import load_network
+from drafters.hidden_states.drafter import HiddenStateDrafter
+from drafters.hidden_states.families import Network, make_stage
 from drafters.hidden_states.sequential import SequentialStage
 from drafters.protocol import Demand
 from engine.kv_cache import BLOCK_LEN

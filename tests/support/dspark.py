@@ -16,14 +16,14 @@ from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.checkpoint import (
     GivenRows,
-    Network,
     load_network,
     new_network,
     save_network,
     save_speculators,
 )
 from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
-from drafters.hidden_states.drafter import HiddenStateDrafter, make_stage
+from drafters.hidden_states.drafter import HiddenStateDrafter
+from drafters.hidden_states.families import Network, make_stage
 from drafters.hidden_states.formats import parse_deepspec
 from drafters.hidden_states.sequential import SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft, Drafter

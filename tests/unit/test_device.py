@@ -19,7 +19,8 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
 from drafters.hidden_states import block_stage, eagle_stage, sequential
 from drafters.hidden_states.checkpoint import load_network
-from drafters.hidden_states.drafter import HiddenStateDrafter, make_stage
+from drafters.hidden_states.drafter import HiddenStateDrafter
+from drafters.hidden_states.families import make_stage
 from drafters.hidden_states.stage import KnownStates
 from drafters.protocol import Demand
 from drafters.small_model import Question, SmallModel

@@ -15,8 +15,9 @@ from cluster.config import HiddenStateKind
 from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states.block_network import BlockNetwork
-from drafters.hidden_states.checkpoint import Network, load_network, make_network
+from drafters.hidden_states.checkpoint import load_network
 from drafters.hidden_states.config import BlockConfig
+from drafters.hidden_states.families import Network, make_network
 from drafters.hidden_states.formats import read_config
 from drafters.protocol import Demand
 from drafters.shipped import kind_of

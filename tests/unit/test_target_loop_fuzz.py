@@ -39,7 +39,7 @@ from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.assignment import Positions
 from router.cost_model import TableCost
-from router.drafting.break_even import BreakEvenGate
+from router.drafting.colocated_gate import ColocatedGate
 from router.drafting.length import DraftLengths
 from router.drafting.policies import DRAFT_LENGTHS, OVERLAP_POLICIES, VERIFICATION_POLICIES, build_draft_lengths
 from router.drafting.value import DecodeRate
@@ -78,7 +78,7 @@ GRAMMARS = (
 OBSERVERS: tuple[type[Any], ...] = (
     *(Telemetry, DrafterStats, DictatedDrafts, DraftingTally, OnlineSurvival, Histogram, Positions),
     *(SloMonitor, Attainment, Departures, RequestSpans, PassCosts, PassCounts, DraftingMonitor, DecodeRate),
-    *(ColocatedDrafters, BreakEvenGate, *{type(build_draft_lengths(one, {})) for one in DRAFT_LENGTH_CONFIGS}, DraftLengths),
+    *(ColocatedDrafters, ColocatedGate, *{type(build_draft_lengths(one, {})) for one in DRAFT_LENGTH_CONFIGS}, DraftLengths),
 )
 DECIDING = {"num_failed_observations", "refusal", "is_queried", "shares_device"}
 

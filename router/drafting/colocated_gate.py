@@ -85,7 +85,7 @@ class _Situation:
         return max(0.0, median(queried) - median(others))
 
 
-class BreakEvenGate:
+class ColocatedGate:
     """The gate of one drafter. ``catch_up_token_s``: as profiled; 0 if it is not known.
 
     A round decides (``decide`` or ``skip``), then notes what drafts that were asked for before saved, then what it waits for

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from router.cost_model import TableCost
-from router.drafting.break_even import BreakEvenGate
+from router.drafting.colocated_gate import ColocatedGate
 from router.drafting.value import saved_s
 from tests.support.quick import first
 
@@ -19,7 +19,7 @@ MOST_MISSED = 50  # tokens of a request
 
 
 def asked(
-    gate: BreakEvenGate,
+    gate: ColocatedGate,
     batch: int,
     num_rounds: int,
     saves_s: Callable[[int], float | None],
@@ -46,13 +46,13 @@ def asked(
 
 
 def test_one_that_saves_more_than_it_takes_is_asked_in_every_round() -> None:
-    assert all(asked(BreakEvenGate(), 4, 500, lambda _: 0.005, 0.004))
+    assert all(asked(ColocatedGate(), 4, 500, lambda _: 0.005, 0.004))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
 @pytest.mark.parametrize(("saved_s", "cost_s"), [(0.0, 0.001), (0.004, 0.005), (0.0, 0.02), (0.019, 0.02), (0.0, 0.1)])
 def test_one_that_saves_less_takes_a_hundredth_of_the_time(batch: int, saved_s: float, cost_s: float) -> None:
-    found = asked(BreakEvenGate(), batch, 4000, lambda _: saved_s, cost_s)
+    found = asked(ColocatedGate(), batch, 4000, lambda _: saved_s, cost_s)
     assert found[0], "first it is tried"
     assert any(found[1000:]), "then now and then"
     trial_s = 7 * (cost_s - saved_s)
@@ -61,13 +61,13 @@ def test_one_that_saves_less_takes_a_hundredth_of_the_time(batch: int, saved_s: 
 
 def test_a_trial_of_many_requests_may_end_after_two_verified_drafts() -> None:
     """A draft for many can take most of a round; for one, the first few drafts say little."""
-    assert sum(asked(BreakEvenGate(), 64, 100, lambda _: 0.004, 0.1)) == 3
-    assert sum(asked(BreakEvenGate(), 1, 100, lambda _: 0.004, 0.1)) == 7
-    assert all(asked(BreakEvenGate(), 64, 100, lambda _: 0.0099, 0.01)), "near its price a trial takes next to no credit"
-    assert all(asked(BreakEvenGate(), 64, 16, lambda _: None, 0.1)), "nothing is known before drafts are verified"
+    assert sum(asked(ColocatedGate(), 64, 100, lambda _: 0.004, 0.1)) == 3
+    assert sum(asked(ColocatedGate(), 1, 100, lambda _: 0.004, 0.1)) == 7
+    assert all(asked(ColocatedGate(), 64, 100, lambda _: 0.0099, 0.01)), "near its price a trial takes next to no credit"
+    assert all(asked(ColocatedGate(), 64, 16, lambda _: None, 0.1)), "nothing is known before drafts are verified"
 
 
-class Noting(BreakEvenGate):
+class Noting(ColocatedGate):
     """Sums what drafts took and saved."""
 
     taken_s = all_saved_s = 0.0
@@ -91,26 +91,26 @@ def test_catching_up_counts_as_what_a_trial_takes() -> None:
     assert gate.taken_s - before_s < 0.0125 * 20_000 * PLAIN_S
 
 
-def tries_a_burst(gate: BreakEvenGate, num_missed: int) -> bool:
+def tries_a_burst(gate: ColocatedGate, num_missed: int) -> bool:
     """Of a batch that is not known yet: a plain pass may be spent, that is 20 ms."""
     return gate.decide(256, PLAIN_S, num_missed=lambda: num_missed)
 
 
 def test_a_burst_is_not_tried_while_catching_up_takes_too_long() -> None:
-    gate = BreakEvenGate()
+    gate = ColocatedGate()
     asked(gate, 64, 1000, lambda _: 0.0, 0.016, catch_up_token_s=0.00001)
     assert not tries_a_burst(gate, 2500)
     assert tries_a_burst(gate, 1500)
 
 
 def test_catching_up_takes_as_long_as_was_profiled_before_it_is_measured() -> None:
-    assert not tries_a_burst(BreakEvenGate(catch_up_token_s=0.00001), 2500)
-    assert tries_a_burst(BreakEvenGate(catch_up_token_s=0.00001), 1500)
-    assert tries_a_burst(BreakEvenGate(), 5000), "nothing is known"
+    assert not tries_a_burst(ColocatedGate(catch_up_token_s=0.00001), 2500)
+    assert tries_a_burst(ColocatedGate(catch_up_token_s=0.00001), 1500)
+    assert tries_a_burst(ColocatedGate(), 5000), "nothing is known"
 
 
 def test_a_slow_draft_is_not_taken_for_catching_up_with_a_few_tokens() -> None:
-    gate = BreakEvenGate()
+    gate = ColocatedGate()
     assert all(asked(gate, 1, 100, lambda _: 0.005, 0.004))
     for _ in range(10):
         gate.decide(1, PLAIN_S, num_missed=lambda: 2)
@@ -120,7 +120,7 @@ def test_a_slow_draft_is_not_taken_for_catching_up_with_a_few_tokens() -> None:
 
 def test_the_first_draft_is_not_taken_for_catching_up() -> None:
     """It makes things ready."""
-    gate = BreakEvenGate()
+    gate = ColocatedGate()
     gate.decide(1, PLAIN_S, num_missed=lambda: 100)
     gate.add_draft_time(1, 0.5)
     asked(gate, 1, 100, lambda _: 0.02, 0.004)
@@ -137,14 +137,14 @@ def test_one_that_pays_is_asked_soon_however_long_it_catches_up_at_first(
     """What it takes to catch up is no cost of later drafts. A profiled one may have to wait for so much credit."""
     num_missed = MOST_MISSED * batch
     token_s = num_passes * PLAIN_S / num_missed
-    gate = BreakEvenGate(token_s) if is_profiled else BreakEvenGate()
+    gate = ColocatedGate(token_s) if is_profiled else ColocatedGate()
     found = asked(gate, batch, 3500, lambda _: 2 * cost_s, cost_s, catch_up_token_s=token_s, num_missed=num_missed)
     assert all(found[2500:])
 
 
 def test_a_drafter_that_needs_long_to_catch_up_is_found_out_to_pay() -> None:
     """50 plain passes each time. What its drafts save is compared with what they take."""
-    found = asked(BreakEvenGate(), 4, 20_000, lambda number: 0.0 if number < 9000 else 0.006, 0.005, catch_up_token_s=0.005)
+    found = asked(ColocatedGate(), 4, 20_000, lambda number: 0.0 if number < 9000 else 0.006, 0.005, catch_up_token_s=0.005)
     assert sum(found[:9000]) < 50
     assert all(found[12_000:])
 
@@ -154,7 +154,7 @@ def test_a_drafter_that_needs_long_to_catch_up_is_found_out_to_pay() -> None:
 @pytest.mark.parametrize("at", [0, 1, 300])
 def test_a_stall_is_no_cost_of_drafts(batch: int, stall_s: float, at: int) -> None:
     """Of a first draft, which makes things ready, or of a later one; 300 rounds later it is asked in every round."""
-    gate, newest = BreakEvenGate(), None
+    gate, newest = ColocatedGate(), None
     found: list[bool] = []
     for number in range(at + 1000):
         found.append(gate.decide(batch, PLAIN_S))
@@ -166,7 +166,7 @@ def test_a_stall_is_no_cost_of_drafts(batch: int, stall_s: float, at: int) -> No
 
 
 def test_a_slow_round_is_no_handling_of_drafts() -> None:
-    gate, newest = BreakEvenGate(), None
+    gate, newest = ColocatedGate(), None
     found: list[bool] = []
     for number in range(2000):
         found.append(gate.decide(16, PLAIN_S))
@@ -196,11 +196,11 @@ def test_catching_up_counts_where_a_situation_comes_now_and_then(catch_up_token_
 
 
 def test_a_trial_ends_if_nothing_is_ever_verified() -> None:
-    assert sum(asked(BreakEvenGate(), 4, 5000, lambda _: None, 0.05)) < 100
+    assert sum(asked(ColocatedGate(), 4, 5000, lambda _: None, 0.05)) < 100
 
 
 def test_passes_that_only_compute_prompts_are_no_drafts_that_take_no_time() -> None:
-    gate, newest = BreakEvenGate(), None
+    gate, newest = ColocatedGate(), None
     num_asked = 0
     for _ in range(1000):
         queried = gate.decide(1, PLAIN_S)
@@ -216,7 +216,7 @@ def test_passes_that_only_compute_prompts_are_no_drafts_that_take_no_time() -> N
 @pytest.mark.parametrize(("saves_s", "most", "least"), [(-0.002, 100, 3), (0.002, 200, 3), (0.01, 1500, 1400)])
 def test_rounds_of_others_may_take_turns_with_its_own(saves_s: float, most: int, least: int) -> None:
     """Its drafts are verified in their rounds."""
-    gate, queried, num_asked = BreakEvenGate(), False, 0
+    gate, queried, num_asked = ColocatedGate(), False, 0
     for number in range(3000):
         if number % 2:
             gate.skip()
@@ -231,25 +231,25 @@ def test_rounds_of_others_may_take_turns_with_its_own(saves_s: float, most: int,
 
 def test_one_that_nearly_pays_is_tried_seldom_and_long() -> None:
     """Each time it would have to catch up."""
-    found = asked(BreakEvenGate(), 4, 4000, lambda _: 0.01998, 0.02)
+    found = asked(ColocatedGate(), 4, 4000, lambda _: 0.01998, 0.02)
     assert sum(before != after for before, after in itertools.pairwise(found)) < 20
 
 
 def test_one_that_becomes_better_is_found_out() -> None:
-    found = asked(BreakEvenGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
+    found = asked(ColocatedGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
     assert sum(found[100:300]) < 30
     assert all(found[-300:])
 
 
 def test_one_that_becomes_worse_is_found_out() -> None:
     """What it has saved is no credit for later."""
-    found = asked(BreakEvenGate(), 1, 1500, lambda number: 0.01 if number < 300 else 0.0, 0.004)
+    found = asked(ColocatedGate(), 1, 1500, lambda number: 0.01 if number < 300 else 0.0, 0.004)
     assert all(found[:300])
     assert sum(found[600:]) < 60
 
 
 def test_rounds_of_other_drafters_take_none_of_its_trials() -> None:
-    gate = BreakEvenGate()
+    gate = ColocatedGate()
     for _ in range(1000):
         gate.skip()
         assert not gate.is_queried
@@ -259,7 +259,7 @@ def test_rounds_of_other_drafters_take_none_of_its_trials() -> None:
 
 
 def test_drafts_are_credited_after_a_round_of_others_too() -> None:
-    gate = BreakEvenGate()
+    gate = ColocatedGate()
     for batch in (1, 64):
         gate.decide(batch, PLAIN_S)
         gate.add_draft_time(batch, 0.1)
@@ -274,18 +274,18 @@ def test_what_the_round_has_to_do_with_drafts_counts_too() -> None:
     def saves_s(number: int) -> float:
         return 0.0 if number < 300 else 0.02
 
-    assert all(asked(BreakEvenGate(), 1, 2000, saves_s, 0.004, handling_s=0.001)[-300:])
-    assert sum(asked(BreakEvenGate(), 1, 2000, saves_s, 0.004, handling_s=0.03)[-1000:]) < 60
-    assert all(asked(BreakEvenGate(), 1, 300, lambda _: 0.005, 0.004, handling_s=0.002))
+    assert all(asked(ColocatedGate(), 1, 2000, saves_s, 0.004, handling_s=0.001)[-300:])
+    assert sum(asked(ColocatedGate(), 1, 2000, saves_s, 0.004, handling_s=0.03)[-1000:]) < 60
+    assert all(asked(ColocatedGate(), 1, 300, lambda _: 0.005, 0.004, handling_s=0.002))
 
 
 def test_a_trial_does_not_delay_prompts_that_wait() -> None:
     """It comes late, but it comes. Each situation is measured by itself."""
-    found = asked(BreakEvenGate(), 16, 3000, lambda _: 0.001, 0.02, prompts_wait=lambda _: True)
+    found = asked(ColocatedGate(), 16, 3000, lambda _: 0.001, 0.02, prompts_wait=lambda _: True)
     first = found.index(True)
     assert 95 < first < 105, "a hundredth of so many plain passes is one of them"
     assert 6 < sum(found) < 40
-    assert all(asked(BreakEvenGate(), 16, 1000, lambda _: 0.03, 0.02, prompts_wait=lambda _: True)[first:])
+    assert all(asked(ColocatedGate(), 16, 1000, lambda _: 0.03, 0.02, prompts_wait=lambda _: True)[first:])
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -296,7 +296,7 @@ def test_drafts_are_credited_to_the_round_that_asked_for_them(pays: bool) -> Non
         return number % 4 == 0
 
     found = asked(
-        BreakEvenGate(), 16, 8000, lambda number: 0.03 if waits(number) == pays else 0.001, 0.02, prompts_wait=waits
+        ColocatedGate(), 16, 8000, lambda number: 0.03 if waits(number) == pays else 0.001, 0.02, prompts_wait=waits
     )
     late = range(6000, 8000)
     waiting = sum(found[i] for i in late if waits(i)) / 500
@@ -306,7 +306,7 @@ def test_drafts_are_credited_to_the_round_that_asked_for_them(pays: bool) -> Non
 
 
 def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
-    gate, newest = BreakEvenGate(), None
+    gate, newest = ColocatedGate(), None
     for number in range(80):
         batch = 16 if number % 2 else 1
         queried = gate.decide(batch, PLAIN_S)
