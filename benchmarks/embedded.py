@@ -76,7 +76,7 @@ class _RunningDrafter:
 
 class EmbeddedCluster:
     """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop.
-    ``divided``: as of ``TargetLoop.divide``."""
+    ``divided``: as of ``TargetLoop.divide``. ``others``: addresses of further targets, which the client uses, too."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class EmbeddedCluster:
         draft_length: DraftLengthConfig | None = None,
         divided: tuple[Partition, PartitionChoice] | None = None,
         feeds: FeatureFeeds | None = None,
+        others: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
@@ -117,8 +118,8 @@ class EmbeddedCluster:
         if divided is not None:
             self.loop.divide(*divided)
         self._target = LoopThread("target", self.loop.run, self._mailbox.wake, on_end=self.hang_up)
-        self.client = LinkClient("embedded", model, [self.address], self._status)
-        if not self.client.wait_linked(START_S):
+        self.client = LinkClient("embedded", model, [self.address, *others], self._status)
+        if not self.client.wait_linked(START_S, 1 + len(others)):
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
 
     @classmethod
@@ -229,6 +230,11 @@ class EmbeddedCluster:
         ended = executor.submit(lambda: asyncio.run(run()))
         executor.shutdown(wait=False)
         return Completing(completions, ended)
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests that went on at another target."""
+        return asyncio.run(self.client.status()).num_resumed
 
     def close(self) -> None:
         """Raises RuntimeError: the target's loop, or an observation of it, has failed meanwhile; the log has the error."""

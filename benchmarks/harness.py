@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -60,10 +61,11 @@ PRECIOUS_ROWS = TableCost((1, 51), (100 * DEADLINE_S, 200 * DEADLINE_S))
 
 @dataclass(frozen=True, slots=True)
 class RunConditions:
-    """How requests are run. ``kill`` and ``preempt`` happen once, when the first request is half done.
+    """How requests are run. ``kill``, ``preempt`` and ``lose_rank`` happen once, when the first request is half done.
 
     ``pool`` makes the drafters, among which requests are distributed in turn. ``kill``: this drafter is killed and
-    replaced by ``successor``. ``preempt``: half of the batch loses its cache and is recomputed. ``companions`` belong
+    replaced by ``successor``. ``preempt``: half of the batch loses its cache and is recomputed. ``lose_rank``: the last rank
+    ends, the target with it, and its requests go on at another one, which some began at. ``companions`` belong
     to the pool and are made anew beside the target of each run, or if they are ``remote`` behind a tensor link, which
     ``cut`` cuts. ``divided``: they draft in lanes, which change every few rounds. ``num_ranks``: processes that compute the
     target; then half of the requests ask for no log-probabilities, for which ranks exchange whole rows.
@@ -76,6 +78,7 @@ class RunConditions:
     kill: str | None = None
     successor: Callable[[], Drafter] | None = None
     preempt: bool = False
+    lose_rank: bool = False
     cut: bool = False
     divided: bool = False
     num_ranks: int = 1
@@ -96,12 +99,12 @@ class Harness:
     def __init__(
         self, model: str, prompts: Sequence[str], max_tokens: int, engine: str = "native", dtype: str = "float32"
     ) -> None:
-        self._folder = folder = ensure_model(model)
+        self.folder = folder = ensure_model(model)
         self._shape = config = load_config(folder)
         self.has_ranks = engine == "native" and dtype != AS_SHIPPED  # vLLM's own ranks are not measured
         self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype))
         self._max_tokens, self._dtype = max_tokens, dtype
-        self._info = ModelInfo(
+        self.info = ModelInfo(
             name=model,
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_len, MAX_PROMPT_LEN + max_tokens),
@@ -116,29 +119,29 @@ class Harness:
         ]
 
     def make(self, config: DrafterConfig) -> Drafter:
-        return make_drafter(config, self._info)
+        return make_drafter(config, self.info)
 
     def run(self, circumstances: RunConditions) -> Run:
         """Raises errors of the target and the streams."""
         wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
-        num_tokens = max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) + BLOCK_LEN
+        num_tokens = max(self.info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) + BLOCK_LEN
         engine = self._make_target(num_tokens, circumstances)
         try:
-            return self._run_on(engine, circumstances)
+            return self._run_on(engine, num_tokens, circumstances)
         finally:
             engine.close()
 
-    def _run_on(self, engine: LoadedTarget, circumstances: RunConditions) -> Run:
+    def _run_on(self, engine: LoadedTarget, num_tokens: int, circumstances: RunConditions) -> Run:
         capacity = len(self.requests)
         pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
-        host = Host(engine, self._folder)
-        remote = {one.name: feature_layers([one], self._folder) for one in circumstances.companions if one.remote}
+        host = Host(engine, self.folder)
+        remote = {one.name: feature_layers([one], self.folder) for one in circumstances.companions if one.remote}
         feeds = FeatureFeeds(engine, remote, "127.0.0.1") if remote else None
         for config in circumstances.companions:
             states = None
             if config.remote and isinstance(config.options, HiddenStateOptions):
-                host, states = remote_host(config.options.model_copy(update={"target": str(self._folder)}), "cpu")
-            drafter = make_drafter(config, self._info, host)
+                host, states = remote_host(config.options.model_copy(update={"target": str(self.folder)}), "cpu")
+            drafter = make_drafter(config, self.info, host)
             pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=not config.remote, states=states)
         partition = core_sets() if circumstances.divided else None
         choice = None if partition is None else Alternating([WHOLE, *(split.name for split in partition.splits)])
@@ -149,12 +152,15 @@ class Harness:
             planner = MidRequest(planner, self._max_tokens // 2, every_second)
         elif circumstances.cut and feeds is not None:
             planner = MidRequest(planner, self._max_tokens // 2, _calling(feeds.close))
+        elif circumstances.lose_rank:
+            planner = MidRequest(planner, self._max_tokens // 2, _calling(_end_last_rank))
         elif circumstances.kill is not None:
             planner = MidRequest(planner, self._max_tokens // 2, _calling(half_done.set))
-        with (
-            EmbeddedCluster(
+        completions, num_resumed = list[Completion](), 0
+        with self._spare(num_tokens, circumstances) as spare:
+            cluster = EmbeddedCluster(
                 engine,
-                self._info,
+                self.info,
                 circumstances.cost,
                 pool,
                 planner,
@@ -162,14 +168,17 @@ class Harness:
                 draft_length=circumstances.draft_length,
                 divided=None if partition is None or choice is None else (partition, choice),
                 feeds=feeds,
-            ) as cluster,
-            _killer(cluster, circumstances, capacity, half_done),
-        ):
-            completions = cluster.complete(self.requests if circumstances.num_ranks == 1 else self._half_without_logprobs())
-            num_preempted = cluster.loop.telemetry.num_preempted
+                others=spare,
+            )
+            with cluster, _killer(cluster, circumstances, capacity, half_done):
+                asked = self.requests if circumstances.num_ranks == 1 else self._half_without_logprobs()
+                completions = cluster.complete(asked)
+                num_preempted = cluster.loop.telemetry.num_preempted
+                num_resumed = cluster.num_resumed
         if feeds is not None:
             feeds.close()
-        engine.check_integrity()
+        if not circumstances.lose_rank:
+            engine.check_integrity()
         engine.close()
         for entry in pool.values():
             entry.drafter.check_integrity()
@@ -178,7 +187,24 @@ class Harness:
             as_intended = as_intended and planner.has_happened
         if circumstances.preempt:
             as_intended = as_intended and num_preempted >= len(self.requests) // 4  # some had ended
+        if circumstances.lose_rank:
+            as_intended = as_intended and num_resumed > 0
         return Run(completions, as_intended)
+
+    @contextmanager
+    def _spare(self, num_tokens: int, circumstances: RunConditions) -> Iterator[Sequence[str]]:
+        """The address of a target of one rank without drafters, for requests of one that loses a rank. Raises RuntimeError:
+        it lost none."""
+        if not circumstances.lose_rank:
+            yield ()
+            return
+        engine = self._make_target(num_tokens, replace(circumstances, num_ranks=1, companions=()))
+        with closing(engine), EmbeddedCluster(engine, self.info, PRECIOUS_PASSES, {}) as cluster:
+            try:
+                yield (cluster.address,)
+            except RuntimeError as error:
+                if "RankLost" not in str(error):
+                    raise
 
     def _native(self, model: CausalModel, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
         if circumstances.num_ranks > 1:
@@ -190,20 +216,18 @@ class Harness:
                 "block_len": BLOCK_LEN,
                 "max_num_sequences": circumstances.max_num_sequences,
                 "max_pass_tokens": MAX_PASS_TOKENS,
-                "max_model_len": self._info.max_model_len,
+                "max_model_len": self.info.max_model_len,
             }
-            layers = feature_layers(circumstances.companions, self._folder)
-            return load_over_local_ranks(circumstances.num_ranks, self._folder, options, layers)
+            layers = feature_layers(circumstances.companions, self.folder)
+            return load_over_local_ranks(circumstances.num_ranks, self.folder, options, layers)
         limits = NativeLimits(
             num_blocks=num_tokens // BLOCK_LEN,
             block_len=BLOCK_LEN,
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
-            max_model_len=self._info.max_model_len,
+            max_model_len=self.info.max_model_len,
         )
-        return NativeTarget(
-            model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions, self._folder)
-        )
+        return NativeTarget(model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions, self.folder))
 
     def _vllm(self, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
         if os.environ.get(RUNNER_V2) == "1":
@@ -213,15 +237,15 @@ class Harness:
 
         limits = VllmLimits(
             dtype="float32",
-            max_model_len=self._info.max_model_len,
+            max_model_len=self.info.max_model_len,
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             block_len=VLLM_BLOCK_LEN,
             kv_cache_bytes=(num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4),
             prefix_cache=circumstances.prefix_cache,
         )
-        eos_token_ids, layers = self._info.eos_token_ids, feature_layers(circumstances.companions, self._folder)
-        return VllmTarget(self._folder, limits, eos_token_ids, layers)
+        eos_token_ids, layers = self.info.eos_token_ids, feature_layers(circumstances.companions, self.folder)
+        return VllmTarget(self.folder, limits, eos_token_ids, layers)
 
     def _half_without_logprobs(self) -> list[Request]:
         plain = [replace(r, sampling=replace(r.sampling, top_logprobs=None)) for r in self.requests]
@@ -233,7 +257,7 @@ class Harness:
         sampling = SamplingParams(
             max_tokens=self._max_tokens, temperature=temperature, seed=index + 1, top_logprobs=NUM_TOP_LOGPROBS
         )
-        max_prompt_len = self._info.max_model_len - self._max_tokens
+        max_prompt_len = self.info.max_model_len - self._max_tokens
         return Request(f"{index}@{temperature}", prompt[-max_prompt_len:], sampling, arrival_s=index * 1e-6)
 
 
@@ -274,6 +298,13 @@ class Alternating(PartitionChoice):
 
     def choose(self, batch: int, num_context: Callable[[], int]) -> str:
         return next(self._names)
+
+
+def _end_last_rank() -> None:
+    """Of the ranks that are processes of this one."""
+    for process in multiprocessing.active_children():
+        if process.name.startswith("rank-"):
+            process.kill()
 
 
 def _calling(call: Callable[[], None]) -> Callable[[Sequence[SequenceView]], Sequence[SequenceView]]:

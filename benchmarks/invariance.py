@@ -21,6 +21,7 @@ from rich.console import Console
 from benchmarks.comparison import TIE_MARGIN, RunComparison, Verdict, compare
 from benchmarks.fault_injection import TruncatedDrafter, truncate_by_content
 from benchmarks.harness import DRAFT_LEN, PATIENT, PRECIOUS_ROWS, Harness, Run, RunConditions
+from benchmarks.made_drafters import under_another_vocabulary, write_eagle3
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
@@ -109,18 +110,20 @@ def _run(options: BenchOptions) -> BenchResult:
     console = Console(stderr=True)
     plain = rig.run(RunConditions(prefix_cache=False))
     outcomes = []
-    for name, circumstances in scenarios(rig, options.model).items():
-        console.print(f"invariance: {name}", highlight=False)
-        start_s = time.monotonic()
-        ran = rig.run(circumstances)
-        seconds = time.monotonic() - start_s
-        pairs = zip(rig.requests, plain.completions, ran.completions, strict=True)
-        outcomes.append(ScenarioOutcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
+    with TemporaryDirectory() as made:
+        for name, circumstances in scenarios(rig, options.model, Path(made)).items():
+            console.print(f"invariance: {name}", highlight=False)
+            start_s = time.monotonic()
+            ran = rig.run(circumstances)
+            seconds = time.monotonic() - start_s
+            pairs = zip(rig.requests, plain.completions, ran.completions, strict=True)
+            outcomes.append(ScenarioOutcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
     return result(rig.requests, outcomes)
 
 
-def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
-    """Conditions by name: every drafter of the default pool and every shipped one alone, then faults.
+def scenarios(rig: Harness, model: str, made: Path) -> Mapping[str, RunConditions]:
+    """Conditions by name: every drafter of the default pool and every shipped one alone, then faults. ``made``: a folder
+    for drafters that are made here.
 
     Faults use drafters that are mostly right, since dropping a wrong draft shows little.
     """
@@ -145,12 +148,16 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
     def alone(config: DrafterConfig) -> RunConditions:
         return RunConditions(companions=(config,)) if config.is_colocated else RunConditions(pool(config))
 
-    others = beyond_defaults(model)
+    path = str(write_eagle3(made / "eagle3", rig.folder))
+    eagle3 = HiddenStateOptions(kind="eagle3", path=path, dtype="float32", min_survival=0.0)
+    others = [*beyond_defaults(model), DrafterConfig(name="eagle3", options=eagle3)]
     colocated = [config for config in others if config.is_colocated]
     two_ranks = {f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in colocated}
     readers = [config for config in colocated if isinstance(config.options, HiddenStateOptions)]
-    remote = {one.name: RunConditions(companions=(one.model_copy(update={"remote": True}),)) for one in readers}
-    lanes = {f"{one.name} in a lane": replace(alone(one), divided=True) for one in colocated if rig.has_ranks}
+    remote = {f"remote {one.name}": RunConditions(companions=(one.model_copy(update={"remote": True}),)) for one in readers}
+    reading = {one.name: alone(one) for one in readers} | remote
+    losing = {f"{name}, a rank dies": replace(one, num_ranks=2, lose_rank=True) for name, one in reading.items()}
+    lanes = {f"{one.name} in a lane": replace(alone(one), divided=True) for one in colocated}
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
@@ -158,9 +165,10 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         **{config.name: RunConditions(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
         **{f"pool's {config.name}": alone(config) for config in others},
         **planning(mixed),
-        **{f"remote {name}": one for name, one in remote.items()},
-        **{f"remote {name}, tensor link cut": replace(one, cut=True) for name, one in remote.items()},
-        **lanes,
+        **remote,
+        **{f"{name}, tensor link cut": replace(one, cut=True) for name, one in remote.items()},
+        **(lanes | losing if rig.has_ranks else {}),
+        "other vocabulary": RunConditions(lambda: {"other": under_another_vocabulary(rig.folder, rig.info)}),
         SELF: RunConditions(pool(own)),
         "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": RunConditions(cut(truncate_by_content)),

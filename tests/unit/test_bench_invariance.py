@@ -63,7 +63,7 @@ def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
     assert result.figures["as_meant_fraction"] == 1.0
     rows = _rows(result)
     assert result.figures["num_runs"] == 2 * invariance.NUM_PROMPTS_QUICK * len(rows)
-    assert {"ngram", "suffix", "model", invariance.SELF} <= rows.keys()
+    assert {"ngram", "suffix", "model", "other vocabulary", "remote eagle3, a rank dies", invariance.SELF} <= rows.keys()
     planned = {f"draft_length {kind}" for kind in router.drafting.policies.DRAFT_LENGTHS} - {"draft_length outrider"}
     planned |= {f"verify {name}" for name in VERIFICATION_POLICIES} - {"verify all"}
     planned |= {f"overlap {name}" for name in OVERLAP_POLICIES} - {"overlap gain"}

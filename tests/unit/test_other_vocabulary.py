@@ -1,13 +1,11 @@
 """A drafter with another tokenizer than its target's: the same text, tokens of its own."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from benchmarks.made_drafters import under_another_vocabulary
 from cluster.config import DrafterConfig, ModelOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
@@ -15,12 +13,8 @@ from drafters.model import ModelDrafter
 from drafters.other_vocabulary import OtherVocabulary
 from drafters.protocol import Demand, Drafter
 from drafters.registry import make_drafter
-from drafters.small_model import SmallModel
-from engine.factory import build_model
 from engine.models.config import load_config
-from engine.models.token_bytes import read_token_bytes
-from engine.models.tokenizer import fingerprint, read_vocabulary
-from engine.models.weights import DenseWeights, open_weights
+from engine.models.tokenizer import fingerprint
 from tests.support.tiny_model import END, write_renamed, write_tiny_model
 from tests.unit.test_drafters_model import GREEDY, PENALIZED, PROMPT, SAMPLED, VOCAB_SIZE, plain_run, ride
 
@@ -95,38 +89,14 @@ def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
     assert vocabulary.own([1]) == vocabulary.own([7]) == vocabulary.own([99]) == ()
 
 
-class _Renumbered:
-    """``engine.models.weights.Weights``: row i of embedding and head is that of token ``ids[i]``."""
-
-    def __init__(self, weights: DenseWeights, ids: Sequence[int]) -> None:
-        self.layers, self.final_norm = weights.layers, weights.final_norm
-        self._weights, self._ids = weights, torch.tensor(ids)
-
-    def embedding(self) -> torch.Tensor:
-        return self._weights.embedding()[self._ids]
-
-    def head(self) -> torch.Tensor:
-        return self._weights.head()[self._ids]
-
-
 @pytest.mark.model
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_real_target_renumbered_and_with_a_part_of_its_vocabulary(model_folder: Path, sampling: SamplingParams) -> None:
     """All of its tokens under other numbers: always right. With some it reads the others as parts, and misses them."""
     config = load_config(model_folder)
-    spelled, controls = read_token_bytes(model_folder, config.vocab_size), read_vocabulary(model_folder).special
+    target = ModelInfo("target", config.vocab_size, 512, config.eos_token_ids, fingerprint(model_folder))
     output, shares = plain_run(model_folder, sampling, 32), []
-    for num in (config.vocab_size, config.vocab_size // 16):
-        ids = random.Random(5).sample(range(num), num)
-        own_controls = {i: controls[token_id] for i, token_id in enumerate(ids) if token_id in controls}
-        ends = [ids.index(token_id) for token_id in config.eos_token_ids]
-        own = [spelled[token_id] for token_id in ids]
-        vocabulary = OtherVocabulary(own, spelled, own_controls, controls, ends, config.eos_token_ids)
-        with open_weights(model_folder, config, torch.float32) as weights:
-            model = build_model(replace(config, vocab_size=num), _Renumbered(weights, ids), "float32", "cpu")
-        small = SmallModel(
-            model, num_blocks=32, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids, vocabulary=vocabulary
-        )
-        drafted, accepted = ride(ModelDrafter(small), output, sampling, 5)
+    for share in (1.0, 1 / 16):
+        drafted, accepted = ride(under_another_vocabulary(model_folder, target, share), output, sampling, 5)
         shares.append(accepted / drafted)
     assert shares[0] == 1.0 > shares[1] > 0.4
