@@ -14,6 +14,7 @@ from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.ops import CpuOps
 from engine.cpu.packed import product_dtype
+from engine.cpu.quantised import packed_folder
 from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import AS_SHIPPED, choose_dtype
@@ -129,7 +130,8 @@ def load_model(
     dtype = choose_dtype(dtype, device)
     of_rank = None if ranks is None else ModelRanks(ranks, shard_of(config, ranks.rank, ranks.num_ranks))
     if dtype == AS_SHIPPED:
-        return build_model(config, shipped_weights(shipped_file(folder), config), dtype, device, block_len)
+        file = shipped_file(folder)
+        return build_model(config, shipped_weights(file, config, packed_folder(folder, file)), dtype, device, block_len)
     with open_weights(folder, config, DTYPES[dtype], None if of_rank is None else of_rank.shard) as weights:
         return build_model(config, weights, dtype, device, block_len, of_rank)
 

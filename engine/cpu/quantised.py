@@ -1,15 +1,35 @@
-"""Products with block-quantised weights on a CPU, computed by ``quantised.c`` from prepacked weights."""
+"""Products with block-quantised weights on a CPU, computed by ``quantised.c`` from prepacked weights. Those of a prepared
+model are files of its folder, mapped by every process."""
 
 import ctypes
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cluster.private_folder import cache_folder
 from engine.cpu.native_product import NativeProduct
+from engine.models import gguf_file, quantised, weights
 from engine.models.quantised import Blocks, QuantisedMatrix
 
 _PANEL = 32  # as in quantised.c
 _PACKED = 2**24  # weights that are packed at once, which takes ten bytes of each
+_LEFT_FREE = 2**30  # bytes of a disk
+_ABANDONED_S = 600.0  # age of a partial file whose process has ended
+_PARTIAL, _LAYOUT = ".part-", "packed-"
+_MADE_BY = (__file__, gguf_file.__file__, quantised.__file__, weights.__file__)
+
+logger = logging.getLogger(__name__)
 
 
 class _Quantised(ctypes.Structure):
@@ -29,20 +49,29 @@ class QuantisedLinear:
         self._function.restype = ctypes.c_int
         self._dtype = dtype
         self._num_out, self._num_in = weight.shape
-        blocks = weight.blocks()
-        halves = blocks.halves and bool(library.quantised_halves())
-        factors, num = torch.float16 if halves else torch.float32, -(-_PACKED // self._num_in // _PANEL) * _PANEL
-        self._weights = torch.cat([_packed(blocks.rows(i, i + num), factors) for i in range(0, self._num_out, num)])
+        kind = weight.blocks(1)
+        halves, has_mins = kind.halves and bool(library.quantised_halves()), kind.minimum is not None
+        block_len = kind.q.shape[2]
+        factors = torch.float16 if halves else torch.float32
+        block_bytes = _PANEL * (block_len * kind.bits // 8 + factors.itemsize * (1 + has_mins))
+        num_bytes = -(-self._num_out // _PANEL) * (self._num_in // block_len) * block_bytes
+
+        def parts() -> Iterator[Tensor]:
+            blocks, num = weight.blocks(), -(-_PACKED // self._num_in // _PANEL) * _PANEL
+            return (_packed(blocks.rows(i, i + num), factors) for i in range(0, self._num_out, num))
+
+        path = weight.packed and weight.packed.with_name(f"{weight.packed.name}.{factors.itemsize}")
+        self._weights = _shared(path, num_bytes, parts)
         padding = (0, -self._num_out % _PANEL)
         self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), padding).contiguous()
         self._product = _Quantised(
             self._num_in,
             self._num_out,
-            blocks.q.shape[2],
-            blocks.bits,
-            blocks.zero,
+            block_len,
+            kind.bits,
+            kind.zero,
             halves,
-            blocks.minimum is not None,
+            has_mins,
             self._weights.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
         )
@@ -56,6 +85,64 @@ class QuantisedLinear:
         if self._function(self._at, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()):
             raise MemoryError(f"no memory for a product of {x.shape[0]} rows with {self._num_in} inputs")
         return out
+
+
+def packed_folder(folder: Path, file: Path) -> Path | None:
+    """Where processes share the packed weights of ``file``, in the ``folder`` of its model: of this version and this layout.
+    None: the folder is not one of the cache."""
+    if folder.parent != cache_folder() / "models":
+        return None
+    stat, layout = file.stat(), hashlib.sha256()
+    for part in (*(Path(source).read_bytes() for source in _MADE_BY), f"{stat.st_size} {stat.st_mtime_ns}".encode()):
+        layout.update(part)
+    return folder / f"{_LAYOUT}{layout.hexdigest()[:16]}"
+
+
+def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tensor]]) -> Tensor:
+    """uint8 [num_bytes], mapped from the file, which is written where it is missing; else memory of this process."""
+    if path is not None:
+        try:
+            if not _is_whole(path, num_bytes):
+                _write(path, num_bytes, parts())
+            return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:  # the latter: it cannot be mapped
+            _log_private(path.parent, getattr(error, "strerror", None) or "they cannot be mapped")
+    return torch.cat(list(parts()))
+
+
+def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
+    """The file appears when it is whole and on disk; of several processes the first one's stays. Removes other layouts, and
+    what killed processes left. Raises OSError."""
+    folder = path.parent
+    if not folder.is_dir():
+        for other in folder.parent.glob(f"{_LAYOUT}*"):
+            shutil.rmtree(other, ignore_errors=True)  # who has mapped its files keeps them
+        folder.mkdir(exist_ok=True)
+    for other in folder.glob(f"{_PARTIAL}*"):
+        with suppress(FileNotFoundError):
+            if other.stat().st_mtime < time.time() - _ABANDONED_S:
+                other.unlink()
+    if shutil.disk_usage(folder).free < num_bytes + _LEFT_FREE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    with tempfile.NamedTemporaryFile(prefix=_PARTIAL, dir=folder) as partial:
+        for part in parts:
+            partial.write(part.numpy().data)
+        partial.flush()
+        os.fchmod(partial.fileno(), 0o644)
+        os.fsync(partial.fileno())
+        if not _is_whole(path, num_bytes):
+            path.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            os.link(partial.name, path)
+
+
+def _is_whole(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+@cache
+def _log_private(folder: Path, why: str) -> None:
+    logger.warning("packed weights are kept in this process's own memory, not in %s: %s", folder, why)
 
 
 def _packed(blocks: Blocks, factors: torch.dtype) -> Tensor:

@@ -102,11 +102,12 @@ class GgufFile:
 
 class GgufTensors:
     """``engine.models.weights.TensorSource`` over a GGUF file. ``dtype``: that quantised matrices are restored to; None:
-    they stay as they lie there."""
+    they stay as they lie there. ``packed``: a folder for what products make of whole matrices; None: they keep it."""
 
-    def __init__(self, file: GgufFile, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, file: GgufFile, dtype: torch.dtype | None = None, packed: Path | None = None) -> None:
         self._file = file
         self._dtype = dtype
+        self._packed = packed
 
     @cached_property
     def _interleaved(self) -> Mapping[str, int]:
@@ -134,7 +135,8 @@ class GgufTensors:
             floats = self._file.floats(name)
             floats = floats if order is None else floats[torch.from_numpy(order)]
             return floats if columns is None else floats[..., wanted]
-        matrix = QuantisedMatrix(info.kind, blocks if order is None else blocks[order], shape[-1])
+        packed = None if self._packed is None else self._packed / name
+        matrix = QuantisedMatrix(info.kind, blocks if order is None else blocks[order], shape[-1], packed)
         return matrix if self._dtype is None else matrix.dequantised(self._dtype)[:, wanted]
 
     def _order(self, name: str, num_rows: int) -> NDArray[np.int64] | None:

@@ -7,7 +7,9 @@ Block layouts are ggml's, by its number of the type.
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -140,23 +142,25 @@ BLOCKS = {
 
 
 class QuantisedMatrix:
-    """[outputs, inputs], as its bytes in the file. ``raw``: [outputs, bytes of a row]."""
+    """[outputs, inputs], as its bytes in the file. ``raw``: [outputs, bytes of a row]. ``packed``: a file for what a
+    product makes of it; None: the product keeps it."""
 
-    def __init__(self, kind: int, raw: Bytes, num_in: int) -> None:
+    def __init__(self, kind: int, raw: Bytes, num_in: int, packed: Path | None = None) -> None:
         self._parts = [(kind, raw)]
         self.shape = (len(raw), num_in)
+        self.packed = packed
 
     @staticmethod
     def joined(matrices: Sequence["QuantisedMatrix"]) -> "QuantisedMatrix":
         """One below the other."""
-        whole = QuantisedMatrix.__new__(QuantisedMatrix)
+        whole = copy(matrices[0])
         whole._parts = [part for matrix in matrices for part in matrix._parts]
         whole.shape = (sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1])
         return whole
 
-    def blocks(self) -> Blocks:
-        """Types that differ are brought to a common one."""
-        found = [_read(kind, raw) for kind, raw in self._parts]
+    def blocks(self, most: int | None = None) -> Blocks:
+        """Types that differ are brought to a common one. ``most``: rows of each matrix that was joined; None: all."""
+        found = [_read(kind, raw[:most]) for kind, raw in self._parts]
         if len({kind for kind, _ in self._parts}) > 1:
             block_len = min(one.q.shape[2] for one in found)
             found = [one.widened(block_len) for one in found]

@@ -281,9 +281,10 @@ def open_weights(
         yield DenseWeights(config, source, dtype, shard)
 
 
-def shipped_weights(file: Path, config: DecoderConfig) -> "TensorWeights":
-    """The weights of a GGUF file: quantised ones as they are, others in fp32. Raises ModelUnavailable."""
-    return TensorWeights(config, GgufTensors(GgufFile(file)), torch.float32)
+def shipped_weights(file: Path, config: DecoderConfig, packed: Path | None = None) -> "TensorWeights":
+    """The weights of a GGUF file: quantised ones as they are, others in fp32. ``packed``: as of ``GgufTensors``. Raises
+    ModelUnavailable."""
+    return TensorWeights(config, GgufTensors(GgufFile(file), packed=packed), torch.float32)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,6 +1,8 @@
 """Block-quantised weights of GGUF files: their layouts, their products, and a model served as shipped."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cluster.errors import ModelUnavailable
 from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
+from engine.cpu import quantised as packing
 from engine.cpu.build import HEADERS, SOURCES, load_library
-from engine.cpu.quantised import _PACKED, QuantisedLinear
+from engine.cpu.quantised import _PACKED, QuantisedLinear, _shared, packed_folder
 from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
@@ -202,6 +205,64 @@ def test_a_model_as_shipped_does_not_depend_on_how_its_rows_are_divided(shipped_
     model, token_ids = load_model(shipped_folder, "as-shipped"), tuple(range(3, 103))
     whole = logits_in_parts(model, token_ids, 100)
     assert all(torch.equal(logits_in_parts(model, token_ids, num), whole) for num in (1, 2, 7, 13, 64))
+
+
+@needs_compiler
+def test_processes_map_the_packed_weights_of_a_prepared_model(
+    shipped_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    assert packed_folder(shipped_folder, shipped_folder / "model.gguf") is None
+    folder, token_ids = tmp_path / "models" / "tiny", tuple(range(3, 20))
+    shutil.copytree(shipped_folder, folder)
+    packed = packed_folder(folder, folder / "model.gguf")
+    assert packed is not None
+    first, files = load_model(folder, "as-shipped"), {}
+    expected = logits_in_parts(load_model(shipped_folder, "as-shipped"), token_ids, 17)
+    for model in (first, load_model(folder, "as-shipped"), load_model(folder, "as-shipped", num_layers=1)):
+        files = {file: file.stat().st_mtime_ns for file in packed.iterdir()} if model is first else files
+        assert {file: file.stat().st_mtime_ns for file in packed.iterdir()} == files
+        assert model.config.num_layers == 1 or torch.equal(logits_in_parts(model, token_ids, 17), expected)
+    assert Path("/proc/self/maps").read_text().count(str(packed)) == len(files) + 4 + 1  # of one layer, and the head
+    os.utime(folder / "model.gguf", ns=(0, 0))
+    assert load_model(folder, "as-shipped")
+    assert not packed.exists()
+    assert torch.equal(logits_in_parts(first, token_ids, 17), expected)
+
+
+WEIGHTS = torch.arange(200, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("fault", ["cut off", "no folder", "full", "two at once", "killed"])
+def test_packed_weights_are_right_whatever_lies_in_their_place(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, found = tmp_path / "packed-a", []
+    path, is_private = folder / "weight", fault in ("no folder", "full")
+    if fault == "no folder":
+        folder.touch()
+    elif fault == "full":
+        monkeypatch.setattr(packing, "_LEFT_FREE", 2**60)
+    else:
+        folder.mkdir()
+        path.write_bytes(b"half" if fault == "cut off" else b"")
+        (folder / ".part-x").touch()
+        os.utime(folder / ".part-x", (0, 0))
+
+    def parts() -> Iterator[torch.Tensor]:
+        yield WEIGHTS[:100]
+        if fault == "two at once" and not found:
+            found.append(path)
+            assert torch.equal(_shared(path, 200, parts), WEIGHTS)
+            found[:] = [path.stat().st_ino]
+        yield WEIGHTS[100:]
+
+    assert torch.equal(_shared(path, 200, parts), WEIGHTS)
+    assert torch.equal(_shared(path, 200, parts), WEIGHTS)
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"] * is_private
+    if not is_private:
+        assert [file.name for file in folder.iterdir()] == ["weight"]
+        assert not found or found == [path.stat().st_ino]
 
 
 def _dense(folder: Path) -> CausalModel:
