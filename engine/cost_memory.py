@@ -3,8 +3,6 @@
 import hashlib
 import json
 import logging
-from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -12,6 +10,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from cluster.config import Section
 from cluster.errors import InvalidField
 from cluster.state import StateStore, StateUnavailable
+from engine.models.manifest import code_version
 from profiler.latency import Seconds
 from profiler.profile import Identity
 from router.cost_model import TableCost, monotone
@@ -19,7 +18,6 @@ from router.cost_model import TableCost, monotone
 logger = logging.getLogger(__name__)
 
 PREFIX = "cost"
-_SOURCES = Path(__file__).parent
 
 
 class _Stored(Section):
@@ -63,12 +61,3 @@ class CostMemory:
             self._store.put(self._key, {"points": points, "per_context_s": cost.per_context_s})
         except (StateUnavailable, InvalidField) as error:
             logger.warning("pass costs cannot be stored, the next start measures them again: %s", error)
-
-
-@cache
-def code_version() -> str:
-    """A digest of the engine's sources, since changed kernels have other times."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in _SOURCES.rglob("*") if file.suffix in (".py", ".c", ".h")):
-        digest.update(file.relative_to(_SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]

@@ -14,14 +14,13 @@ from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.ops import CpuOps
 from engine.cpu.packed import product_dtype
-from engine.cpu.quantised import packed_folder
 from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import AS_SHIPPED, choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
-from engine.models.prepare import shipped_file
+from engine.models.prepare import packed_folder, shipped_file
 from engine.models.weights import Weights, open_weights, shipped_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Graphs, GumbelArgmax, Ops, TorchOps

@@ -3,7 +3,6 @@ model are files of its folder, mapped by every process."""
 
 import ctypes
 import errno
-import hashlib
 import logging
 import os
 import shutil
@@ -17,17 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.private_folder import cache_folder
-from engine.cpu.native_product import NativeProduct
-from engine.models import gguf_file, quantised, weights
+from engine.cpu.native_product import PANEL, NativeLinear, address, padded
+from engine.models.prepare import PACKED
 from engine.models.quantised import Blocks, QuantisedMatrix
 
-_PANEL = 32  # as in quantised.c
 _PACKED = 2**24  # weights that are packed at once, which takes ten bytes of each
 _LEFT_FREE = 2**30  # bytes of a disk
 _ABANDONED_S = 600.0  # age of a partial file whose process has ended
-_PARTIAL, _LAYOUT = ".part-", "packed-"
-_MADE_BY = (__file__, gguf_file.__file__, quantised.__file__, weights.__file__)
+_PARTIAL = ".part-"
 
 logger = logging.getLogger(__name__)
 
@@ -39,63 +35,26 @@ class _Quantised(ctypes.Structure):
     ]
 
 
-class QuantisedLinear:
-    """``engine.ops.Linear``. Inputs are rounded to 16 bits of their row's scale, weights are exact. A row's result is
-    bit-identical whatever else is in the batch. Bytes of 4-bit blocks and of Q8_0 are those of the file."""
+class QuantisedLinear(NativeLinear):
+    """Inputs are rounded to 16 bits of their row's scale, weights are exact. Bytes of 4-bit blocks and of Q8_0 are those of
+    the GGUF file. ``dtype``: of activations."""
 
     def __init__(self, library: ctypes.CDLL, weight: QuantisedMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self._function = library.quantised_product
-        self._function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_int64, ctypes.c_int)
-        self._function.restype = ctypes.c_int
-        self._dtype = dtype
-        self._num_out, self._num_in = weight.shape
-        kind = weight.blocks(1)
+        (num_out, num_in), kind = weight.shape, weight.blocks(1)
         halves, has_mins = kind.halves and bool(library.quantised_halves()), kind.minimum is not None
-        block_len = kind.q.shape[2]
-        factors = torch.float16 if halves else torch.float32
-        block_bytes = _PANEL * (block_len * kind.bits // 8 + factors.itemsize * (1 + has_mins))
-        num_bytes = -(-self._num_out // _PANEL) * (self._num_in // block_len) * block_bytes
+        block_len, factors = kind.q.shape[2], torch.float16 if halves else torch.float32
+        block_bytes = PANEL * (block_len * kind.bits // 8 + factors.itemsize * (1 + has_mins))
 
         def parts() -> Iterator[Tensor]:
-            blocks, num = weight.blocks(), -(-_PACKED // self._num_in // _PANEL) * _PANEL
-            return (_packed(blocks.rows(i, i + num), factors) for i in range(0, self._num_out, num))
+            blocks, num = weight.blocks(), -(-_PACKED // num_in // PANEL) * PANEL
+            return (_packed(blocks.rows(i, i + num), factors) for i in range(0, num_out, num))
 
         path = weight.packed and weight.packed.with_name(f"{weight.packed.name}.{factors.itemsize}")
-        self._weights = _shared(path, num_bytes, parts)
-        padding = (0, -self._num_out % _PANEL)
-        self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), padding).contiguous()
-        self._product = _Quantised(
-            self._num_in,
-            self._num_out,
-            block_len,
-            kind.bits,
-            kind.zero,
-            halves,
-            has_mins,
-            self._weights.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-        )
-        self._at = ctypes.byref(self._product)
-        self.native = NativeProduct(library.quantised_product, self._product, self._num_out)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] in the dtype."""
-        x = x.contiguous()
-        out = torch.empty(x.shape[0], self._num_out, dtype=self._dtype)
-        if self._function(self._at, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()):
-            raise MemoryError(f"no memory for a product of {x.shape[0]} rows with {self._num_in} inputs")
-        return out
-
-
-def packed_folder(folder: Path, file: Path) -> Path | None:
-    """Where processes share the packed weights of ``file``, in the ``folder`` of its model: of this version and this layout.
-    None: the folder is not one of the cache."""
-    if folder.parent != cache_folder() / "models":
-        return None
-    stat, layout = file.stat(), hashlib.sha256()
-    for part in (*(Path(source).read_bytes() for source in _MADE_BY), f"{stat.st_size} {stat.st_mtime_ns}".encode()):
-        layout.update(part)
-    return folder / f"{_LAYOUT}{layout.hexdigest()[:16]}"
+        self._weights = _shared(path, -(-num_out // PANEL) * (num_in // block_len) * block_bytes, parts)
+        self._bias = None if bias is None else padded(bias)
+        settings = block_len, kind.bits, kind.zero, halves, has_mins
+        product = _Quantised(num_in, num_out, *settings, self._weights.data_ptr(), address(self._bias))
+        super().__init__(library.quantised_product, product, dtype)
 
 
 def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tensor]]) -> Tensor:
@@ -115,7 +74,7 @@ def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
     what killed processes left. Raises OSError."""
     folder = path.parent
     if not folder.is_dir():
-        for other in folder.parent.glob(f"{_LAYOUT}*"):
+        for other in folder.parent.glob(f"{PACKED}*"):
             shutil.rmtree(other, ignore_errors=True)  # who has mapped its files keeps them
         folder.mkdir(exist_ok=True)
     for other in folder.glob(f"{_PARTIAL}*"):
@@ -163,6 +122,6 @@ def _packed(blocks: Blocks, factors: torch.dtype) -> Tensor:
 
 def _in_panels(values: Tensor) -> Tensor:
     """[outputs, ...] -> [panels, 32, ...], filled up with zeros."""
-    padding = (0, 0) * (values.dim() - 1) + (0, -len(values) % _PANEL)
+    padding = (0, 0) * (values.dim() - 1) + (0, -len(values) % PANEL)
     padded: Tensor = torch.nn.functional.pad(values, padding)
-    return padded.view(-1, _PANEL, *values.shape[1:])
+    return padded.view(-1, PANEL, *values.shape[1:])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 from cluster.errors import ModelUnavailable
 from engine.models.prepare import weights_file
@@ -27,10 +28,13 @@ def model_fingerprint(folder: Path) -> str:
     shipped = weights_file(folder)
     for path in sorted(folder.glob("*.safetensors")) if shipped is None else (shipped,):
         try:
-            if path == shipped:
-                _add_spots(digest, path)
-            else:
+            if path != shipped:
                 _add_weights(digest, path)
+                continue
+            num_bytes = path.stat().st_size
+            digest.update(f"{num_bytes} ".encode())
+            with path.open("rb") as file:
+                _add_spots(digest, file, 0, num_bytes, _NUM_FILE_SPOTS)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelUnavailable(f"{path} cannot be read ({error!r}); it may be half-written") from error
     return digest.hexdigest()
@@ -42,27 +46,16 @@ def _add_weights(digest: "hashlib.blake2b", path: Path) -> None:
         digest.update(header)
         first = file.tell()
         for name, tensor in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
-            for at, length in _spots(end - start):
-                file.seek(first + start + at)
-                digest.update(file.read(length))
+            if name != "__metadata__":
+                start, end = (first + offset for offset in tensor["data_offsets"])
+                _add_spots(digest, file, start, end)
 
 
-def _add_spots(digest: "hashlib.blake2b", path: Path) -> None:
-    """Of a whole GGUF file."""
-    num_bytes = path.stat().st_size
-    digest.update(f"{num_bytes} ".encode())
-    with path.open("rb") as file:
-        for at, length in _spots(num_bytes, _NUM_FILE_SPOTS):
-            file.seek(at)
-            digest.update(file.read(length))
-
-
-def _spots(num_bytes: int, num: int = _NUM_SPOTS) -> list[tuple[int, int]]:
-    """Offsets and lengths of the samples, spread evenly over a tensor or a file."""
-    if num_bytes <= num * _SPOT_BYTES * 2:
-        return [(0, num_bytes)]
-    stride = (num_bytes - _SPOT_BYTES) / (num - 1)
-    return [(int(i * stride), _SPOT_BYTES) for i in range(num)]
+def _add_spots(digest: "hashlib.blake2b", file: BinaryIO, start: int, end: int, num: int = _NUM_SPOTS) -> None:
+    """Samples, spread evenly over a tensor or a file."""
+    stride, length = (end - start - _SPOT_BYTES) / (num - 1), _SPOT_BYTES
+    if end - start <= num * _SPOT_BYTES * 2:
+        num, length = 1, end - start
+    for i in range(num):
+        file.seek(start + int(i * stride))
+        digest.update(file.read(length))

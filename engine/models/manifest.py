@@ -5,11 +5,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from cluster.errors import ModelUnavailable
 
 MANIFEST = "outrider.json"
+_ENGINE = Path(__file__).parents[1]
 TENSORS = "tensors.json"  # of a GGUF file: {name: [shape, bytes of a weight in memory, as shipped]}
 
 
@@ -71,3 +73,12 @@ def shipped_tensors(folder: Path) -> dict[str, tuple[list[int], float]]:
     """Shapes, and bytes of a weight in memory as shipped, of the GGUF file that a folder was made from. {}: of none."""
     path = folder / TENSORS
     return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+@cache
+def code_version() -> str:
+    """A digest of the engine's sources, since changed kernels have other times."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in _ENGINE.rglob("*") if file.suffix in (".py", ".c", ".h")):
+        digest.update(file.relative_to(_ENGINE).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -9,14 +9,14 @@ import glob
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,10 +32,11 @@ from cluster.private_folder import cache_folder
 from engine.models import hub
 from engine.models.config import load_config
 from engine.models.hub import Progress, no_progress
-from engine.models.manifest import TENSORS, Manifest, sha256
+from engine.models.manifest import TENSORS, Manifest, code_version, sha256
 
 STALLED_S = 300.0  # the longest time between two steps of a preparation
 _LOCK_POLL_S = 0.2
+PACKED = "packed-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,16 @@ def shipped_file(folder: Path) -> Path:
     if len(files := sorted(folder.glob(f"*{GGUF}"))) == 1 and files[0].is_file():
         return files[0]
     raise ModelUnavailable(f"{folder} holds {len(files)} GGUF files, and target.dtype as-shipped needs one")
+
+
+def packed_folder(folder: Path, file: Path) -> Path | None:
+    """Where processes share the weights of ``file`` as products read them, in the ``folder`` of its model: of the file's
+    version and the engine's. None: the folder is not one of the cache."""
+    if folder.parent != cache_folder() / "models":
+        return None
+    stat = file.stat()
+    version = f"{code_version()} {stat.st_size} {stat.st_mtime_ns}"
+    return folder / f"{PACKED}{hashlib.sha256(version.encode()).hexdigest()[:16]}"
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -340,42 +351,26 @@ def _convert_gguf(source: Path, folder: Path, progress: Progress, *, with_weight
     """Converts in a child process (``engine.models.gguf``). Raises ModelUnavailable: it failed; quotes the last line of its
     stderr."""
     command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder), *(["weights"] if with_weights else [])]
-    quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    quiet = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **quiet})
-        with child, _killed_when_stalled(child) as alive:
+        with subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=errors, env=quiet) as child:
             assert child.stdout is not None
-            for line in child.stdout:
-                alive()
-                fraction, _, what = line.strip().partition(" ")
-                progress(what, 0.05 + 0.85 * float(fraction))
+            output = select.poll()
+            output.register(child.stdout)
+            try:
+                while (ready := output.poll(STALLED_S * 1000)) and (line := child.stdout.readline()):
+                    fraction, _, what = line.decode().strip().partition(" ")
+                    progress(what, 0.05 + 0.85 * float(fraction))
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STALLED_S if ready else 0)
+            finally:
+                child.kill()
         if child.returncode != 0:
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
             if child.returncode == -signal.SIGKILL:
                 reason = f"it was killed, for want of memory or after {STALLED_S:.0f} s without progress"
             raise ModelUnavailable(f"{source} could not be converted: {reason}")
-
-
-@contextmanager
-def _killed_when_stalled(child: subprocess.Popen[str]) -> Iterator[Callable[[], None]]:
-    """Kills the child when it reports nothing for STALLED_S, or when the block raises. Yields what tells a report."""
-    timer = threading.Timer(STALLED_S, child.kill)
-
-    def restart() -> None:
-        nonlocal timer
-        timer.cancel()
-        timer = threading.Timer(STALLED_S, child.kill)
-        timer.start()
-
-    restart()
-    try:
-        yield restart
-    except BaseException:
-        child.kill()
-        raise
-    finally:
-        timer.cancel()
 
 
 @contextmanager

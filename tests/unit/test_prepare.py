@@ -5,8 +5,6 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
-import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -200,14 +198,6 @@ def test_a_lock_that_is_never_released_is_an_error(conversions: Conversions, hom
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ModelUnavailable, match="another process holds this lock"):
             ensure_model(NAME)
-
-
-def test_a_conversion_is_ended_when_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "STALLED_S", 0.2)
-    child = subprocess.Popen(["sleep", "60"], text=True)
-    with child, prepare._killed_when_stalled(child) as alive:
-        alive()
-        assert child.wait(timeout=30) == -signal.SIGKILL
 
 
 def test_only_commits_that_left_the_hubs_cache_lose_their_preparation(

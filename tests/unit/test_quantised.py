@@ -20,12 +20,13 @@ from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
 from engine.cpu import quantised as packing
 from engine.cpu.build import HEADERS, SOURCES, load_library
-from engine.cpu.quantised import _PACKED, QuantisedLinear, _shared, packed_folder
+from engine.cpu.quantised import _PACKED, QuantisedLinear, _shared
 from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile, GgufTensors
+from engine.models.prepare import packed_folder
 from engine.models.quantised import BLOCKS, QuantisedMatrix, shipped_bytes
 from engine.models.weights import DenseWeights, shipped_weights
 from engine.ops import TorchOps
