@@ -6,7 +6,7 @@ token ids of a reduced head (the whole head without it). Embedding and head are 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from engine.factory import DTYPES, build_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
+from engine.models.prepare import weights_file
+from engine.models.quantised import QuantisedMatrix
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, DenseWeights, SafetensorsFolder, write_atomically
+from engine.models.weights import SINGLE, DenseWeights, SafetensorsFolder, open_weights, shipped_weights, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -41,10 +43,11 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
     trained_for = json.loads((folder / "config.json").read_text()).get("tokenizer_fingerprint")
     check_trained_for(f"the drafter in {folder}", trained_for, fingerprint(target_folder), target_folder.name)
     with ExitStack() as stack:
-        own, rows = SafetensorsFolder(folder, stack), SafetensorsFolder(target_folder, stack)
-        token_ids = _token_ids(folder, config.vocab_size)
-        kind = DTYPES[dtype]
-        weights = _SharedRows(DenseWeights(config, own, kind), DenseWeights(target, rows, kind), token_ids)
+        kind, token_ids = DTYPES[dtype], _token_ids(folder, config.vocab_size)
+        own, rows = SafetensorsFolder(folder, stack), stack.enter_context(open_weights(target_folder, target, kind))
+        weights = _SharedRows(DenseWeights(config, own, kind), rows, token_ids)
+        if kind == torch.bfloat16 and (file := weights_file(target_folder)) is not None:
+            weights.embedding = shipped_weights(file, target).embedding  # mapped, where the target reads it, too
         return build_model(config, weights, dtype, device), token_ids
 
 
@@ -80,7 +83,8 @@ class _SharedRows:
 
     def __init__(self, own: DenseWeights, target: DenseWeights, token_ids: Tensor | None) -> None:
         self._target, self._token_ids = target, token_ids
-        self.layers, self.final_norm, self.embedding = own.layers, own.final_norm, target.embedding
+        self.layers, self.final_norm = own.layers, own.final_norm
+        self.embedding: Callable[[], Tensor | QuantisedMatrix] = target.embedding
 
     def head(self) -> Tensor:
         head = self._target.head()

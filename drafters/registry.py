@@ -143,7 +143,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
             vocabulary = other_vocabulary(folder, model.config, settings_folder(target), site.target)
     small = SmallModel(
         model,
-        num_blocks=num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype),
+        num_blocks=num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.kv_dtype),
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,

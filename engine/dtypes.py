@@ -31,7 +31,7 @@ def choose_dtype(
         is_final: False: logs nothing.
     """
     if dtype != AUTO:
-        return dtype
+        return BFLOAT16 if (dtype, device) == (AS_SHIPPED, "cuda") else dtype
     fault = kernels_fault() if engine != "vllm" else "vllm does not use them"
     if device == "cuda":
         chosen, reason = BFLOAT16, "it is on a GPU"
@@ -69,9 +69,9 @@ def resolve_dtypes(config: Config) -> Config:
     nodes, so that replicas on CPUs of different levels compute in the same dtype."""
     target = config.target
     dtype = AS_SHIPPED if _is_faster_as_shipped(config) else choose_dtype(target.dtype, target.device, engine=target.engine)
-    target = target.model_copy(update={"dtype": dtype})
+    target, shared = target.model_copy(update={"dtype": dtype}), config.model.name if dtype == AS_SHIPPED else None
     drafters = tuple(
-        one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one
+        one.model_copy(update={"options": _with_dtype(one.options, one.device, shared)}) if one.has_model else one
         for one in config.drafters
     )
     return config.model_copy(update={"target": target, "drafters": drafters})
@@ -96,11 +96,14 @@ def _is_faster_as_shipped(config: Config) -> bool:
     return True
 
 
-def _with_dtype(options: DrafterOptions, device: str) -> DrafterOptions:
+def _with_dtype(options: DrafterOptions, device: str, shared: str | None) -> DrafterOptions:
+    """``shared``: the model whose weights the target maps as shipped, as drafters do that are it or layers of it."""
     update: dict[str, Any] = {}
-    if isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions):
+    if isinstance(options, ModelOptions) and (options.model, options.dtype, device) == (shared, AUTO, "cpu"):
+        update = {"dtype": AS_SHIPPED}
+    elif isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions):
         allows_int8 = not isinstance(options, ModelOptions)
         update = {"dtype": choose_dtype(options.dtype, device, allows_int8=allows_int8)}
     elif isinstance(options, CascadeOptions):
-        update = {"members": tuple(_with_dtype(member, device) for member in options.members)}
+        update = {"members": tuple(_with_dtype(member, device, shared) for member in options.members)}
     return options.model_copy(update=update) if update else options

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, model_validator
 
-from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Replicated, Resources, Section
+from cluster.config.section import Count, Device, DrafterDtype, Fraction, ModelDtype, Name, Replicated, Resources, Section
 
 DEFAULT_CAPACITY = 64
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix", "medusa", "custom_class", "extract_hidden_states")  # no `VllmOptions`
@@ -56,7 +56,7 @@ class ModelOptions(Section):
     model: str = Field(min_length=1)  # as in the section model
     target: str = Field(default="auto", min_length=1)  # as in the section model; auto: the served one
     num_layers: Count | None = None  # only its first layers; None: all
-    dtype: Dtype = "auto"
+    dtype: ModelDtype = "auto"  # as-shipped: of a GGUF file, on a CPU; auto: beside such a target of this model, too
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25
 
 

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Auto = Literal["auto"]
 Device = Literal["auto", "cpu", "cuda"]
 Engine = Literal["auto", "native", "vllm"]
-Dtype = Literal["auto", "bfloat16", "float32"]  # auto: the fastest on the device, see engine.dtypes
+# auto: the fastest on the device, see engine.dtypes
+ModelDtype = Literal["auto", "as-shipped", "bfloat16", "float32"]
 TargetDtype = Literal["auto", "as-shipped", "bfloat16", "float16", "float32"]
 DrafterDtype = Literal["auto", "int8", "bfloat16", "float32"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]

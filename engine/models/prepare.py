@@ -154,7 +154,7 @@ def shipped_file(folder: Path) -> Path:
             return model.source()
     if len(files := sorted(folder.glob(f"*{GGUF}"))) == 1 and files[0].is_file():
         return files[0]
-    raise ModelUnavailable(f"{folder} holds {len(files)} GGUF files, and target.dtype as-shipped needs one")
+    raise ModelUnavailable(f"{folder} holds {len(files)} GGUF files, and dtype as-shipped needs one")
 
 
 def packed_folder(folder: Path, file: Path) -> Path | None:

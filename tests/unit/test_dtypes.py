@@ -133,8 +133,11 @@ def test_auto_is_as_shipped_where_that_is_fastest(
         (folder / TENSORS).write_text(json.dumps(tensors))
         (folder / "model.gguf").touch()
     target = {"device": "cpu", "engine": "native"} | fields
-    config = Config.model_validate({"model": {"name": str(folder)}, "target": target})
-    assert resolve_dtypes(config).target.dtype == expected
+    layers = {"name": "layers", "device": "cpu", "options": {"kind": "model", "model": str(folder), "num_layers": 1}}
+    config = Config.model_validate({"model": {"name": str(folder)}, "target": target, "drafters": (layers,)})
+    resolved = resolve_dtypes(config)
+    assert resolved.target.dtype == expected
+    assert getattr(resolved.drafters[0].options, "dtype", None) == expected  # it shares the target's
 
 
 @pytest.mark.parametrize("biased", [False, True])

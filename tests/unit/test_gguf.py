@@ -27,25 +27,9 @@ from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile
 from engine.models.hub import chosen_file
 from engine.models.prepare import ensure_model, resolve_model
+from tests.support.gguf_files import add_tensors
 from tests.support.hub import running_hub
 from tests.support.tiny_model import CHAT_TEMPLATE, END, write_tiny_model
-
-_PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rotary dimensions in files of the architecture llama."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, folder: Path, family: str = "llama", split: str = "gpt-2", **values: Any) -> Path:
@@ -78,20 +62,9 @@ def write_gguf(path: Path, folder: Path, family: str = "llama", split: str = "gp
     writer.add_eos_token_id(vocab[END])
     writer.add_bos_token_id(vocab[END])
     writer.add_chat_template(CHAT_TEMPLATE)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.startswith("model.layers."):
-            _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-            heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(part) if family == "llama" else None
-            own = f"blk.{layer}.{_PARTS[part]}.weight"
-            writer.add_tensor(own, np.ascontiguousarray(_interleaved(tensor, heads) if heads else tensor))
-        else:
-            writer.add_tensor("token_embd.weight" if "embed" in name else "output_norm.weight", tensor)
-    if "rope_freqs" in values:
-        writer.add_tensor("rope_freqs.weight", values["rope_freqs"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = load_file(folder / "model.safetensors") | {name: values[name] for name in ("rope_freqs",) if name in values}
+    heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2} if family == "llama" else {}
+    add_tensors(writer, tensors, heads, quantised=False)
     return path
 
 
@@ -267,10 +240,7 @@ def test_a_sentencepiece_tokenizer_is_that_of_hugging_face(tmp_path: Path, prefi
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_add_space_prefix(prefix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    add_tensors(writer, {}, {}, quantised=False)
     ours = gguf.tokenizer_of(tmp_path / "a.gguf", 512).backend_tokenizer
     for text in (WORDS, "  the dog", " ", "", "the</s>the dog<s> quick", "e\u0301 \U0001f600\t<0x41>", "over  there\n\n"):
         ids = ours.encode(text).ids

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.errors import ModelUnavailable
+from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
 from engine.cpu import quantised as packing
@@ -31,23 +32,13 @@ from engine.models.quantised import BLOCKS, QuantisedMatrix, shipped_bytes
 from engine.models.weights import DenseWeights, shipped_weights
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
-from tests.support.tiny_model import write_tiny_model
+from tests.support.gguf_files import add_tensors
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 KINDS = [GGMLQuantizationType(kind) for kind in BLOCKS]
 _SCALES_AT = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 _NUM_IN = 512
 _LARGEST = 127 * 256 + 127  # of inputs rounded to 16 bits
-_PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def raw_matrix(kind: GGMLQuantizationType, num_out: int) -> NDArray[np.uint8]:
@@ -84,6 +75,7 @@ def test_products_do_not_depend_on_the_number_of_rows(kind: GGMLQuantizationType
     expected = x.double() @ matrix.dequantised().double().T + bias
     torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-4)
     assert rows_are_independent(product, x)
+    assert product._weights.nbytes <= shipped_bytes((kind,)) * 96 * _NUM_IN
 
     def rounded_together(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().max() / _LARGEST
@@ -152,33 +144,12 @@ def shipped_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a GGUF file beside its other files, quantised as SmolLM2's is."""
     folder = tmp_path_factory.mktemp("shipped")
     write_tiny_model(folder, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
-    write_gguf(folder / "model.gguf", load_file(folder / "model.safetensors"))
-    return folder
-
-
-def write_gguf(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(folder / "model.gguf", "llama")
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
-    for name, tensor in tensors.items():
-        if name.startswith("model.layers."):
-            _, _, index, part = name.removesuffix(".weight").split(".", 3)
-            own = f"blk.{index}.{_PARTS[part]}.weight"
-        else:
-            own = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
-        values = tensor.float().numpy()
-        heads = 4 if "q_proj" in name else 2 if "k_proj" in name else None
-        if heads is not None:  # llama.cpp puts rotary pairs side by side
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        if values.ndim < 2:
-            writer.add_tensor(own, values)
-            continue
-        kind = GGMLQuantizationType.Q8_0 if own == "token_embd.weight" else GGMLQuantizationType.Q4_1
-        writer.add_tensor(own, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+    add_tensors(writer, tensors, {"self_attn.q_proj": 4, "self_attn.k_proj": 2}, quantised=True)
+    return folder
 
 
 def logits_in_parts(model: CausalModel, token_ids: tuple[int, ...], num: int) -> torch.Tensor:
@@ -229,6 +200,17 @@ def test_processes_map_the_packed_weights_of_a_prepared_model(
     assert load_model(folder, "as-shipped")
     assert not packed.exists()
     assert torch.equal(logits_in_parts(first, token_ids, 17), expected)
+
+
+@needs_compiler
+def test_a_drafter_of_layers_reads_the_rows_of_a_gguf_file_in_place(shipped_folder: Path, tmp_path: Path) -> None:
+    known, target = range(0, 257, 3), tmp_path / "target"
+    shutil.copytree(shipped_folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    model, token_ids = load_layers(write_tiny_layers(tmp_path / "layers", shipped_folder, known), target, "int8", "cpu")
+    assert token_ids is not None
+    assert isinstance(model._table, QuantisedMatrix)
+    whole, x = model._table.dequantised(), torch.randn(4, 64).to(torch.bfloat16)
+    torch.testing.assert_close(model.logits(x).float(), x.float() @ whole[token_ids].T, rtol=0.02, atol=0.05)
 
 
 WEIGHTS = torch.arange(200, dtype=torch.uint8)
@@ -303,22 +285,6 @@ def test_a_rank_reads_its_rows_and_columns_of_restored_weights(shipped_folder: P
 )
 def test_weights_are_counted_as_they_are_kept(kinds: tuple[int, ...], num_bytes: float) -> None:
     assert shipped_bytes(kinds) == num_bytes
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_packed_weights_take_no_more_than_is_counted(kind: GGMLQuantizationType) -> None:
-    matrix = QuantisedMatrix(kind, raw_matrix(kind, 64), _NUM_IN)
-    product = QuantisedLinear(load_library(torch.float32), matrix, None, torch.float32)
-    assert product._weights.nbytes <= shipped_bytes((kind,)) * 64 * _NUM_IN
-
-
-@pytest.mark.parametrize("num_kept", [0, 3, 20, 400, -64])
-def test_a_file_that_is_cut_off_is_refused_by_name(shipped_folder: Path, tmp_path: Path, num_kept: int) -> None:
-    whole = (shipped_folder / "model.gguf").read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(whole[:num_kept])
-    with pytest.raises(ModelUnavailable, match=r"cut\.gguf"):
-        GgufFile(tmp_path / "cut.gguf")
 
 
 def test_a_folder_without_a_gguf_file_has_no_weights_as_shipped(tiny_model_folder: Path) -> None:
