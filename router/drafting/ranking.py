@@ -5,7 +5,7 @@ Survival never rises along a proposal, so the first n are a prefix of each, and 
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from struct import pack
 
 import numpy as np
@@ -43,13 +43,13 @@ class Ranking:
         """How many tokens of each proposal are among the first. Ties go to earlier tokens, then to earlier proposals."""
         if not num_first:
             return [0] * len(self._lens)
-        least = float(np.partition(self._values, -num_first)[-num_first])
-        joined = self._values > least
-        equals = np.flatnonzero(self._values == least)
-        joined[equals[: num_first - np.count_nonzero(joined)]] = True
-        owners = np.repeat(np.arange(len(self._lens)), self._lens)
-        lengths: list[int] = np.bincount(owners[joined], minlength=len(self._lens)).tolist()
-        return lengths
+        least = np.partition(self._values, -num_first)[-num_first]
+        joined = self._values >= least
+        if np.count_nonzero(joined) > num_first:
+            equals = np.flatnonzero(self._values == least)
+            joined[equals[num_first - np.count_nonzero(joined) :]] = False
+        flags, ends = joined.tobytes(), accumulate(self._lens)
+        return [flags.count(1, end - num, end) for num, end in zip(self._lens, ends, strict=True)]
 
 
 def throughputs(

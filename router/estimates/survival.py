@@ -1,6 +1,7 @@
 """Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from math import exp
 from struct import pack
@@ -138,13 +139,23 @@ def survivals(drafts: Sequence[tuple[OnlineSurvival, Sequence[Sequence[float]]]]
     most = max(map(len, rows))
     padded = rows if min(map(len, rows)) == most else [(*row, *(0.0,) * (most - len(row))) for row in rows]
     given = np.frombuffer(pack(f"{len(rows) * most}d", *chain.from_iterable(padded))).reshape(len(rows), most)
-    tables = np.stack([calibration.table[:most] for calibration, _ in drafts])
-    which = np.repeat(np.arange(len(drafts)), [len(confidences) for _, confidences in drafts])[:, None]
-    positions = np.minimum(np.arange(most), tables.shape[1] - 1)
-    found = tables[which, positions, np.rint(given * _STEPS).astype(np.intp)].cumprod(axis=1).tolist()
+    at = np.rint(given * _STEPS).astype(np.intp)
+    at += _offsets(most, len(drafts[0][0].table))
+    rates, start = np.empty(at.shape), 0
+    for calibration, confidences in drafts:  # few drafters: each step of numpy takes long on the first call of a round
+        stop = start + len(confidences)
+        calibration.table.take(at[start:stop], out=rates[start:stop], mode="clip")
+        start = stop
+    found = rates.cumprod(axis=1).tolist()
     return (
         list(map(tuple, found)) if padded is rows else [tuple(one[: len(row)]) for one, row in zip(found, rows, strict=True)]
     )
+
+
+@cache
+def _offsets(num_tokens: int, num_positions: int) -> NDArray[np.intp]:
+    """In a flat table, of the positions of a draft."""
+    return np.minimum(np.arange(num_tokens), num_positions - 1) * (_STEPS + 1)
 
 
 def _log_likelihood(predicted: Floats, is_right: NDArray[np.bool_]) -> float:
