@@ -79,8 +79,12 @@ def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
 
 
 def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:
-    if not sequences or any(s.awaiting_since_s is not None or s.num_left != 1 or not s.running for s in sequences):
-        return False
-    num_drafted, share = sum([s.num_drafted for s in sequences]), len(sequences) / len(expected.request_ids)
-    is_alike = expected.num_drafted * share <= 2 * num_drafted <= 4 * expected.num_drafted * share
-    return is_alike and expected.request_ids.issuperset([s.request_id for s in sequences])
+    num_drafted, request_ids = 0, expected.request_ids
+    for s in sequences:
+        if s.awaiting_since_s is not None or not s.running or s.committed_len - s.computed_len != 1:
+            return False
+        if s.request_id not in request_ids:
+            return False
+        num_drafted += s.num_drafted
+    usual = expected.num_drafted * len(sequences) / len(request_ids)
+    return bool(sequences) and usual <= 2 * num_drafted <= 4 * usual
