@@ -7,8 +7,6 @@ from typing import Any, Concatenate, ParamSpec
 from engine.target import AsynchronousEngine, TargetEngine
 
 Later = Callable[[Callable[[], None]], None]
-
-
 P = ParamSpec("P")
 
 

@@ -236,16 +236,16 @@ class DraftState:
         self.passed_over = [one for one in candidates if one is not best]
         self._num_overtaken = 0
 
-    def judge(self, committed: tuple[int, ...]) -> str | None:
-        """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
-        drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
+    def judge(self, committed: tuple[int, ...]) -> None:
+        """Compares the present proposal with the tokens committed by a pass, none if that failed, and keeps its uncommitted
+        part."""
         self.asked = self.drafter, self.budget, self.expects_draft
         if self.has_free_drafts or self.passed_over or self.passed_judgements:
             self._judge_others(committed)
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judged = None
-            return None
+            return
         self.judged = proposal, committed, self._num_overtaken
         self._num_overtaken = 0
         num, token_ids = len(committed), proposal.token_ids
@@ -253,7 +253,6 @@ class DraftState:
             self.proposal = _behind(proposal, num)
             survival = self.survival
             self.survival = tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]])
-        return proposal.drafter
 
     def _judge_others(self, committed: tuple[int, ...]) -> None:
         """As ``judge``, of free drafts and of proposals that were passed over."""

@@ -47,8 +47,7 @@ class DrafterSessions:
 
     def views(self) -> dict[str, DrafterView]:
         """What the planner knows of each linked drafter that drafts for a request."""
-        names = dict.fromkeys([sequence.draft.drafter for sequence in self._sequences])
-        return self.learning.views([name for name in names if name is not None and name in self._outboxes])
+        return self.learning.views([name for name, num in self.num_followed() if num])
 
     def num_followed(self) -> tuple[tuple[str, int], ...]:
         """Linked drafters, and for how many requests each drafts. From any thread."""
@@ -193,25 +192,21 @@ class DrafterSessions:
                 if outbox is not None:
                     outbox.set_budget(request_id, draft.asked_budget)
 
-    def publish(self, commits: Sequence[tuple[LiveSequence, Commit]], now_s: float) -> None:
+    def publish(self, committed: Iterable[LiveSequence], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""
         outboxes = self._outboxes
         scorers = [outbox for outbox in outboxes.values() if outbox.scoring] if self.table.scorers else ()
         queried = {name for name in outboxes if self._colocated.is_queried(name)}
-        for sequence, commit in commits:
-            draft, request_id = sequence.draft, commit.request_id
+        for sequence in committed:
+            draft, request_id = sequence.draft, sequence.request.id
             outbox = None if draft.drafter is None else outboxes.get(draft.drafter)
-            if commit.finish is not None or sequence.max_new_tokens <= 1:
-                draft.expect_nothing()
-                continue
-            for one in scorers:
+            is_followed = sequence.finish is None and sequence.max_new_tokens > 1
+            for one in scorers if is_followed else ():
                 if one is not outbox and request_id in one.scoring:
                     one.extend(request_id)
-            if outbox is None:
-                draft.expect_nothing()
-                continue
-            outbox.extend(request_id)
-            if draft.budget.num_tokens:
+            if is_followed and outbox is not None:
+                outbox.extend(request_id)
+            if is_followed and outbox is not None and draft.budget.num_tokens:
                 draft.expect(now_s, draft.drafter in queried)
             else:
                 draft.expect_nothing()

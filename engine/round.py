@@ -32,7 +32,7 @@ from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.verification import PassContext
-from router.plan import Capacity, SequenceView, StepPlan
+from router.plan import Capacity, SequenceView, Span, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
 
@@ -112,7 +112,7 @@ class TargetLoop:
         self._drafters.feeds = pool.feeds
         self._pass_costs = PassCosts(cost)
         learns = companions, self._pass_costs, self._draft_lengths, slo
-        self.observer = RoundObserver(self._deferred.later, self.telemetry, self._drafters, *learns)
+        self.observer = RoundObserver(self.telemetry, self._drafters, *learns)
         self._gateways = GatewaySessions(self._sequences, self._end)
         self._admission = Admission(rules or AdmissionRules(), engine, self._sequences, slo, self._refuse, mailbox.wake)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self._submit)
@@ -240,11 +240,10 @@ class TargetLoop:
         begun.end_s = end_s
         self._deferred.catch_up()  # with the pass before, unless that was done while this one was computed
         self.observer.computed(begun)
-        commits = self._commit(begun, end_s)
+        committed = self._commit(begun, end_s)
         self._drafters.flush()  # they draft while this thread publishes and learns
         is_last = not self._sequences
-        self.observer.published(begun, commits, is_last)
-        self._deferred.later(lambda: self._publish(commits))
+        self._deferred.later(lambda: self._publish(begun, committed, is_last))
         if is_last:
             self._deferred.catch_up()  # no pass follows
             self._engine.check_integrity()
@@ -319,27 +318,28 @@ class TargetLoop:
 
     # ---- the commit
 
-    def _commit(self, begun: PendingPass, now_s: float) -> list[tuple[LiveSequence, Commit]]:
+    def _commit(self, begun: PendingPass, now_s: float) -> list[tuple[LiveSequence, Span]]:
         """Commits the outcomes, and ends requests that are finished. Drafters' messages are queued."""
-        commits = []
+        committed = []
         for span in begun.spans:
             if span.prompt_logprobs:
                 sequence = self._sequences[span.request_id]
                 self._gateways.publish([(sequence, commit) for commit in self._sequences.prompt_commits(span)])
-            committed = self._sequences.commit(span, now_s)
-            if committed is not None:
-                commits.append(committed)
-        self._drafters.publish(commits, now_s)
-        self.observer.committed(commits, now_s)
-        for sequence, commit in commits:
-            if commit.finish is not None:
-                self._end(commit.request_id)
+            if (taken := self._sequences.commit(span, now_s)) is not None:
+                committed.append((taken, span))
+        self._drafters.publish([sequence for sequence, _ in committed], now_s)
+        self.observer.committed(committed, now_s)
+        for sequence, span in committed:
+            if sequence.finish is not None:
+                self._end(span.request_id)
             elif sequence.draft.has_free_drafts:
                 self._drafters.offer_free(sequence)
-        return commits
+        return committed
 
-    def _publish(self, commits: Sequence[tuple[LiveSequence, Commit]]) -> None:
-        """To gateways."""
+    def _publish(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Span]], is_last: bool) -> None:
+        """To what learns of a pass, and to gateways."""
+        commits = [(sequence, sequence.committed(span)) for sequence, span in committed]
+        self.observer.published(ended, commits, is_last)
         self._gateways.publish(commits)
         self._gateways.flush()
 

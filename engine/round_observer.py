@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cluster.types import Commit
 from engine.colocated import ColocatedDrafters
-from engine.deferred_work import Later, observed, observed_later
+from engine.deferred_work import observed
 from engine.drafter_sessions import DrafterSessions
 from engine.loop_status import PendingPass
 from engine.pass_costs import PassCosts, PassCounts
@@ -13,16 +13,14 @@ from engine.sequences import LiveSequence
 from engine.slo_monitor import SloMonitor
 from engine.telemetry import Telemetry
 from router.drafting.length import DraftLengths, PassFeedback
-from router.plan import StepPlan
+from router.plan import Span, StepPlan
 
 
 class RoundObserver:
-    """The round owns it. Its methods raise nothing (`Observing`), and change no token. ``later``: for what is learned of a
-    pass."""
+    """The round owns it. Its methods raise nothing (`Observing`), and change no token."""
 
     def __init__(
         self,
-        later: Later,
         telemetry: Telemetry,
         drafters: DrafterSessions,
         colocated: ColocatedDrafters,
@@ -31,7 +29,7 @@ class RoundObserver:
         slo: SloMonitor,
     ) -> None:
         self.spans: RequestSpans | None = None  # of traced requests; None: nothing is traced
-        self.later, self.observing = later, telemetry.observing
+        self.observing = telemetry.observing
         self._telemetry = telemetry
         self._drafters, self._colocated, self._costs, self._lengths, self._slo = drafters, colocated, costs, lengths, slo
         self._last_end_s: float | None = None  # of the last pass; None: no request has been live since
@@ -48,11 +46,11 @@ class RoundObserver:
         self._drafters.learning.forget(request_id)
 
     @observed
-    def committed(self, commits: Iterable[tuple[LiveSequence, Commit]], now_s: float) -> None:
-        """Before requests that these commits finish have ended."""
+    def committed(self, committed: Iterable[tuple[LiveSequence, Span]], now_s: float) -> None:
+        """Before requests that these tokens finish have ended."""
         if (spans := self.spans) is not None:
-            for sequence, commit in commits:
-                spans.note(sequence, commit, now_s)
+            for sequence, span in committed:
+                spans.note(sequence, sequence.committed(span), now_s)
 
     def ended(self, sequence: LiveSequence, now_s: float) -> None:
         with self.observing:
@@ -80,14 +78,11 @@ class RoundObserver:
             wanted, num_unsent = self._drafters.wanted(ended.spans), self._drafters.num_unsent
             self._colocated.choose(*sampled, wanted, prompts_wait=_prompts_wait(ended, counts), num_missed=num_unsent)
 
-    def published(self, ended: PendingPass, commits: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
-        """Drafters were sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
+    @observed
+    def published(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
+        """All were sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
         ended.since_s = ended.pass_began_s if self._last_end_s is None else self._last_end_s
         self._last_end_s = None if is_last else ended.end_s
-        self._learn(ended, commits, is_last)
-
-    @observed_later
-    def _learn(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
         judgements, counts = self._drafters.learn(committed, ended.end_s), PassCounts.of(ended.spans)
         commits = [commit for _, commit in committed]
         with self.observing:

@@ -83,6 +83,16 @@ class LiveSequence:
         assert self.admitted_s is not None
         return Prefill(self.num_cached_tokens, self.admitted_s - self.arrived_s, now_s - self.admitted_s)
 
+    def committed(self, span: Span) -> Commit:
+        """What `Sequences.commit` took of a span, until it takes the next."""
+        num, judged, first_s = len(span.chosen), self.draft.judged, self.first_token_s
+        base_len, drafter = len(self.token_ids) - num, None if judged is None else judged[0].drafter
+        if span.error is not None:
+            return Commit(span.request_id, base_len, (), finish=self.finish, error=span.error)
+        counts, logprobs = (span.num_drafts, min(span.num_accepted, num)), span.logprobs[:num]
+        prefill = self.prefill(first_s) if base_len == self.prompt_len and first_s is not None else None
+        return Commit(span.request_id, base_len, span.chosen, *counts, drafter, logprobs, self.finish, None, prefill)
+
     def view(self) -> SequenceView:
         draft = self.draft
         proposal = draft.proposal
@@ -187,43 +197,32 @@ class Sequences:
             for start in range(0, len(new), MAX_SCORED)
         ]
 
-    def commit(self, span: Span, now_s: float) -> tuple[LiveSequence, Commit] | None:
-        """Commits the tokens that a pass chose and judges the proposal. None for a prefill chunk. Tokens beyond a stop token
-        or ``max_tokens`` are cut off: plain decoding would never have computed them."""
-        sequence = self._live[span.request_id]
-        committed, chosen = sequence.token_ids, span.chosen
-        base_len = len(committed)
+    def commit(self, span: Span, now_s: float) -> LiveSequence | None:
+        """Takes the tokens that a pass chose and judges the proposal. None for a prefill chunk. Tokens beyond a stop token
+        or ``max_tokens`` are cut off, of the span too: plain decoding would never have computed them."""
+        sequence, chosen = self._live[span.request_id], span.chosen
         if span.error is not None:
             sequence.finish = FinishReason.REFUSED if span.is_refused else FinishReason.ERROR
+            span.chosen = ()
             sequence.draft.judge(())
-            return sequence, Commit(span.request_id, base_len, (), finish=sequence.finish, error=span.error)
+            return sequence
         if not chosen:
             computed_len = span.computed_len
             sequence.computed_len = span.base_len + len(span.token_ids) if computed_len is None else computed_len
             return None
-        num, finish, stops = len(chosen), None, sequence.stop_token_ids
+        committed, stops = sequence.token_ids, sequence.stop_token_ids
+        base_len, num, finish = len(committed), len(chosen), None
         room = sequence.last_len - base_len
         if num >= room:
             num, finish = room, FinishReason.LENGTH
         if stops and not stops.isdisjoint(chosen[:num]):
             num, finish = 1 + next(i for i, token in enumerate(chosen) if token in stops), FinishReason.STOP
-        chosen = chosen[:num]
+        if finish is not None:
+            span.chosen = chosen = chosen[:num]
+        sequence.finish = finish
         committed.extend(chosen)
         sequence.computed_len = base_len + num - 1
-        prefill = None
         if base_len == sequence.prompt_len:
-            sequence.first_token_s, prefill = now_s, sequence.prefill(now_s)
-        sequence.finish = finish
-        num_accepted, drafter = min(span.num_accepted, num), sequence.draft.judge(chosen)
-        return sequence, Commit(
-            span.request_id,
-            base_len,
-            chosen,
-            span.num_drafts,
-            num_accepted,
-            drafter,
-            span.logprobs[:num],
-            finish,
-            None,
-            prefill,
-        )
+            sequence.first_token_s = now_s
+        sequence.draft.judge(chosen)
+        return sequence

@@ -116,9 +116,9 @@ class DraftersElsewhere:
         self._local.extend(request_id, token_ids)
         num_drafts = self._lengths.verified.get(request_id, 0) if request_id in self._chosen else 0
         span = Span(request_id, 1, num_drafts, chosen=tuple(token_ids), num_accepted=min(num_drafts, len(token_ids) - 1))
-        committed = self._sequences.commit(span, self._clock())
-        assert committed is not None, "tokens were committed"
-        self._published.append(committed)
+        sequence = self._sequences.commit(span, self._clock())
+        assert sequence is not None, "tokens were committed"
+        self._published.append((sequence, sequence.committed(span)))
 
     def release(self, request_id: str) -> None:
         self._local.release(request_id)
@@ -132,7 +132,7 @@ class DraftersElsewhere:
         decoding = [self._sequences[demand.request_id] for demand in demands]
         views = [sequence.view() for sequence in decoding]
         value = self._price(views, now_s)
-        self._drafters.publish(self._published, now_s)
+        self._drafters.publish([sequence for sequence, _ in self._published], now_s)
         self._drafters.flush()
         drafts = self._local.propose(demands)  # while the other drafter drafts
         self._learn(now_s)

@@ -81,9 +81,8 @@ def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
 def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:
     num_drafted, request_ids = 0, expected.request_ids
     for s in sequences:
-        if s.awaiting_since_s is not None or not s.running or s.committed_len - s.computed_len != 1:
-            return False
-        if s.request_id not in request_ids:
+        is_ready = s.running and s.committed_len - s.computed_len == 1 and s.awaiting_since_s is None
+        if not is_ready or s.request_id not in request_ids:
             return False
         num_drafted += s.num_drafted
     usual = expected.num_drafted * len(sequences) / len(request_ids)

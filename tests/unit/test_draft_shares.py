@@ -87,11 +87,11 @@ class Target:
         self._publish(Span(sequence.request.id, 1, error="no number among the logits"))
 
     def _publish(self, span: Span) -> Commit:
-        committed = self.sequences.commit(span, self.now_s)
-        assert committed is not None
-        self.drafters.publish([committed], self.now_s)
-        self.drafters.learn([committed], self.now_s)
-        return committed[1]
+        sequence = self.sequences.commit(span, self.now_s) or pytest.fail("nothing is committed")
+        self.drafters.publish([sequence], self.now_s)
+        commit = sequence.committed(span)
+        self.drafters.learn([(sequence, commit)], self.now_s)
+        return commit
 
     def seen(self) -> Observation:
         (seen,) = self.telemetry.take_observations()

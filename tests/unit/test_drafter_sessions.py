@@ -72,7 +72,7 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
     for _ in range(100):
         base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))  # decoded plainly, while the drafter drafts
-        drafters.publish([(sequence, Commit("r", base_len, (5, 6)))], 1.0)
+        drafters.publish([sequence], 1.0)
         drafts = tuple(token if i < num_right else 8 for i, token in enumerate((5, 6, 5, 6)))
         drafters.receive(link, ProposalRound(0, (Proposal("r", base_len, drafts, (0.9,) * 4, "d"),)), 2.0)
         assert (sequence.draft.proposal is not None) == (num_right == 4)
@@ -80,7 +80,7 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
         sequence.token_ids.extend((5, 6))
         sequence.draft.judge((5, 6))
         commits = [(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))]
-        drafters.publish(commits, 3.0)
+        drafters.publish([sequence], 3.0)
         drafters.learn(commits, 3.0)
     assert telemetry.drafter("d").accepted_per_round.value == pytest.approx(expected, abs=0.05)
 
@@ -134,7 +134,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     }  # fmt: skip
     assert dict(drafters.num_followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
     sequence.token_ids.extend((5, 6))
-    drafters.publish([(sequence, Commit("r", 3, (5, 6)))], 1.0)
+    drafters.publish([sequence], 1.0)
     drafters.flush()
     assert [len(sent_to(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
     drafters.receive(links["b"], ProposalRound(0, scores=(DraftScore("r", 3, 2, 3), DraftScore("r", 5, 0, 1))), 1.0)
@@ -190,11 +190,10 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     drafters.assign(sequence)
     drafters.set_budgets({"r": DraftTerms(4)})
     sequence.admit(0, 0.0)
-    committed = sequences.commit(Span("r", 2, chosen=(5, 5)), 1.0)
-    assert committed is not None
-    drafters.publish([committed], 1.0)
+    sequences.commit(span := Span("r", 2, chosen=(5, 5)), 1.0)
+    drafters.publish([sequence], 1.0)
     drafters.flush()
-    drafters.learn([committed], 1.0)
+    drafters.learn([(sequence, sequence.committed(span))], 1.0)
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody
@@ -267,7 +266,7 @@ def test_a_companion_that_is_not_queried_is_told_of_ends_alone() -> None:
     companions.choose(1, 3, (), prompts_wait=False, num_missed=drafters.num_unsent)
     unsent = add("unsent")
     second.token_ids.append(5)
-    drafters.publish([(second, Commit("second", 3, (5,)))], 1.0)
+    drafters.publish([second], 1.0)
     assert drafters.num_unsent("d") == 4
     end(first)
     end(unsent)

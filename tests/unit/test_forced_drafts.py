@@ -90,9 +90,10 @@ class Rounds:
         committed = (RIGHT,) * (num_right + 1)
         base_len = len(self.sequence.token_ids)
         self.sequence.token_ids.extend(committed)
-        drafter = self.draft.judge(committed)
+        self.draft.judge(committed)
+        drafter = self.draft.judged and self.draft.judged[0].drafter
+        self._drafters.publish([self.sequence], 0.0)
         commit = Commit("r", base_len, committed, num_verified, num_right, drafter)
-        self._drafters.publish([(self.sequence, commit)], 0.0)
         self._drafters.learn([(self.sequence, commit)], 0.0)
         self._drafters.offer_free(self.sequence)
 
