@@ -32,7 +32,16 @@ from benchmarks.overlap_simulated import simulated
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import Config, DrafterConfig, ModelOptions, PolicyConfig, Resources, RouterConfig
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    DraftLengthConfig,
+    ModelOptions,
+    PlannerConfig,
+    PolicyConfig,
+    Resources,
+    RouterConfig,
+)
 from cluster.state import open_store
 from deploy.local_ray import free_port
 from deploy.profiling import ProfileEffort, measure_profile
@@ -49,6 +58,7 @@ NUM_ROUNDS, NUM_ROUNDS_QUICK = 16, 4
 MAX_TOKENS = 64
 NUM_LAYERS = 10  # of the drafter
 DRAFTER = "model"
+LENGTH = DraftLengthConfig(kind="fixed")  # the default asks for none where drafts do not pay, and then nothing overlaps
 _PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
@@ -111,7 +121,9 @@ def _running(config: Config) -> Iterator[RunningArm]:
         api, name = config.api, config.model.public_names[0]
         server.suspend()
         try:
-            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, name), server)
+            arm = Arm(OUTRIDER, "bf16", POOL)
+            # Whether drafts in the target's process pay is decided there.
+            yield RunningArm(arm, HttpTarget(api.host, api.port, name), server, bool(server.workers("DrafterActor")))
         finally:
             server.resume()
 
@@ -125,7 +137,7 @@ def with_drafter(config: Config, overlap: str) -> Config:
             "target": config.target.model_copy(update={"resources": threads}),
             "drafters": (DrafterConfig(name=DRAFTER, options=options, resources=threads),),
             "router": RouterConfig(policy=PolicyConfig(kind="fixed", chain=(DRAFTER,))),
-            "planner": config.planner.model_copy(update={"overlap": overlap}),
+            "planner": PlannerConfig(overlap=overlap, draft_length=LENGTH),
         }
     )
 

@@ -56,6 +56,7 @@ class RunningArm:
     arm: Arm
     target: HttpTarget
     process: PeerServer | ServerProcess
+    must_draft: bool = True  # in its turn, if its arm drafts
 
 
 @dataclass(frozen=True, slots=True)

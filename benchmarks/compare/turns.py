@@ -63,11 +63,11 @@ async def _wait_answers(arm: RunningArm) -> None:
     """Links between Outrider's processes have counted as down since nothing was heard on them, and are made anew. A prompt
     that repeats itself makes every kind of drafter draft."""
     ask = LoadRequest("awake", AWAKE_PROMPT, AWAKE_TOKENS, drafting=arm.arm.request_drafting)
-    is_pool = arm.arm.drafting == POOL
+    must_draft = arm.arm.drafting == POOL and arm.must_draft
     end_s = time.monotonic() + AWAKE_S
     while True:
         answer = await arm.target.ask(ask)
-        if answer.error is None and (answer.num_proposed or not is_pool):
+        if answer.error is None and (answer.num_proposed or not must_draft):
             return
         if time.monotonic() > end_s:
             raise TurnFailed(f"{arm.arm.name} does not answer {AWAKE_S:g} s after it went on: {answer.error or 'no drafts'}")
