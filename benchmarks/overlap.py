@@ -1,10 +1,10 @@
 """``outrider bench overlap``: drafting beside verification, over drafting before it; live, and at the costs of GPUs.
 
 Three servers differ in `planner.overlap` alone: ``off`` waits for every draft (``barrier``), ``on`` verifies each draft
-where it is (``frontier``), ``auto`` is the default. Target and drafter, the first layers of the target, are processes with
-disjoint cores. Three others have the default cascade in the target's process, and differ in `target.partition` alone; what
-auto chooses by is measured first. The servers take turns, every other round backwards, with the same prompts; the others are
-suspended.
+where it is (``frontier``), ``auto`` is the default. Target and drafter, which has the target's weights, are processes with
+disjoint cores: with drafts that are mostly wrong there is nothing to overlap. Three others have the default cascade in the
+target's process, and differ in `target.partition` alone; what auto chooses by is measured first. The servers take turns,
+every other round backwards, with the same prompts; the others are suspended.
 
 Figures: ``on_over_off.N`` and ``auto_over_off.N`` for N streams, tokens per second, with ``.se``, the relative standard
 error; ``auto_over_off``: the least of them; ``partition.*``: the same of the partition; ``simulated.*``: as of
@@ -32,16 +32,7 @@ from benchmarks.overlap_simulated import simulated
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config, tokenize, with_state
 from benchmarks.server import ServerProcess
-from cluster.config import (
-    Config,
-    DrafterConfig,
-    DraftLengthConfig,
-    ModelOptions,
-    PlannerConfig,
-    PolicyConfig,
-    Resources,
-    RouterConfig,
-)
+from cluster.config import Config, DrafterConfig, DraftLengthConfig, ModelOptions, PolicyConfig, Resources, RouterConfig
 from cluster.state import open_store
 from deploy.local_ray import free_port
 from deploy.profiling import ProfileEffort, measure_profile
@@ -56,16 +47,14 @@ RULES = {OFF: "barrier", ON: "frontier", AUTO: "gain"}
 STREAMS = (1, 4)
 NUM_ROUNDS, NUM_ROUNDS_QUICK = 16, 4
 MAX_TOKENS = 64
-NUM_LAYERS = 10  # of the drafter
 DRAFTER = "model"
 LENGTH = DraftLengthConfig(kind="fixed")  # the default asks for none where drafts do not pay, and then nothing overlaps
 _PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
 def run(options: BenchOptions) -> BenchResult:
-    num_rounds = NUM_ROUNDS_QUICK if options.quick else NUM_ROUNDS
-    files, num = options.prompts or options.data_prompts, (num_rounds + 1) * sum(STREAMS)
-    prompts = asyncio.run(tokenize(Path(ensure_model(options.model)), files, num))
+    num_rounds, files = NUM_ROUNDS_QUICK if options.quick else NUM_ROUNDS, options.prompts or options.data_prompts
+    prompts = asyncio.run(tokenize(Path(ensure_model(options.model)), files, (num_rounds + 1) * sum(STREAMS)))
     config = local_config(options.model)
     configs = {name: with_drafter(config, rule) for name, rule in RULES.items()}
     figures, live = _compared("", "overlap", configs, prompts, num_rounds)
@@ -91,14 +80,12 @@ def _compared(
                     speeds[name].append(closed_loop(arms[name], asks, num_streams).tokens_per_s)
             ratios = {name: ratio(speeds[name][1:], speeds[OFF][1:]) for name in (ON, AUTO)}
             for name, found in ratios.items():
-                key = f"{prefix}{name}_over_off.{num_streams}"
-                figures |= {key: found.value, f"{key}.se": found.error}
+                figures |= {(key := f"{prefix}{name}_over_off.{num_streams}"): found.value, f"{key}.se": found.error}
                 rows.append((num_streams, name, found.value, found.error))
             Console(stderr=True).print(f"{subject}: {num_streams} streams, {num_rounds} rounds", highlight=False)
     figures[f"{prefix}auto_over_off"] = min(figures[f"{prefix}auto_over_off.{num}"] for num in STREAMS)
-    return figures, Table(
-        f"{subject}: tokens per second over those of off", ("streams", "arm", "over off", "error"), tuple(rows)
-    )
+    title = f"{subject}: tokens per second over those of off"
+    return figures, Table(title, ("streams", "arm", "over off", "error"), tuple(rows))
 
 
 def ratio(speeds: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -121,23 +108,22 @@ def _running(config: Config) -> Iterator[RunningArm]:
         api, name = config.api, config.model.public_names[0]
         server.suspend()
         try:
-            arm = Arm(OUTRIDER, "bf16", POOL)
-            # Whether drafts in the target's process pay is decided there.
-            yield RunningArm(arm, HttpTarget(api.host, api.port, name), server, bool(server.workers("DrafterActor")))
+            must_draft = bool(server.workers("DrafterActor"))  # in the target's process they are made where they pay
+            yield RunningArm(Arm(OUTRIDER, "bf16", POOL), HttpTarget(api.host, api.port, name), server, must_draft)
         finally:
             server.resume()
 
 
 def with_drafter(config: Config, overlap: str) -> Config:
-    """All requests draft with the first layers of the target. Each process has a thread for each of its cores."""
+    """All requests draft with the target's own weights. Each process has a thread for each of its cores."""
     threads = Resources(cpus=0.3, gpus=0, threads=max(1, len(os.sched_getaffinity(0)) // 2))
-    options = ModelOptions(model=config.model.name, num_layers=NUM_LAYERS)
+    options = ModelOptions(model=config.model.name)
     return config.model_copy(
         update={
             "target": config.target.model_copy(update={"resources": threads}),
             "drafters": (DrafterConfig(name=DRAFTER, options=options, resources=threads),),
             "router": RouterConfig(policy=PolicyConfig(kind="fixed", chain=(DRAFTER,))),
-            "planner": PlannerConfig(overlap=overlap, draft_length=LENGTH),
+            "planner": config.planner.model_copy(update={"overlap": overlap, "draft_length": LENGTH}),
         }
     )
 
