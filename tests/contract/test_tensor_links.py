@@ -1,12 +1,17 @@
-"""What every tensor link does: in memory, and over gloo between two ends of this process."""
+"""What every tensor link does: within a process, and over gloo and shared memory between two ends of this one."""
 
 import json
 import os
 import queue
+import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +20,10 @@ import torch
 from torch.distributed import HashStore
 
 from cluster.errors import LinkClosed
-from cluster.transport.tensors import groups
-from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink
+from cluster.transport.tensors import groups, shared
+from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink, header_of
 from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call
+from cluster.transport.tensors.shared import SLOT_BYTES, SharedWire
 from drafters.hidden_states.received import ReceivedStates
 from tests.support.memory_tensors import MemoryTensors
 
@@ -46,19 +52,25 @@ class End:
 Pair = tuple[Any, End]
 
 
-def gloo(end: End, meeting: Meeting | None = None, own: End | None = None) -> tuple[TensorSender, TensorReceiver]:
+KINDS = ("gloo", "shared")
+
+
+def link_by(
+    kind: str, end: End, meeting: Meeting | None = None, own: End | None = None
+) -> tuple[TensorSender, TensorReceiver]:
     """``own``: of the sender."""
-    meeting = meeting or Meeting("127.0.0.1")
+    meeting = meeting or Meeting("127.0.0.1", shares_memory=kind == "shared")
     with ThreadPoolExecutor(1) as executor:
         answered = executor.submit(meeting.answer, "drafter", CPU, None if own is None else own.end)
         receiver = call(meeting.address, "drafter", CPU, end.end)
+        assert isinstance(receiver._wire, SharedWire) == (kind == "shared")
         return answered.result(), receiver
 
 
-@pytest.fixture(params=["memory", "gloo"])
+@pytest.fixture(params=["memory", *KINDS])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     end = End()
-    link: TensorLink = MemoryTensors(end.end) if request.param == "memory" else gloo(end)[0]
+    link: TensorLink = MemoryTensors(end.end) if request.param == "memory" else link_by(request.param, end)[0]
     yield link, end
     end.holds.set()
     link.close()
@@ -114,11 +126,22 @@ def test_a_queue_is_bounded_in_bytes_and_frames() -> None:
     assert frames.is_closed, "the other end does not read"
 
 
-def test_a_sender_gives_up_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [1, SLOT_BYTES // 16, SLOT_BYTES // 16 + 1, SLOT_BYTES // 5])
+def test_rows_larger_than_what_is_shared_arrive_in_turns(pair: Pair, num_rows: int) -> None:
+    """Of 16 bytes: one slot, a little more, more than both."""
+    link, end = pair
+    rows = torch.arange(4.0 * num_rows).view(-1, 4)
+    for _ in range(2):
+        assert link.send(Frame((Part("a", 0, num_rows, num_rows),), (), rows))
+        assert torch.equal(end.frames.get(timeout=DEADLINE_S).rows, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sender_gives_up_a_peer_that_hangs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for it: only its thread does."""
     monkeypatch.setattr(groups, "SILENCE_S", 0.5)
     end, own = End(), End()
-    link, _ = gloo(end, own=own)
+    link, _ = link_by(kind, end, own=own)
     end.holds.clear()
     for _ in range(3):
         link.send(frame(1, 500_000))  # more than sockets hold
@@ -128,17 +151,18 @@ def test_a_sender_gives_up_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) ->
     assert end.reasons.get(timeout=DEADLINE_S), "the receiver is told"
 
 
-def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_receiver_gives_up_a_silent_peer_and_an_idle_one_lives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "SILENCE_S", 1.0)
     monkeypatch.setattr(groups, "HEARTBEAT_S", 0.05)
     end = End()
-    link, _ = gloo(end)
+    link, _ = link_by(kind, end)
     assert link.send(frame(1))
     end.frames.get(timeout=DEADLINE_S)
     with pytest.raises(queue.Empty):
         end.reasons.get(timeout=2.5)  # heartbeats come
     released = threading.Event()
-    monkeypatch.setattr(link, "_send", lambda _: released.wait(DEADLINE_S))
+    monkeypatch.setattr(link._wire, "send", lambda _: released.wait(DEADLINE_S))
     assert end.reasons.get(timeout=DEADLINE_S)
     released.set()
     link.close()
@@ -153,6 +177,7 @@ HEADER = {
 PART = HEADER["parts"][0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "header",
     [
@@ -171,34 +196,96 @@ PART = HEADER["parts"][0]
     ],
     ids=str,
 )
-def test_whatever_a_peer_sends_ends_the_link_and_tells_its_end(header: bytes | int) -> None:
+def test_whatever_a_peer_sends_ends_the_link_and_tells_its_end(kind: str, header: bytes | int) -> None:
     """A length alone, or a header without its rows."""
-    end, store = End(), HashStore()
-    with ThreadPoolExecutor(1) as executor:
-        made = executor.submit(groups._End, store, 0, "127.0.0.1", CPU)
-        TensorReceiver(store, "127.0.0.1", CPU, end.end)
-        peer = made.result()
-    sent = [torch.tensor([header if isinstance(header, int) else len(header)])]
-    if isinstance(header, bytes):
-        sent.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    for part in sent:
-        peer._host_group.send([part], 1, 0).wait()
+    end, length = End(), header if isinstance(header, int) else len(header)
+    sent = b"" if isinstance(header, int) else header
+    if kind == "shared":
+        sender, _ = link_by(kind, end)
+        sender._wire._socket.sendall(struct.pack("<I", length % 2**32) + sent)
+    else:
+        store = HashStore()
+        with ThreadPoolExecutor(1) as executor:
+            made = executor.submit(groups.GroupWire, store, 0, "127.0.0.1", CPU)
+            TensorReceiver(groups.GroupWire(store, 1, "127.0.0.1", CPU), end.end)
+            peer = made.result()
+        for part in [torch.tensor([length]), *([torch.frombuffer(bytearray(sent), dtype=torch.uint8)] if sent else ())]:
+            peer._host_group.send([part], 1, 0).wait()
     assert end.reasons.get(timeout=4.0), "before a silent peer would be given up"
     assert end.frames.empty()
 
 
+@pytest.mark.parametrize("turn", [b"\x02", b""])
+def test_a_peer_that_is_out_of_turn_ends_the_link(turn: bytes) -> None:
+    """Or that is gone between a header and its rows."""
+    end = End()
+    sender, _ = link_by("shared", end)
+    header = header_of(frame(1))
+    sender._wire._socket.sendall(struct.pack("<I", len(header)) + header + turn)
+    if not turn:
+        sender._wire._socket.shutdown(socket.SHUT_RDWR)
+    assert end.reasons.get(timeout=4.0)
+    assert end.frames.empty()
+
+
+_KILLED = """
+import sys, threading, torch
+from cluster.transport.tensors.base import TensorEnd
+from cluster.transport.tensors.groups import call
+print("calls", flush=True)
+link = call(sys.argv[1], "drafter", torch.device("cpu"), TensorEnd(lambda frame: print("received", flush=True), print))
+threading.Event().wait(60.0)
+"""
+
+
+def test_nothing_is_left_of_shared_memory_when_an_end_is_killed() -> None:
+    """The kernel frees what no process maps; this one stops mapping it when its link ends."""
+
+    def mapped() -> set[str]:
+        """By inode."""
+        return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "outrider-rows" in line}
+
+    before, named, own = mapped(), sorted(os.listdir("/dev/shm")), End()
+    meeting = Meeting("127.0.0.1")
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, meeting.address], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "calls\n"
+    link = meeting.answer("drafter", CPU, own.end)
+    (own_memory,) = mapped() - before
+    link.send(frame(1))
+    assert process.stdout.readline() == "received\n"
+    process.kill()
+    process.wait(DEADLINE_S)
+    assert own.reasons.get(timeout=DEADLINE_S)
+    assert not link.send(frame(2))
+    assert own_memory not in mapped()
+    assert sorted(os.listdir("/dev/shm")) == named
+    process.stdout.close()
+
+
+def test_memory_that_a_peer_could_shrink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it would end the process."""
+    monkeypatch.setattr(shared.fcntl, "fcntl", lambda *_: 0)
+    meeting = Meeting("127.0.0.1")
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(meeting.answer, "drafter", CPU)
+        with pytest.raises(LinkClosed, match="is not sealed"):
+            call(meeting.address, "drafter", CPU, End().end)
+
+
 def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
     states, end = ReceivedStates((1,), torch.zeros(9, 8)), End()
-    link, _ = gloo(SimpleNamespace(end=TensorEnd(partial(states.receive, 1), end.reasons.put)))
+    link, _ = link_by("shared", SimpleNamespace(end=TensorEnd(partial(states.receive, 1), end.reasons.put)))
     link.send(frame(0))
     assert "width 4, not 8" in end.reasons.get(timeout=DEADLINE_S)
     link.close()
 
 
-def test_an_end_that_comes_back_meets_its_new_peer() -> None:
-    meeting, ends = Meeting("127.0.0.1"), [End(), End()]
-    first, _ = gloo(ends[0], meeting=meeting)
-    second, _ = gloo(ends[1], meeting=meeting)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_that_comes_back_meets_its_new_peer(kind: str) -> None:
+    meeting, ends = Meeting("127.0.0.1", shares_memory=kind == "shared"), [End(), End()]
+    first, _ = link_by(kind, ends[0], meeting=meeting)
+    second, _ = link_by(kind, ends[1], meeting=meeting)
     for number, link in enumerate((first, second)):
         link.send(frame(number))
         assert ends[number].frames.get(timeout=DEADLINE_S).parts == frame(number).parts
@@ -225,7 +312,7 @@ def test_a_caller_that_was_not_met_is_not_met_later(monkeypatch: pytest.MonkeyPa
         meeting.answer("drafter", CPU)
     monkeypatch.undo()
     end = End()
-    link, _ = gloo(end, meeting=meeting)
+    link, _ = link_by("shared", end, meeting=meeting)
     link.send(frame(1))
     assert end.frames.get(timeout=DEADLINE_S).parts == frame(1).parts
     link.close()

@@ -374,12 +374,13 @@ threading.Event().wait(60.0)
 
 
 def a_sender_of_hidden_states_outlives_its_receiver(place: Place, folder: Path) -> None:
-    """Twice in one process: over NCCL between two GPUs, else over gloo."""
+    """Several times in one process: over NCCL between two GPUs, else over gloo and over shared memory."""
     over_nccl = place.is_gpu and torch.cuda.device_count() > 1
     own, other = ("cuda:0", "cuda:1") if over_nccl else ("cpu", "cpu")
-    rows, meeting = torch.ones(512, 1024, device=own), Meeting("127.0.0.1")
-    for _ in range(2):
+    rows = torch.ones(512, 1024, device=own)
+    for shares_memory in (False, False, True, True):
         reasons: queue.Queue[str] = queue.Queue()
+        meeting = Meeting("127.0.0.1", shares_memory=shares_memory)
         receiver = subprocess.Popen([sys.executable, "-c", _DYING_RECEIVER, meeting.address, other])
         sender = meeting.answer("drafter", torch.device(own), TensorEnd(lambda _: None, reasons.put))
         while sender.send(Frame((Part("r", 0, 512, 512),), (), rows)) and reasons.empty():

@@ -4,12 +4,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from pydantic import NonNegativeInt, TypeAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_QUEUED_BYTES = 256 * 2**20
+MAX_HEADER_BYTES = 2**24
 MAX_QUEUED_FRAMES = 4096  # beyond, the other end does not read, and the link ends
 
 
@@ -35,6 +38,40 @@ class Frame:
     @property
     def num_bytes(self) -> int:
         return 0 if self.rows is None else self.rows.numel() * self.rows.element_size()
+
+
+_Dtype = Literal["", "float32", "bfloat16", "float16"]
+_ITEM_BYTES: dict[_Dtype, int] = {"": 0, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What precedes the rows of a frame between processes. ``dtype``: of the rows; empty where no rows follow."""
+
+    parts: tuple[Part, ...]
+    ended: tuple[str, ...]
+    shape: tuple[NonNegativeInt, NonNegativeInt]
+    dtype: _Dtype
+
+
+_HEADER = TypeAdapter(Header)
+
+
+def header_of(frame: Frame) -> bytes:
+    num_rows, width = (0, 0) if frame.rows is None else frame.rows.shape
+    dtype = "" if frame.rows is None else str(frame.rows.dtype).removeprefix("torch.")
+    return _HEADER.dump_json(Header(frame.parts, frame.ended, (num_rows, width), cast(_Dtype, dtype)))
+
+
+def read_header(data: bytes) -> Header:
+    """Raises ValueError: no header, or one with other rows than its parts have, or more than a peer may queue."""
+    told = _HEADER.validate_json(data)
+    num_rows, width = told.shape
+    lens = [part.stop - part.start for part in told.parts]
+    num_bytes = num_rows * width * _ITEM_BYTES[told.dtype]
+    if min(lens, default=0) < 0 or sum(lens) != num_rows or num_bytes > MAX_QUEUED_BYTES:
+        raise ValueError(f"{num_rows} rows of {width} {told.dtype} for {sum(lens)} of its parts")
+    return told
 
 
 class TensorLink(Protocol):

@@ -1,5 +1,6 @@
-"""Tensor links over torch.distributed, a process group for each pair of processes: gloo for headers, and for rows in host
-memory; NCCL, on a stream of its own, for rows on GPUs.
+"""Tensor links of pairs of processes: over memory that both share (``shared.py``) where both are on one machine and rows in
+host memory; else over torch.distributed, gloo for headers and rows in host memory; NCCL, on a stream of its own, for rows on
+GPUs.
 
 The target's process listens (``Meeting``); a drafter calls (``call``) once its control link is up, and is called back by
 number (``answer``), so that an end that was lost is never met again. As between ranks, ends do not authenticate each other:
@@ -9,32 +10,40 @@ between machines the network must be private.
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import NonNegativeInt, TypeAdapter
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cluster.errors import LinkClosed
-from cluster.transport.tensors.base import MAX_QUEUED_BYTES, Frame, FrameQueue, Part, TensorEnd
+from cluster.transport.tensors import shared
+from cluster.transport.tensors.base import (
+    MAX_HEADER_BYTES,
+    MAX_QUEUED_BYTES,
+    Frame,
+    FrameQueue,
+    TensorEnd,
+    header_of,
+    read_header,
+)
 
 MEET_S = 10.0
 HEARTBEAT_S, SILENCE_S = 1.0, 6.0  # as of control links
-MAX_HEADER_BYTES = 2**24
 _SENDER, _RECEIVER = 0, 1
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
 
 class Meeting:
-    """Where drafters meet a target. ``host``: that it listens at; only 127.0.0.1 is closed to other machines."""
+    """Where drafters meet a target. ``host``: that it listens at; only 127.0.0.1 is closed to other machines.
+    ``shares_memory``: with processes of this machine, for rows in host memory."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, shares_memory: bool = True) -> None:
+        self._shares_memory = shares_memory
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         self.host, self.address = host, f"{host}:{port}"
@@ -49,8 +58,9 @@ class Meeting:
             store.wait([f"{name}/waits"], _MEET)
             store.delete_key(f"{name}/waits")  # first, so that the number is of no earlier call
             number = store.add(f"{name}/calls", 0)
-            return TensorSender(PrefixStore(f"{name}/{number}", store), self.host, device, end)
-        except RuntimeError as error:
+            wire = _sending(PrefixStore(f"{name}/{number}", store), self.host, device, self._shares_memory)
+            return TensorSender(wire, end)
+        except (RuntimeError, OSError) as error:
             raise LinkClosed(f"{name} did not call for hidden states: {error}") from error
 
 
@@ -67,8 +77,8 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
         number = store.add(f"{name}/calls", 1)
         store.set(f"{name}/waits", "")
         try:
-            return TensorReceiver(PrefixStore(f"{name}/{number}", store), own_host, device, end)
-        except RuntimeError:
+            return TensorReceiver(_receiving(PrefixStore(f"{name}/{number}", store), own_host, device), end)
+        except (RuntimeError, OSError):
             if store.add(f"{name}/calls", 0) == number:  # an answer that comes before the next call is not to this one
                 store.delete_key(f"{name}/waits")
             raise
@@ -76,32 +86,23 @@ def call(address: str, name: str, device: torch.device, end: TensorEnd) -> "Tens
         raise LinkClosed(f"no hidden states from {address}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What precedes the rows of a frame. ``dtype``: of the rows; empty where no rows follow."""
+class Wire(Protocol):
+    """One end of a pair, used on one thread. A transfer raises RuntimeError or OSError: the peer is gone, or silent."""
 
-    parts: tuple[Part, ...]
-    ended: tuple[str, ...]
-    shape: tuple[NonNegativeInt, NonNegativeInt]
-    dtype: Literal["", "float32", "bfloat16", "float16"]
+    def queued(self, frame: Frame) -> None:
+        """On the thread that queues it, before."""
 
+    def send(self, frame: Frame) -> None: ...
 
-_HEADER = TypeAdapter(_Header)
+    def receive(self) -> Frame:
+        """Raises ValueError: the peer sent no frame."""
 
-
-def _read_header(data: bytes) -> _Header:
-    """Raises ValueError: no header, or one with other rows than its parts have, or more than a peer may queue."""
-    told = _HEADER.validate_json(data)
-    num_rows, width = told.shape
-    lens = [part.stop - part.start for part in told.parts]
-    num_bytes = num_rows * width * getattr(torch, told.dtype).itemsize if told.dtype else 0
-    if min(lens, default=0) < 0 or sum(lens) != num_rows or num_bytes > MAX_QUEUED_BYTES:
-        raise ValueError(f"{num_rows} rows of {width} {told.dtype} for {sum(lens)} of its parts")
-    return told
+    def leave(self) -> None:
+        """Ends the connection, so that the other end is told at once."""
 
 
-class _End:
-    """One end of a pair."""
+class GroupWire:
+    """``Wire`` over process groups."""
 
     def __init__(self, store: Store, rank: int, host: str, device: torch.device) -> None:
         gloo: Any = dist.ProcessGroupGloo
@@ -110,6 +111,7 @@ class _End:
         self._other, self._device = 1 - rank, device
         self._host_group: Any = gloo(PrefixStore("host", store), rank, 2, options)
         self._group, self._stream = self._host_group, cast(Any, None)
+        self._ready: Any = None  # of the newest rows, on a GPU
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._group = _nccl_pair(PrefixStore("device", store), rank)
@@ -118,8 +120,38 @@ class _End:
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _leave(self) -> None:
-        """Ends the connection, so that the other end is told at once. On the thread that uses it."""
+    def queued(self, frame: Frame) -> None:
+        if self._stream is not None and frame.rows is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+
+    def send(self, frame: Frame) -> None:
+        header = torch.frombuffer(bytearray(header_of(frame)), dtype=torch.uint8)
+        for part in (torch.tensor([len(header)]), header):
+            self._host_group.send([part], self._other, 0).wait(timedelta(seconds=SILENCE_S))
+        if frame.rows is not None:
+            with self._on_stream():
+                if self._stream is not None:
+                    self._stream.wait_event(self._ready)
+                self._wait(self._group.send([frame.rows.contiguous()], self._other, 0))
+
+    def receive(self) -> Frame:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._wait(self._host_group.recv([length], self._other, 0))
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {int(length)} bytes")
+        header = torch.empty(int(length), dtype=torch.uint8)
+        self._wait(self._host_group.recv([header], self._other, 0))
+        told = read_header(header.numpy().tobytes())
+        rows: Tensor | None = None
+        if told.dtype:
+            with self._on_stream():
+                rows = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device=self._device)
+                self._wait(self._group.recv([rows], self._other, 0))
+            if self._stream is not None:  # read from here on the stream of this thread, which may outlast the frame
+                rows.record_stream(torch.cuda.current_stream(self._device))
+        return Frame(told.parts, told.ended, rows)
+
+    def leave(self) -> None:
         if self._stream is not None:
             self._group.abort()  # what is under way with a peer that is lost never ends
         self._host_group = self._group = None
@@ -131,26 +163,16 @@ class _End:
             self._stream.synchronize()
 
 
-class TensorSender(_End):
+class TensorSender:
     """``TensorLink``. ``end``: is told when the link breaks."""
 
-    def __init__(
-        self,
-        store: Store,
-        host: str,
-        device: torch.device,
-        end: TensorEnd | None = None,
-        max_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
-        super().__init__(store, _SENDER, host, device)
+    def __init__(self, wire: Wire, end: TensorEnd | None = None, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._wire, self._end = wire, end
         self._queue = FrameQueue(max_bytes)
-        self._ready: Any = None  # of the newest rows, on a GPU
-        self._end = end
         threading.Thread(target=self._run, name="tensors out", daemon=True).start()
 
     def send(self, frame: Frame) -> bool:
-        if self._stream is not None and frame.rows is not None:
-            self._ready = torch.cuda.current_stream(self._device).record_event()
+        self._wire.queued(frame)
         return self._queue.put(frame)
 
     def close(self) -> None:
@@ -160,35 +182,20 @@ class TensorSender(_End):
         reason = "it was closed"
         try:
             while not self._queue.is_closed:
-                self._send(self._queue.take(HEARTBEAT_S) or Frame(()))
-        except RuntimeError as error:
+                self._wire.send(self._queue.take(HEARTBEAT_S) or Frame(()))
+        except (RuntimeError, OSError) as error:
             reason = str(error)
         self._queue.close()
-        self._leave()
+        self._wire.leave()
         if self._end is not None:
             self._end.down(reason)
 
-    def _send(self, frame: Frame) -> None:
-        rows = frame.rows
-        shape = [0, 0] if rows is None else list(rows.shape)
-        dtype = "" if rows is None else str(rows.dtype).removeprefix("torch.")
-        told = _HEADER.dump_json(_Header(frame.parts, frame.ended, (shape[0], shape[1]), cast(Any, dtype)))
-        header = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        for part in (torch.tensor([len(header)]), header):
-            self._host_group.send([part], self._other, 0).wait(timedelta(seconds=SILENCE_S))
-        if rows is not None:
-            with self._on_stream():
-                if self._stream is not None:
-                    self._stream.wait_event(self._ready)
-                self._wait(self._group.send([rows.contiguous()], self._other, 0))
 
-
-class TensorReceiver(_End):
+class TensorReceiver:
     """Serves ``end`` on a thread until the link breaks, or ``close``."""
 
-    def __init__(self, store: Store, host: str, device: torch.device, end: TensorEnd) -> None:
-        super().__init__(store, _RECEIVER, host, device)
-        self._end = end
+    def __init__(self, wire: Wire, end: TensorEnd) -> None:
+        self._wire, self._end = wire, end
         self._is_closed = False
         threading.Thread(target=self._run, name="tensors in", daemon=True).start()
 
@@ -199,31 +206,33 @@ class TensorReceiver(_End):
         reason = "it was closed"
         try:
             while not self._is_closed:
-                frame = self._receive()
+                frame = self._wire.receive()
                 if frame.parts or frame.ended:
                     self._end.receive(frame)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             reason = str(error)
         finally:  # whatever it was: a request waits for rows as long as the link is up
-            self._leave()
+            self._wire.leave()
             self._end.down(reason)
 
-    def _receive(self) -> Frame:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._host_group.recv([length], self._other, 0))
-        if not 0 < length <= MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {int(length)} bytes")
-        header = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(self._host_group.recv([header], self._other, 0))
-        told = _read_header(header.numpy().tobytes())
-        rows: Tensor | None = None
-        if told.dtype:
-            with self._on_stream():
-                rows = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device=self._device)
-                self._wait(self._group.recv([rows], self._other, 0))
-            if self._stream is not None:  # read from here on the stream of this thread, which may outlast the frame
-                rows.record_stream(torch.cuda.current_stream(self._device))
-        return Frame(told.parts, told.ended, rows)
+
+def _sending(store: Store, host: str, device: torch.device, shares_memory: bool) -> Wire:
+    offer = shared.Offer(MEET_S) if shares_memory and shared.IS_AVAILABLE and device.type == "cpu" else None
+    store.set("offered", "" if offer is None else offer.name)
+    if offer is not None:
+        with closing(offer):
+            if store.get("taken"):
+                return offer.accept(SILENCE_S)
+    return GroupWire(store, _SENDER, host, device)
+
+
+def _receiving(store: Store, host: str, device: torch.device) -> Wire:
+    name = store.get("offered").decode()
+    reached = shared.reach(name) if name and shared.IS_AVAILABLE and device.type == "cpu" else None
+    store.set("taken", "" if reached is None else "yes")
+    if reached is not None:
+        return shared.joined(reached, MEET_S, SILENCE_S)
+    return GroupWire(store, _RECEIVER, host, device)
 
 
 def _nccl_pair(store: Store, rank: int) -> Any:
