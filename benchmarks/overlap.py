@@ -3,7 +3,7 @@
 Three servers differ in `planner.overlap` alone: ``off`` waits for every draft (``barrier``), ``on`` verifies each draft
 where it is (``frontier``), ``auto`` is the default. Target and drafter, which has the target's weights, are processes with
 disjoint cores: with drafts that are mostly wrong there is nothing to overlap. Three others have the default cascade in the
-target's process, and differ in `target.partition` alone; what auto chooses by is measured first. The servers take turns,
+target's process, and differ in `target.partition` alone; each has its profile. The servers take turns,
 every other round backwards, with the same prompts; the others are suspended.
 
 Figures: ``on_over_off.N`` and ``auto_over_off.N`` for N streams, tokens per second, with ``.se``, the relative standard
@@ -95,7 +95,7 @@ def ratio(speeds: Sequence[float], others: Sequence[float]) -> Ratio:
 @contextmanager
 def _running(config: Config) -> Iterator[RunningArm]:
     """Suspended; its target and a drafter in another process have each half of the cores."""
-    if config.target.partition == AUTO and any(drafter.is_colocated for drafter in config.drafters):
+    if any(drafter.is_colocated for drafter in config.drafters):
         _profile(config)
     config = config.model_copy(update={"api": config.api.model_copy(update={"port": free_port()})})
     with ServerProcess(config) as server:

@@ -201,4 +201,4 @@ def _note_reply(
     if kind is not None:
         stats.under(kind).proposed(num_right)
     elif sequence.teaches:
-        stats.accepted(num_right)
+        stats.decided(num_right, len(proposal.token_ids))

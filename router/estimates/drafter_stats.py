@@ -165,10 +165,10 @@ class DrafterStats:
             self.reply_s.fade(1.0)
             self.reply_s.add(2 * waited_s)
 
-    def accepted(self, num_accepted: int) -> None:
-        """So many tokens of a proposal would be accepted, had it been waited for: that it came late must not make it look
-        worth no wait."""
-        self.accepted_per_round.add(num_accepted)
+    def decided(self, num_right: int, num_tokens: int) -> None:
+        """Of a proposal that came when all its tokens were known to be right or wrong: it counts although it was late."""
+        self.acceptance.add_all(num_right, num_right + (num_right < num_tokens))
+        self.accepted_per_round.add(num_right)
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
@@ -178,5 +178,5 @@ class DrafterStats:
         if num_judged:  # one failure unless all were right
             self.acceptance.add_all(num_right, num_right + (num_right < num_judged))
         if num_verified or not num_judged:  # else it is unknown how many would be accepted
-            self.accepted(judgement.num_overtaken + min(num_right, num_verified))
+            self.accepted_per_round.add(judgement.num_overtaken + min(num_right, num_verified))
         self.calibration.record(judgement.confidences, num_right)

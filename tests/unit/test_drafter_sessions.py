@@ -61,7 +61,7 @@ def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:
 
 @pytest.mark.parametrize(("num_right", "expected"), [(4, 4.0), (0, 0.0)])
 def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_given(num_right: int, expected: float) -> None:
-    """Else a target that once did not wait, so that drafts came late and were cut, would never wait again."""
+    """Else a target that once did not wait would never wait again, or always ask for wrong drafts."""
     sequences, telemetry = Sequences(MODEL), Telemetry()
     drafters = sessions(sequences, telemetry, RoutingTable(version=0, defaults=(("d",),)))
     link = Link()
@@ -76,13 +76,13 @@ def test_proposals_that_come_too_late_are_worth_the_wait_that_they_were_not_give
         drafts = tuple(token if i < num_right else 8 for i, token in enumerate((5, 6, 5, 6)))
         drafters.receive(link, ProposalRound(0, (Proposal("r", base_len, drafts, (0.9,) * 4, "d"),)), 2.0)
         assert (sequence.draft.proposal is not None) == (num_right == 4)
-        base_len = len(sequence.token_ids)
         sequence.token_ids.extend((5, 6))
         sequence.draft.judge((5, 6))
-        commits = [(sequence, Commit("r", base_len, (5, 6), num_proposed=2 if num_right == 4 else 0))]
+        commits = [(sequence, Commit("r", base_len + 2, (5, 6), num_proposed=2 if num_right == 4 else 0))]
         drafters.publish([sequence], 3.0)
         drafters.learn(commits, 3.0)
-    assert telemetry.drafter("d").accepted_per_round.value == pytest.approx(expected, abs=0.05)
+    means = telemetry.drafter("d").accepted_per_round.value, telemetry.drafter("d").acceptance.value
+    assert means == (pytest.approx(expected, abs=0.05), pytest.approx(expected / 4, abs=0.15))
 
 
 def test_a_chain_runs_at_its_last_drafter_and_a_proposal_outlives_a_change_below() -> None:
