@@ -187,10 +187,8 @@ class DrafterSessions:
         for request_id, budget in budgets.items():
             sequence = self._sequences[request_id]
             draft = sequence.draft
-            if draft.set_budget(budget):
-                outbox = self._outbox_of(sequence)
-                if outbox is not None:
-                    outbox.set_budget(request_id, draft.asked_budget)
+            if draft.set_budget(budget) and (outbox := self._outbox_of(sequence)) is not None:
+                outbox.set_budget(request_id, draft.asked_budget)
 
     def publish(self, committed: Iterable[LiveSequence], now_s: float) -> None:
         """Queues what a pass committed for the drafters that follow its requests, except where one last token is left."""

@@ -1,6 +1,5 @@
 """The round: the one loop in which a target serves all of its requests."""
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,11 +31,9 @@ from router.drafting.frontiers import in_chunks
 from router.drafting.length import DraftLengths
 from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.drafting.verification import PassContext
-from router.plan import Capacity, SequenceView, Span, StepPlan
+from router.plan import Capacity, SequenceView, StepPlan
 from router.planning.ahead import PlanAhead
 from router.planning.planner import Planner, StepPlanner
-
-logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -318,7 +315,7 @@ class TargetLoop:
 
     # ---- the commit
 
-    def _commit(self, begun: PendingPass, now_s: float) -> list[tuple[LiveSequence, Span]]:
+    def _commit(self, begun: PendingPass, now_s: float) -> list[LiveSequence]:
         """Commits the outcomes, and ends requests that are finished. Drafters' messages are queued."""
         committed = []
         for span in begun.spans:
@@ -326,19 +323,19 @@ class TargetLoop:
                 sequence = self._sequences[span.request_id]
                 self._gateways.publish([(sequence, commit) for commit in self._sequences.prompt_commits(span)])
             if (taken := self._sequences.commit(span, now_s)) is not None:
-                committed.append((taken, span))
-        self._drafters.publish([sequence for sequence, _ in committed], now_s)
+                committed.append(taken)
+        self._drafters.publish(committed, now_s)
         self.observer.committed(committed, now_s)
-        for sequence, span in committed:
+        for sequence in committed:
             if sequence.finish is not None:
-                self._end(span.request_id)
+                self._end(sequence.request.id)
             elif sequence.draft.has_free_drafts:
                 self._drafters.offer_free(sequence)
         return committed
 
-    def _publish(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Span]], is_last: bool) -> None:
+    def _publish(self, ended: PendingPass, committed: Sequence[LiveSequence], is_last: bool) -> None:
         """To what learns of a pass, and to gateways."""
-        commits = [(sequence, sequence.committed(span)) for sequence, span in committed]
+        commits = [(sequence, sequence.committed()) for sequence in committed]
         self.observer.published(ended, commits, is_last)
         self._gateways.publish(commits)
         self._gateways.flush()

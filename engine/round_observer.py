@@ -13,7 +13,7 @@ from engine.sequences import LiveSequence
 from engine.slo_monitor import SloMonitor
 from engine.telemetry import Telemetry
 from router.drafting.length import DraftLengths, PassFeedback
-from router.plan import Span, StepPlan
+from router.plan import StepPlan
 
 
 class RoundObserver:
@@ -46,11 +46,11 @@ class RoundObserver:
         self._drafters.learning.forget(request_id)
 
     @observed
-    def committed(self, committed: Iterable[tuple[LiveSequence, Span]], now_s: float) -> None:
+    def committed(self, committed: Iterable[LiveSequence], now_s: float) -> None:
         """Before requests that these tokens finish have ended."""
         if (spans := self.spans) is not None:
-            for sequence, span in committed:
-                spans.note(sequence, sequence.committed(span), now_s)
+            for sequence in committed:
+                spans.note(sequence, sequence.committed(), now_s)
 
     def ended(self, sequence: LiveSequence, now_s: float) -> None:
         with self.observing:

@@ -32,6 +32,7 @@ class LiveSequence:
     awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
     awaits_adapter: bool = False  # as awaits_grammar: its files are read now
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
+    span: Span = field(default_factory=lambda: Span("", 0))  # of the last pass that chose tokens for it, or failed to
     finish: FinishReason | None = None
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
     gateway: "GatewayOutbox | None" = None  # by which it came; its commits go there
@@ -83,9 +84,9 @@ class LiveSequence:
         assert self.admitted_s is not None
         return Prefill(self.num_cached_tokens, self.admitted_s - self.arrived_s, now_s - self.admitted_s)
 
-    def committed(self, span: Span) -> Commit:
-        """What `Sequences.commit` took of a span, until it takes the next."""
-        num, judged, first_s = len(span.chosen), self.draft.judged, self.first_token_s
+    def committed(self) -> Commit:
+        """What `Sequences.commit` took last."""
+        span, judged, first_s, num = self.span, self.draft.judged, self.first_token_s, len(self.span.chosen)
         base_len, drafter = len(self.token_ids) - num, None if judged is None else judged[0].drafter
         if span.error is not None:
             return Commit(span.request_id, base_len, (), finish=self.finish, error=span.error)
@@ -203,7 +204,7 @@ class Sequences:
         sequence, chosen = self._live[span.request_id], span.chosen
         if span.error is not None:
             sequence.finish = FinishReason.REFUSED if span.is_refused else FinishReason.ERROR
-            span.chosen = ()
+            sequence.span, span.chosen = span, ()
             sequence.draft.judge(())
             return sequence
         if not chosen:
@@ -219,7 +220,7 @@ class Sequences:
             num, finish = 1 + next(i for i, token in enumerate(chosen) if token in stops), FinishReason.STOP
         if finish is not None:
             span.chosen = chosen = chosen[:num]
-        sequence.finish = finish
+        sequence.span, sequence.finish = span, finish
         committed.extend(chosen)
         sequence.computed_len = base_len + num - 1
         if base_len == sequence.prompt_len:

@@ -118,7 +118,7 @@ class DraftersElsewhere:
         span = Span(request_id, 1, num_drafts, chosen=tuple(token_ids), num_accepted=min(num_drafts, len(token_ids) - 1))
         sequence = self._sequences.commit(span, self._clock())
         assert sequence is not None, "tokens were committed"
-        self._published.append((sequence, sequence.committed(span)))
+        self._published.append((sequence, sequence.committed()))
 
     def release(self, request_id: str) -> None:
         self._local.release(request_id)

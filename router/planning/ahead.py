@@ -17,7 +17,7 @@ class _Expected:
     """A pass in which all of these requests decode. ``num_verify`` of their ``num_drafted`` draft tokens are verified.
     ``planner``: in the state behind the plan."""
 
-    request_ids: frozenset[str]
+    spans: dict[str, Span]  # by request
     num_drafted: int
     num_verify: int
     planner: Planner
@@ -52,20 +52,23 @@ class PlanAhead:
         if len(ahead.spans) == len(expected) and not ahead.frontiers and ahead.num_micro_batches == 1:
             num_verify = sum([span.num_drafts for span in ahead.spans])
             num_drafted = sum([s.num_drafted for s in sequences])
-            self._expected = _Expected(frozenset(num_verified), num_drafted, num_verify, planner)
+            spans = {span.request_id: span for span in ahead.spans}
+            self._expected = _Expected(spans, num_drafted, num_verify, planner)
 
     def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
         expected = self._expected
         if expected is not None and _is_as(expected, sequences):
             # Requests that have ended take their share along.
-            share = expected.num_verify * len(sequences) // len(expected.request_ids)
+            share = expected.num_verify * len(sequences) // len(expected.spans)
             room = max(0, context.capacity.max_pass_tokens - len(sequences))
             ranking = Ranking(sequences, context, room, weighted=False)
             lens = ranking.lens(min(share, ranking.num_tokens))
             if len(sequences) + sum(lens) // context.capacity.block_len <= context.capacity.num_free_blocks:
                 self._planner, self._expected = expected.planner, None
-                spans = [Span(s.request_id, 1, num) for s, num in zip(sequences, lens, strict=True)]
-                return StepPlan(tuple(spans), best_left_out=best_left_out(sequences, lens))
+                spans = tuple([expected.spans[s.request_id] for s in sequences])
+                for span, num in zip(spans, lens, strict=True):
+                    span.num_drafts = num
+                return StepPlan(spans, best_left_out=best_left_out(sequences, lens))
         return self._planner.plan(sequences, context)
 
 
@@ -79,11 +82,11 @@ def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
 
 
 def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:
-    num_drafted, request_ids = 0, expected.request_ids
+    num_drafted, spans = 0, expected.spans
     for s in sequences:
         is_ready = s.running and s.committed_len - s.computed_len == 1 and s.awaiting_since_s is None
-        if not is_ready or s.request_id not in request_ids:
+        if not is_ready or s.request_id not in spans:
             return False
         num_drafted += s.num_drafted
-    usual = expected.num_drafted * len(sequences) / len(request_ids)
+    usual = expected.num_drafted * len(sequences) / len(spans)
     return bool(sequences) and usual <= 2 * num_drafted <= 4 * usual

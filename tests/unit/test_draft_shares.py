@@ -89,7 +89,7 @@ class Target:
     def _publish(self, span: Span) -> Commit:
         sequence = self.sequences.commit(span, self.now_s) or pytest.fail("nothing is committed")
         self.drafters.publish([sequence], self.now_s)
-        commit = sequence.committed(span)
+        commit = sequence.committed()
         self.drafters.learn([(sequence, commit)], self.now_s)
         return commit
 

@@ -190,10 +190,10 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     drafters.assign(sequence)
     drafters.set_budgets({"r": DraftTerms(4)})
     sequence.admit(0, 0.0)
-    sequences.commit(span := Span("r", 2, chosen=(5, 5)), 1.0)
+    sequences.commit(Span("r", 2, chosen=(5, 5)), 1.0)
     drafters.publish([sequence], 1.0)
     drafters.flush()
-    drafters.learn([(sequence, sequence.committed(span))], 1.0)
+    drafters.learn([(sequence, sequence.committed())], 1.0)
     assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody

@@ -28,7 +28,7 @@ def planned(sequences: Sequences, num_compute: int, num_drafts: int = 0) -> Span
 
 
 def commit(sequences: Sequences, span: Span) -> Commit:
-    return (sequences.commit(span, 1.0) or pytest.fail("nothing is committed")).committed(span)
+    return (sequences.commit(span, 1.0) or pytest.fail("nothing is committed")).committed()
 
 
 def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
