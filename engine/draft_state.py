@@ -1,5 +1,6 @@
 """The drafting state of one request: its chain, the awaited proposal, the present one, and the last judgement."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -52,7 +53,8 @@ class DraftState:
     passed_judgements: tuple[Judgement, ...] = ()
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
-    _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
+    # Committed lengths, and when the drafter was sent each.
+    _sent_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_AWAITED))
 
     # ---- who drafts, and how far
 
@@ -104,10 +106,7 @@ class DraftState:
             self.awaiting_since_s = None
             return
         self.awaiting_since_s = now_s
-        sent_s = self._sent_s
-        sent_s[len(self.token_ids)] = now_s
-        if len(sent_s) > MAX_AWAITED:
-            del sent_s[next(iter(sent_s))]
+        self._sent_s.append((len(self.token_ids), now_s))
 
     def expect_nothing(self) -> None:
         """The drafter is disconnected, or was not sent the newest commit."""
@@ -116,7 +115,7 @@ class DraftState:
 
     def sent_s(self, base_len: int) -> float | None:
         """When the drafter was sent the commit that ends at ``base_len``; None: unknown."""
-        return self._sent_s.get(base_len)
+        return dict(self._sent_s).get(base_len)
 
     @property
     def is_held(self) -> bool:
