@@ -19,7 +19,9 @@ class Ranking:
     """The draft tokens that a pass has room for, the likeliest first; with weights, those that bring most. They are sorted
     where ``expected`` is read; ``lens`` only selects."""
 
-    def __init__(self, ready: Sequence[SequenceView], context: PassContext, room: int, weighted: bool = True) -> None:
+    def __init__(
+        self, ready: Sequence[SequenceView], context: PassContext, room: int | None = None, weighted: bool = True
+    ) -> None:
         values = survivals(ready, context)
         self._plain = float(len(ready))
         if weighted and context.weights:
@@ -29,7 +31,8 @@ class Ranking:
         self._lens = list(map(len, values))
         # 31 us for 1,792 floats, which np.fromiter reads in 52 (level amx).
         self._values = np.frombuffer(pack(f"{sum(self._lens)}d", *chain.from_iterable(values)))
-        self.num_tokens = min(room, len(self._values))
+        left = max(0, context.capacity.max_pass_tokens - len(ready)) if room is None else room
+        self.num_tokens = min(left, len(self._values))
 
     @cached_property
     def expected(self) -> Floats:
@@ -57,8 +60,7 @@ def throughputs(
 ) -> tuple[Ranking, Floats]:
     """Estimated tokens per second with the n likeliest draft tokens, from n = 0; -1 where pass and ``drafting_s``, the time
     that the drafts took, exceed ``limit_s`` together (AdaSpec, algorithm 3)."""
-    room = max(0, context.capacity.max_pass_tokens - len(ready))
-    ranking = Ranking(ready, context, room, weighted=False)
+    ranking = Ranking(ready, context, weighted=False)
     table = context.cost.table(sum([sequence.committed_len for sequence in ready]))
     seconds = drafting_s + table.at_each(np.arange(len(ready), len(ready) + ranking.num_tokens + 1))
     rates: Floats = ranking.expected / seconds

@@ -43,14 +43,13 @@ class AsynchronousDSparkVerification:
         self.search()
         self._last = ready, context
         if len(self._best) < 2:
-            ranking, throughput = throughputs(ready, context, context.limit_s)
-            return PassRows(ranking.lens(_first_peak(throughput)), context.num_prompt_tokens)
-        ranking = Ranking(ready, context, max(0, context.capacity.max_pass_tokens - len(ready)), weighted=False)
+            return DSparkVerification().rows(ready, context)
+        ranking = Ranking(ready, context, weighted=False)
         num = min(self._best[0], ranking.num_tokens)
-        if context.limit_s is not None:
+        if num and context.limit_s is not None:
             table = context.cost.table(sum([one.committed_len for one in ready]))
-            seconds = table.at_each(np.arange(len(ready), len(ready) + num + 1))
-            num = max(0, int(np.count_nonzero(seconds <= context.limit_s)) - 1)  # more rows are never faster
+            seconds = table.at_each(len(ready) + 1 + np.arange(num))
+            num = int(np.count_nonzero(seconds <= context.limit_s))  # more rows are never faster
         return PassRows(ranking.lens(num), context.num_prompt_tokens)
 
     def search(self) -> None:

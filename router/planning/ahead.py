@@ -60,8 +60,7 @@ class PlanAhead:
         if expected is not None and _is_as(expected, sequences):
             # Requests that have ended take their share along.
             share = expected.num_verify * len(sequences) // len(expected.spans)
-            room = max(0, context.capacity.max_pass_tokens - len(sequences))
-            ranking = Ranking(sequences, context, room, weighted=False)
+            ranking = Ranking(sequences, context, weighted=False)
             lens = ranking.lens(min(share, ranking.num_tokens))
             if len(sequences) + sum(lens) // context.capacity.block_len <= context.capacity.num_free_blocks:
                 self._planner, self._expected = expected.planner, None

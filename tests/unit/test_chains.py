@@ -189,11 +189,8 @@ def test_a_request_moves_only_for_more_than_the_hysteresis() -> None:
     assert fastest([]) == TARGET_ONLY
 
 
-def test_times_that_fall_are_raised() -> None:
+def test_pass_times_are_linear_between_and_beyond_points_and_never_fall() -> None:
     assert [monotone(((1, 0.2), (2, 0.1), (3, 0.3))).at(rows) for rows in (1, 2, 3)] == [0.2, 0.2, 0.3]
-
-
-def test_pass_times_are_linear_between_and_beyond_points() -> None:
     passes = monotone(((2, 1.0), (4, 2.0), (8, 3.0)))
     assert [passes.at(rows) for rows in (0.5, 1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
     assert monotone(((4, 0.5),)).at(64) == 0.5

@@ -175,12 +175,15 @@ def test_asynchronous_dspark_takes_the_capacity_of_two_passes_ago() -> None:
     assert length(good, limit_s=1.5) == 0, "the limit is of this pass"
 
 
-def test_asynchronous_dspark_gives_the_capacity_to_the_likeliest() -> None:
+@pytest.mark.parametrize(("limit_s", "expected"), [(None, [0, 2]), (1.25, [0, 2]), (1.1, [0, 1]), (1.05, [0, 0])])
+def test_asynchronous_dspark_gives_the_capacity_to_the_likeliest(limit_s: float | None, expected: list[int]) -> None:
+    """Two tokens, in 1.25 s; one takes 1.1."""
     policy = VERIFICATION_POLICIES["dspark-async"]()
     for _ in range(2):
         policy.rows(BATCH, a_pass(SMOOTH))
     other = [decoding("x", (0.2, 0.1)), decoding("y", (0.9, 0.8))]
-    assert policy.rows(other, a_pass(SMOOTH)).verify_lens == [0, 2]
+    assert policy.rows(other, replace(a_pass(SMOOTH), limit_s=limit_s)).verify_lens == expected
+    assert policy.rows([decoding("x", ())], replace(a_pass(SMOOTH), limit_s=limit_s)).verify_lens == [0]
 
 
 @pytest.mark.parametrize("policy", sorted(VERIFICATION_POLICIES))
