@@ -176,7 +176,8 @@ class DrafterStats:
         num_right, num_judged = judgement.num_right, judgement.num_judged
         self.num_judged += 1
         if num_judged:  # one failure unless all were right
-            self.acceptance.add_all(num_right, num_right + (num_right < num_judged))
+            num_known = judgement.num_overtaken + num_right
+            self.acceptance.add_all(num_known, num_known + (num_right < num_judged))
         if num_verified or not num_judged:  # else it is unknown how many would be accepted
             self.accepted_per_round.add(judgement.num_overtaken + min(num_right, num_verified))
         self.calibration.record(judgement.confidences, num_right)
