@@ -13,7 +13,7 @@ from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
 from profiler.calibration import Calibration, TemperatureScaling
 from router.assignment import NO_POSITIONS, Positions
-from router.drafter.chains import PROPOSAL_LEN
+from router.drafter.chains import LearnedWindow
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ModelDrafter:
         proposers: by pool name; a proposer with proposers may be verified in turn.
         min_survival: of uncalibrated confidences; a draft ends after the token that takes its survival below this.
         calibration: of the returned confidences, by position behind the last commit.
-        clock: times the passes; None: they are not timed, and drafting costs nothing.
+        clock: times the passes; None: they are not timed, drafting costs nothing, and windows of proposers are not learned.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ModelDrafter:
         model: SmallModel,
         proposers: Mapping[str, Drafter] | None = None,
         *,
-        proposal_len: int = PROPOSAL_LEN,
         min_survival: float = 0.0,
         calibration: Calibration | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._proposers = dict(proposers or {})
-        self._proposal_len = proposal_len
+        self._windows = {proposer: LearnedWindow() for proposer in self._proposers}
+        self._step_s: dict[str, float] = {}  # of a token of the last proposals, by proposer
         self.min_survival = min_survival
         self._calibration = calibration
         self._scalings: dict[str, TemperatureScaling] = {}  # by request
@@ -208,31 +208,42 @@ class ModelDrafter:
 
     def _draft_round(self, part: Sequence[_PartialDraft]) -> None:
         """One batch per proposer, then one pass of the model."""
-        proposed = self._proposals(part) if self._proposers_of else {}
+        asked = {}
+        for draft in part:
+            if proposers := self._proposers_of.get(draft.demand.request_id):
+                asked[draft.demand.request_id] = min(self._windows[proposers[-1]].window, draft.num_missing - 1)
+        proposed = self._proposals(part, asked) if asked else {}
         questions = [
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
         ]
+        busy_s, num_rows = self._busy_s, self._num_rows
         answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part))
+        has_caught_up = self._num_rows - num_rows > sum(2 + len(question.drafts) for question in questions)
         for draft, question, chosen in zip(part, questions, answers, strict=True):
             num_right = common_prefix_len(question.drafts, chosen.token_ids)
             if question.request_id in proposed:
-                num_demanded = min(self._proposal_len, draft.num_missing - 1)
-                self._record(self._proposers_of[question.request_id][-1], num_demanded, len(question.drafts), num_right)
+                proposer, num_asked = self._proposers_of[question.request_id][-1], asked[question.request_id]
+                self._record(proposer, num_asked, len(question.drafts), num_right)
+                if self._clock is not None and not has_caught_up:
+                    self._windows[proposer].learn(num_asked, num_right, self._step_s[proposer], self._busy_s - busy_s)
             self._add(draft, chosen, num_right + 1)
 
-    def _proposals(self, part: Sequence[_PartialDraft]) -> dict[str, tuple[int, ...]]:
+    def _proposals(self, part: Sequence[_PartialDraft], asked: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Proposed tokens that the model can choose, by request."""
         by_proposer: dict[str, list[Demand]] = {}
         for draft in part:
-            request_id, num_tokens = draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1)
-            if num_tokens > 0 and request_id in self._proposers_of:
-                demand = Demand(request_id, num_tokens, draft.ahead)
+            request_id = draft.demand.request_id
+            if asked.get(request_id, 0) > 0:
+                demand = Demand(request_id, asked[request_id], draft.ahead)
                 by_proposer.setdefault(self._proposers_of[request_id][-1], []).append(demand)
-        return {
-            draft.request_id: self._model.choosable(draft.token_ids)
-            for name, demands in by_proposer.items()
-            for draft in self._proposers[name].propose(demands)
-        }
+        proposed: dict[str, tuple[int, ...]] = {}
+        for name, demands in by_proposer.items():
+            start_s = self._clock() if self._clock is not None else 0.0
+            drafts = self._proposers[name].propose(demands)
+            if self._clock is not None:
+                self._step_s[name] = (self._clock() - start_s) / max(demand.num_tokens for demand in demands)
+            proposed |= {draft.request_id: self._model.choosable(draft.token_ids) for draft in drafts}
+        return proposed
 
     def _choose(self, questions: Sequence[Question], num_runners_up: int) -> list[Chosen]:
         num_rows = self._model.num_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Positions, drafter_of
-from router.drafter.chains import PROPOSAL_LEN
+from router.drafter.chains import LearnedWindow
 from simulator.agreement import SimulatedRequest
 from simulator.timing import Work
 
@@ -45,6 +45,7 @@ class ChainTimer:
         self._pass_s = pass_s
         self._catch_up_s = catch_up_s
         self._levels: dict[str, _Level] = {}
+        self._windows: dict[tuple[str, ...], LearnedWindow] = {}  # by verifier and proposer
 
     def seconds(self, drafter: str, batch: Sequence[Work]) -> float:
         name = drafter_of(drafter)
@@ -80,13 +81,18 @@ class ChainTimer:
         total_s = 0.0
         live = [job for job in jobs if job.num_missing > 0]
         while live:
-            asked = [min(PROPOSAL_LEN, job.num_missing - 1) if chain[:-1] else 0 for job in live]
+            learned = self._windows.setdefault(chain[-2:], LearnedWindow())
+            asked = [min(learned.window, job.num_missing - 1) if chain[:-1] else 0 for job in live]
+            below_s = 0.0
             if any(asked):
                 below = [_Job(job.request, job.position, num) for job, num in zip(live, asked, strict=True)]
-                total_s += self._draft_s(chain[:-1], below)
-            total_s += self._passed_s(name, len(live) + sum(asked))
+                below_s = self._draft_s(chain[:-1], below)
+            pass_s = self._passed_s(name, len(live) + sum(asked))
+            total_s += below_s + pass_s
             for job, num_asked in zip(live, asked, strict=True):
                 num_right = self._verify(chain, job, num_asked) if num_asked else 0
+                if num_asked:
+                    learned.learn(num_asked, num_right, below_s / max(asked), pass_s)
                 job.position += num_right + 1
                 job.num_missing -= num_right + 1
             live = [job for job in live if job.num_missing > 0]

@@ -1,9 +1,10 @@
 """Where three levels win: the least agreement of the middle model with the target, over the cost of its pass, predicted
 by the rules that serve (`router.drafter.chains.predict`).
 
-A pass takes as long for many rows as for one, every chain has its best draft length up to LONGEST, and the small model's
-agreement with the target is that with the middle times the middle's. SpecRouter prints neither; its points have costs
-by parameters (memory-bound passes) and by layers (launches), and the agreements that give the speed-ups of its table 2.
+Inner windows are PROPOSAL_LEN. A pass takes as long for many rows as for one, every chain has its best draft length up to
+LONGEST, and the small model's agreement with the target is that with the middle times the middle's. SpecRouter prints
+neither; its points have costs by parameters (memory-bound passes) and by layers (launches), and the agreements that give
+the speed-ups of its table 2.
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ from benchmarks.studies import chain_map
 from cluster.config import DraftLengthConfig
 from router.assignment import AssignmentPolicy, Chain, PoolMember, RequestView
 from router.cost_model import TableCost, monotone
-from router.drafter.chains import PROPOSAL_LEN, Level
+from router.drafter.chains import MAX_WINDOW, PROPOSAL_LEN, Level
 from router.drafter.policies import build_policy, scored_by
 from router.drafter.seats import Fixed
 from router.papers.specrouter import ModelChains
@@ -180,7 +180,7 @@ def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[Sim
     """A set that lasts beyond the horizon."""
     random = np.random.default_rng((scenario.seed, batch, number))
     text = scenario.text
-    longest = max(PROPOSAL_LEN, *(drafter.max_draft_len for drafter in scenario.drafters.values()))
+    longest = max(MAX_WINDOW, *(drafter.max_draft_len for drafter in scenario.drafters.values()))
     names = list(scenario.drafters)
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     num_tokens = int(scenario.horizon_s * _MOST_TOKENS_PER_S)

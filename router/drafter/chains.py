@@ -14,16 +14,19 @@ unfinished request of the batch B plus one per proposed token. f_j: share of M_j
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations
 from operator import mul
 
-from router.assignment import TARGET_ONLY, Chain
-from router.cost_model import ROWS, CostModel, TableCost
+from router.assignment import NO_POSITIONS, TARGET_ONLY, Chain
+from router.cost_model import ROWS, CostModel, TableCost, monotone
+from router.estimates.acceptance import PositionCounts
+from router.estimates.decayed import USUAL, DecayedMean, DecayedSums
 
 MAX_LEVELS = 4  # of models in a chain, the target included
-PROPOSAL_LEN = 4  # most tokens that a level requests from the one below at a time
+PROPOSAL_LEN, MAX_WINDOW = 4, 8  # tokens that a level requests from the one below at a time: at first, and at most
+LEARN_PERIOD = 4  # drafts from one choice of a window to the next
 
 
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
@@ -121,6 +124,40 @@ def _after(left: list[float], below: Level) -> list[float]:
             for num_right, chance in enumerate(below.num_right(min(below.window, missing - 1))):
                 after[missing - num_right - 1] += left[missing] * chance
     return after
+
+
+def best_window(levels: Sequence[Level], verifier: TableCost, batch: int) -> Level:
+    """The last of ``levels`` with the W of least T_eff below ``verifier``, as if that were the target: models below another
+    change the cost of its drafts alone, so each W can be chosen by itself."""
+    *below, last = levels
+    tried = [replace(last, window=window) for window in range(1, MAX_WINDOW + 1)]
+    return min(tried, key=lambda level: predict([*below, level], verifier, batch).per_token_s)
+
+
+class LearnedWindow:
+    """W of a level, from its passes: how far their drafts were right, and their seconds, affine in tokens requested."""
+
+    def __init__(self) -> None:
+        self.window = PROPOSAL_LEN
+        self._right: PositionCounts[str] = PositionCounts(USUAL)
+        self._pass_s: DecayedSums[str] = DecayedSums(USUAL)  # number; tokens, squares; seconds, times tokens
+        self._step_s, self._num_new = DecayedMean(), 0
+
+    def learn(self, num_asked: int, num_right: int, step_s: float, pass_s: float) -> None:
+        """Of one draft: ``step_s`` of one of its tokens (outliers, as prompts, are clipped), ``pass_s`` that verified it."""
+        seen = NO_POSITIONS.plus(num_right, num_right < num_asked)
+        self._right.add("", seen.num_reached, seen.num_right)
+        self._step_s.add(self._step_s.clipped(step_s))
+        self._pass_s.add("", (1.0, num_asked, num_asked**2, pass_s, num_asked * pass_s), 1.0)
+        self._num_new = (self._num_new + 1) % LEARN_PERIOD
+        if self._num_new:
+            return
+        num, asked, squares, seconds, products = self._pass_s.get("", 5)
+        spread = num * squares - asked**2
+        token_s = max(0.0, (num * products - asked * seconds) / spread) if spread > 1e-3 else 0.0
+        first_s = max(0.0, seconds - token_s * asked) / num
+        below = Level("", TableCost((1,), (self._step_s.value,)), 1, self._right.rates("", (0.5,), 1.0))
+        self.window = best_window([below], monotone(((1, first_s), (2, first_s + token_s))), 1).window
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:

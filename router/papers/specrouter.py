@@ -5,6 +5,7 @@
     9-10  estimate acceptance between neighbours from similarity     `router.papers.specrouter_estimates.Similarities`
     11-13 predict the effective time per target token                `router.drafter.chains.predict`
     14-18 take the chain of the least                                `ModelChains`
+    W     window, configured; here learned by each level             `router.drafter.chains.LearnedWindow`
 
 The models below the last drafter of a chain change the cost of its drafts, never their tokens. So each last drafter has one
 fastest chain, independent of the request; the best last drafter depends on the request.
@@ -29,7 +30,7 @@ from router.assignment import (
     lessons,
 )
 from router.cost_model import Floats, TableCost
-from router.drafter.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
+from router.drafter.chains import Level, best_window, candidates, fastest, predict
 from router.drafter.seats import FreeCapacity
 from router.estimates.acceptance import MEMORY_ROUNDS, AcceptanceModel, AcceptanceSnapshot
 from router.papers.specrouter_estimates import (
@@ -154,7 +155,7 @@ class ModelChains:
             trial = self._trial(requests, columns, places, room)
             chains = self._seat(requests, columns, room, trial)
             if trial is None:
-                self._note_predictions(requests, chains, room, predicted_s, per_token_s)
+                self._note_predictions(requests, chains, room.drafters, predicted_s, per_token_s)
         return chains
 
     def _compare_times(self, requests: Sequence[RequestView]) -> None:
@@ -179,23 +180,18 @@ class ModelChains:
             self._overheads.observe({})
 
     def _note_predictions(
-        self,
-        requests: Sequence[RequestView],
-        chains: Mapping[str, Chain],
-        room: FreeCapacity,
-        alone_s: Floats,
-        spread_s: Floats,
+        self, views: Sequence[RequestView], chains: Mapping[str, Chain], drafters: Chain, alone_s: Floats, spread_s: Floats
     ) -> None:
         """Records predictions for requests that stay where they are. New ones are still catching up; those without a first
         token share no pass yet."""
-        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _is_decoding(r)}
+        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in views if _is_decoding(r)}
         with_one = len(set(live.values())) == 1
         self._predicted_for = next(iter(live.values())) if with_one else SPREAD
         per_token_s = alone_s if with_one else spread_s
-        for i, request in enumerate(requests):
+        for i, request in enumerate(views):
             chain = live.get(request.request_id)
             if chain and chain == _drafters_of(request.chain):
-                column = room.drafters.index(chain[-1])
+                column = drafters.index(chain[-1])
                 self._predicted[request.request_id] = chain, float(per_token_s[i, column])
 
     def _note_failures(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
@@ -222,7 +218,6 @@ class ModelChains:
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
         overheads = self._overheads.factors()
         round_s: dict[Chain, float] = {}
-        found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
         for chain in candidates(names, verifiers, self._max_levels):
             is_short = chain and len(chain) <= max(1, self._max_lens.of(chain[-1]))
@@ -232,13 +227,14 @@ class ModelChains:
             for lower, upper in pairwise(chain):
                 agreement = self._similarities.rates(lower, upper, prior_agreement(rates[lower], rates[upper]))
                 fill = self._similarities.fill(lower, upper, fills[lower])
-                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, agreement, fill))
+                levels.append(Level(lower, passes[lower], 1, agreement, fill))
+                levels[-1] = best_window(levels, passes[upper], batch)
             last = chain[-1]
             levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last], fills[last]))
-            round_s[chain], overhead = predict(levels, self._target, batch).round_s, overheads.get(chain, 1.0)
-            found[last].append((chain[:-1], round_s[chain] * overhead))
+            round_s[chain] = predict(levels, self._target, batch).round_s
         self._chain_round_s = {chain: seconds * overheads.get(chain, 1.0) for chain, seconds in round_s.items()}
-        for last, rounds in found.items():
+        for last in names:
+            rounds = [(chain[:-1], seconds) for chain, seconds in self._chain_round_s.items() if chain[-1] == last]
             below = self._below[last] = fastest(rounds, self._below.get(last), self._hysteresis)
             self._round_s[last] = round_s[(*below, last)]
 

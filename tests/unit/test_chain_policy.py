@@ -23,7 +23,7 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import monotone
-from router.drafter.chains import PROPOSAL_LEN, Level, predict
+from router.drafter.chains import Level, best_window, predict
 from router.drafter.router import Router, SlotReport
 from router.papers.specrouter import MOST_TRIALS, ModelChains
 from router.papers.specrouter_estimates import TRIAL_SLOTS
@@ -107,16 +107,16 @@ def per_token_s(batch: int, *levels: Level) -> float:
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_times_per_token_are_predicted_from_what_is_known(batch: int) -> None:
-    """Requests with committed tokens share a pass; a placeholder counts where there is nothing else. The chain took twice as
-    long as predicted, so `large` is better alone."""
-    found = known({("small", "large"): 2.0}, small=0.5, large=0.98)
+    """Requests with committed tokens share a pass; a placeholder counts where there is nothing else. The chain took thrice
+    as long as predicted, so `large` is better alone."""
+    found = known({("small", "large"): 3.0}, small=0.5, large=0.98)
     learned(found, "small", "large", 0.9, MANY)
     chains = found.assign([*[view(f"r{i}") for i in range(batch)], RequestView("new", 0, 0, ())], PAIR)
     small, large = Level("small", SMALL, 8, (0.5,), 0.5), Level("large", LARGE, 8, (0.98,), 0.5)
-    below = replace(small, window=PROPOSAL_LEN, acceptance=(0.9,))
+    below = best_window([replace(small, acceptance=(0.9,))], LARGE, max(1, batch))
     least = {("small",): [small], ("large",): [large], ("small", "large"): [below, large]}
     expected = {chain: per_token_s(max(1, batch), *levels) for chain, levels in least.items()}
-    expected["small", "large"] *= 2.0
+    expected["small", "large"] *= 3.0
     assert found.per_token_s == pytest.approx(expected)
     assert set(chains.values()) == {("large",)}
 
@@ -132,7 +132,7 @@ def test_times_of_chains_are_predicted_anew_every_fourth_slot() -> None:
         found.assign([view("r"), RequestView("new", 0, 0, ())], PAIR)
         changed = {chain for chain in before if found.per_token_s[chain] != pytest.approx(before[chain])}
         assert changed == ({("large",), ("small", "large")} if is_new else set())
-    small, large = Level("small", SMALL, PROPOSAL_LEN, (0.1,), 0.5), Level("large", LARGE.scaled(2.0), 8, (0.8,), 0.5)
+    small, large = Level("small", SMALL, 1, (0.1,), 0.5), Level("large", LARGE.scaled(2.0), 8, (0.8,), 0.5)
     assert found.per_token_s["large",] == pytest.approx(per_token_s(1, large))
     assert found.per_token_s["small", "large"] == pytest.approx(per_token_s(1, small, large))
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.studies.specrouter import simplified_per_token_s
 from router.assignment import TARGET_ONLY
 from router.cost_model import TableCost, monotone
-from router.drafter.chains import Level, Prediction, candidates, fastest, predict
+from router.drafter.chains import LearnedWindow, Level, Prediction, candidates, fastest, predict
 from tests.support.quick import first
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))  # linear: a constant and a time per row
@@ -187,6 +187,20 @@ def test_a_request_moves_only_for_more_than_the_hysteresis() -> None:
     assert fastest(found, ("a",), 0.01) == ("a", "b")
     assert fastest(found, ("gone",), 0.5) == ("a", "b")  # where it was is no longer to be had
     assert fastest([]) == TARGET_ONLY
+
+
+@pytest.mark.parametrize(
+    ("right", "step_s", "token_s", "window"),
+    [(8, 1.0, 0.0, 8), (2, 1.0, 0.0, 2), (0, 0.1, 0.0, 1), (8, 1.0, 1.0, 8), (8, 10.0, 4.0, 1), (8, 8.0, 2.5, 1)],
+)
+def test_a_window_is_learned_from_passes(right: int, step_s: float, token_s: float, window: int) -> None:
+    """W tokens in W times `step_s`, verified in 10 and W times `token_s`: where all are right, a token takes
+    (10 + W (step_s + token_s)) / (1 + W), which falls with W where `step_s + token_s` is below 10."""
+    learned = LearnedWindow()
+    for i in range(400):
+        num_asked = 1 + i % 4 if token_s else learned.window
+        learned.learn(num_asked, min(right, num_asked), step_s, 10.0 + token_s * num_asked)
+    assert learned.window == window
 
 
 def test_pass_times_are_linear_between_and_beyond_points_and_never_fall() -> None:

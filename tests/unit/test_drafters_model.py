@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -136,12 +137,16 @@ def test_a_chain_hands_out_what_its_verifier_would(folder: Path, index: int, sam
 
 @pytest.mark.slow
 def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
-    """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
-    verifier, alone = small_model(folder), small_model(folder)
-    output = plain_run(folder, SAMPLED)
-    chain = WithProposers(ModelDrafter(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
-    assert ride(chain, output, SAMPLED, 5) == ride(ModelDrafter(alone), output, SAMPLED, 5)
-    assert verifier.num_passes <= alone.num_passes / 4
+    """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token. Four are
+    requested at a time, and more where passes are timed and a proposed token takes less than one."""
+    output, ticks = plain_run(folder, SAMPLED), count()
+    for draft_len, clock in ((5, None), (9, lambda: float(next(ticks)))):
+        verifier, alone = small_model(folder), small_model(folder)
+        chain = ModelDrafter(verifier, {"below": ModelDrafter(small_model(folder))}, clock=clock)
+        led_by, by_itself = WithProposers(chain, ("below",)), ModelDrafter(alone)
+        assert ride(led_by, output, SAMPLED, draft_len) == ride(by_itself, output, SAMPLED, draft_len)
+        assert verifier.num_passes <= alone.num_passes / 4
+        assert (chain._windows["below"].window > 4) == (clock is not None)
 
 
 def test_drafts_end_at_stop_tokens(folder: Path) -> None:
