@@ -4,6 +4,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class GgufFile:
     ``tensors``: by Hugging Face's names. Raises ModelUnavailable: it is none, of another kind, or not whole."""
 
     def __init__(self, path: Path) -> None:
-        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+        from transformers.integrations.gguf import reader
 
         self.path = path
         try:
@@ -57,18 +58,18 @@ class GgufFile:
                 raise ModelUnavailable(f"{path} is no GGUF file: it begins with {magic!r}")
             if version[:2] == b"\0\0":
                 raise ModelUnavailable(f"{path} is big-endian; convert it with `gguf-convert-endian {path} little`")
-            self.metadata: Mapping[str, Any] = read_gguf_metadata(str(path))[0]
-            header = GgufHeader.from_file(str(path))
+            self._bytes = np.memmap(path, np.uint8, "r")
+            self.metadata: Mapping[str, Any]
+            self.metadata, num, at = reader._read_metadata(self._bytes, str(path))
+            entries, at = reader._read_tensor_table(self._bytes, num, at)
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
             raise ModelUnavailable(f"{path} is cut off or damaged in its header; {_AGAIN}") from error
         except (OSError, ValueError) as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
         if (num_parts := self.metadata.get("split.count", 1)) > 1:
             raise ModelUnavailable(f"{path} is one of {num_parts} parts; join them with `llama-gguf-split --merge`")
-        self._bytes = np.memmap(path, np.uint8, "r")
-        found = [
-            TensorInfo(of.name, of.shape, of.ggml_type, header.data_start + of.offset, of.nbytes) for of in header.tensors
-        ]
+        start = -(-at // (alignment := self.metadata.get("general.alignment", 32))) * alignment
+        found = [TensorInfo(*of, start + offset, self._num_bytes(*of)) for *of, offset in entries]
         if (end := max((info.offset + info.num_bytes for info in found), default=0)) > len(self._bytes):
             raise ModelUnavailable(f"{path} is cut off: it has {len(self._bytes):,} bytes of {end:,}; {_AGAIN}")
         self.tensors = {self._name(info.name): info for info in found}
@@ -87,6 +88,14 @@ class GgufFile:
 
     def _raw(self, info: TensorInfo) -> NDArray[np.uint8]:
         return np.asarray(self._bytes[info.offset : info.offset + info.num_bytes])
+
+    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
+        """Raises ModelUnavailable: of another type."""
+        if kind in _FLOATS:
+            return prod(shape) * _FLOATS[kind].itemsize
+        if (of := BLOCKS.get(kind)) is None or shape[-1] % of.num_weights:
+            raise ModelUnavailable(f"{self.path}: {name} has weights of ggml's type {kind}, which are not supported")
+        return prod(shape) // of.num_weights * of.num_bytes
 
     def _name(self, own: str) -> str:
         """Hugging Face's name of a tensor, by llama.cpp's. Raises ModelUnavailable: one that would not be computed with."""

@@ -8,6 +8,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+KINDS = {"model.embed_tokens": GGMLQuantizationType.Q8_0, "self_attn.o_proj": GGMLQuantizationType.Q5_0}  # others: Q4_1
 _PARTS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -25,7 +26,7 @@ def add_tensors(
     writer: GGUFWriter, tensors: Mapping[str, NDArray[np.float32]], heads: Mapping[str, int], *, quantised: bool
 ) -> None:
     """Tensors by Hugging Face's names, and the end of the file. ``heads``: of projections whose rotary pairs lie side by
-    side, as in files of the architecture llama. ``quantised``: matrices, as SmolLM2's are."""
+    side, as in files of the architecture llama. ``quantised``: matrices, to KINDS."""
     for name, values in tensors.items():
         module, part = name.removesuffix(".weight"), ""
         if name.startswith("model.layers."):
@@ -35,7 +36,7 @@ def add_tensors(
             values = values.reshape(num, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         values = np.ascontiguousarray(values)
         if quantised and values.ndim == 2:
-            kind = GGMLQuantizationType.Q8_0 if own == "token_embd.weight" else GGMLQuantizationType.Q4_1
+            kind = KINDS.get(part or module, GGMLQuantizationType.Q4_1)
             writer.add_tensor(own, quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(own, values)

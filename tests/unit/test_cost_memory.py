@@ -245,20 +245,31 @@ def test_seconds_in_which_all_is_slow_do_not_raise_the_times_of_some_sizes(more_
 
 
 class UnevenTarget(DisturbedTarget):
-    """Passes of 2 to 8 rows always take twice as long."""
+    """Passes of 2 to ``last`` rows always take ``times`` as long."""
+
+    last, times = 8, 2
 
     def execute(self, spans: Sequence[Span]) -> Sequence[Span]:
         began_s, outcomes = self.now_s, super().execute(spans)
-        if 2 <= sum(len(span.token_ids) for span in spans) <= 8:
-            self.now_s += self.now_s - began_s
+        if 2 <= sum(len(span.token_ids) for span in spans) <= self.last:
+            self.now_s += (self.times - 1) * (self.now_s - began_s)
         return outcomes
 
+    def capacity(self) -> Capacity:
+        return replace(super().capacity(), max_model_len=512)
 
-def test_a_size_takes_at_most_as_long_as_a_larger_one() -> None:
+
+def test_a_size_takes_at_most_as_long_as_a_larger_one_or_as_smaller_ones_in_turn() -> None:
     target = UnevenTarget(num_blocks=256, max_pass_tokens=64)
     target.from_s = target.until_s
     cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert [cost.at(rows) for rows in (1, 2, 4, 8, 16)] == pytest.approx([true_s(1), *[true_s(16)] * 4])
+    target.last, target.times, began_s = 64, 5, target.now_s
+    cost = measure_cost(target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
+    assert [cost.at(rows) for rows in (1, 2, 4, 8)] == pytest.approx(
+        [true_s(1), 2 * true_s(1), 4 * true_s(1), 5 * true_s(8)]
+    )
+    assert target.now_s - began_s < 2.5 * BUDGET_S  # contexts included
 
 
 @pytest.mark.parametrize(

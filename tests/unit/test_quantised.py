@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.errors import ModelUnavailable
+from cluster.private_folder import cache_folder
 from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
@@ -32,6 +33,7 @@ from engine.models.quantised import BLOCKS, QuantisedMatrix, shipped_bytes
 from engine.models.weights import DenseWeights, shipped_weights
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
+from tests.support.gguf_files import KINDS as SHIPPED_KINDS
 from tests.support.gguf_files import add_tensors
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -183,6 +185,8 @@ def test_a_model_as_shipped_does_not_depend_on_how_its_rows_are_divided(shipped_
 def test_processes_map_the_packed_weights_of_a_prepared_model(
     shipped_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_library(torch.float32, kv_dtype=torch.bfloat16)
+    (tmp_path / "kernels").symlink_to(cache_folder() / "kernels")
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     assert packed_folder(shipped_folder, shipped_folder / "model.gguf") is None
     folder, token_ids = tmp_path / "models" / "tiny", tuple(range(3, 20))
@@ -259,7 +263,7 @@ def _dense(folder: Path) -> CausalModel:
             tensor = tensors[name].float()
             if tensor.dim() < 2:
                 return tensor
-            kind = GGMLQuantizationType.Q8_0 if "embed" in name else GGMLQuantizationType.Q4_1
+            kind = next((kind for part, kind in SHIPPED_KINDS.items() if part in name), GGMLQuantizationType.Q4_1)
             return torch.from_numpy(dequantize(quantize(tensor.numpy(), kind), kind))
 
     tensors = load_file(folder / "model.safetensors")
