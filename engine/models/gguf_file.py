@@ -69,7 +69,10 @@ class GgufFile:
         if (num_parts := self.metadata.get("split.count", 1)) > 1:
             raise ModelUnavailable(f"{path} is one of {num_parts} parts; join them with `llama-gguf-split --merge`")
         start = -(-at // (alignment := self.metadata.get("general.alignment", 32))) * alignment
-        found = [TensorInfo(*of, start + offset, self._num_bytes(*of)) for *of, offset in entries]
+        found = [
+            TensorInfo(name, shape, kind, start + offset, self._num_bytes(name, shape, kind))
+            for name, shape, kind, offset in entries
+        ]
         if (end := max((info.offset + info.num_bytes for info in found), default=0)) > len(self._bytes):
             raise ModelUnavailable(f"{path} is cut off: it has {len(self._bytes):,} bytes of {end:,}; {_AGAIN}")
         self.tensors = {self._name(info.name): info for info in found}
