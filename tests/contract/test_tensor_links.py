@@ -263,6 +263,29 @@ def test_nothing_is_left_of_shared_memory_when_an_end_is_killed() -> None:
     process.stdout.close()
 
 
+def test_rows_go_over_gloo_where_a_process_may_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SLOT_BYTES", -1)  # which the kernel refuses
+    end = End()
+    link, _ = link_by("gloo", end, meeting=Meeting("127.0.0.1"))
+    link.send(frame(1))
+    assert end.frames.get(timeout=DEADLINE_S).parts == frame(1).parts
+    link.close()
+
+
+def test_a_stranger_that_comes_first_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((False, True, True))
+    monkeypatch.setattr(shared, "_is_own", lambda _: next(answers))
+    offer = shared.Offer(DEADLINE_S)
+    with ThreadPoolExecutor(1) as executor, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0{offer.name}")
+        accepted = executor.submit(offer.accept, DEADLINE_S)
+        assert not stranger.recv(1)
+        reached = shared.reach(offer.name, DEADLINE_S)
+        assert reached is not None
+        shared.joined(reached, DEADLINE_S).leave()
+        accepted.result().leave()
+
+
 def test_memory_that_a_peer_could_shrink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it would end the process."""
     monkeypatch.setattr(shared.fcntl, "fcntl", lambda *_: 0)

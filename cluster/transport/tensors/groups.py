@@ -217,7 +217,7 @@ class TensorReceiver:
 
 
 def _sending(store: Store, host: str, device: torch.device, shares_memory: bool) -> Wire:
-    offer = shared.Offer(MEET_S) if shares_memory and shared.IS_AVAILABLE and device.type == "cpu" else None
+    offer = shared.offer(MEET_S) if shares_memory and device.type == "cpu" else None
     store.set("offered", "" if offer is None else offer.name)
     if offer is not None:
         with closing(offer):
@@ -228,10 +228,10 @@ def _sending(store: Store, host: str, device: torch.device, shares_memory: bool)
 
 def _receiving(store: Store, host: str, device: torch.device) -> Wire:
     name = store.get("offered").decode()
-    reached = shared.reach(name) if name and shared.IS_AVAILABLE and device.type == "cpu" else None
+    reached = shared.reach(name, MEET_S) if name and shared.IS_AVAILABLE and device.type == "cpu" else None
     store.set("taken", "" if reached is None else "yes")
     if reached is not None:
-        return shared.joined(reached, MEET_S, SILENCE_S)
+        return shared.joined(reached, SILENCE_S)
     return GroupWire(store, _RECEIVER, host, device)
 
 

@@ -5,11 +5,13 @@ slots: while one is read, the other is written, and a sender waits for the slot 
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from cluster.transport.tensors.base import MAX_HEADER_BYTES, Frame, Header, header_of, read_header
 
+logger = logging.getLogger(__name__)
+
 SLOT_BYTES, NUM_SLOTS = 4 * 2**20, 2
 IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_AVAILABLE else 0
@@ -27,52 +31,69 @@ _LENGTH = struct.Struct("<I")
 
 
 class Offer:
-    """The sending end until the other one has come. ``name``: of its socket, which exists as long as this process."""
+    """The sending end until the other one has come. ``name``: of its socket, which exists as long as this process.
+
+    Raises OSError: this process may make no such memory.
+    """
 
     def __init__(self, wait_s: float) -> None:
         self.name = f"outrider-{secrets.token_hex(16)}"
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.settimeout(wait_s)
-        self._listening.bind(f"\0{self.name}")
-        self._listening.listen(1)
+        self._wait_s = wait_s
+        with ExitStack() as undone:
+            self._file = os.memfd_create("outrider-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undone.callback(os.close, self._file)
+            os.ftruncate(self._file, NUM_SLOTS * SLOT_BYTES)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+            self._listening = undone.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listening.bind(f"\0{self.name}")
+            self._listening.listen()
+            self._kept = undone.pop_all()
 
     def close(self) -> None:
-        self._listening.close()
+        self._kept.close()
 
     def accept(self, silence_s: float) -> "SharedWire":
-        """Raises OSError: nobody has come, or another user."""
-        with closing(self):
-            connected, _ = self._listening.accept()
-        with ExitStack() as undone:
-            undone.callback(connected.close)
-            _check_peer(connected)
-            file = os.memfd_create("outrider-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            with _closed(file):
-                os.ftruncate(file, NUM_SLOTS * SLOT_BYTES)
-                fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-                socket.send_fds(connected, [_TURN], [file])
-                wire = SharedWire(connected, file, silence_s)
+        """The first connection of a process of this user; any process of the machine can see the name. Raises OSError: there
+        was none in time."""
+        end_s = time.monotonic() + self._wait_s
+        with closing(self), ExitStack() as undone:
+            while True:
+                self._listening.settimeout(max(0.0, end_s - time.monotonic()))
+                connected = undone.enter_context(self._listening.accept()[0])
+                if _is_own(connected):
+                    break
+                connected.close()
+            socket.send_fds(connected, [_TURN], [self._file])
+            wire = SharedWire(connected, self._file, silence_s)
             undone.pop_all()
         return wire
 
 
-def reach(name: str) -> socket.socket | None:
-    """A connection to the ``Offer`` of that name, if it is on this machine."""
-    reached = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def offer(wait_s: float) -> Offer | None:
+    """None: this machine has no such memory, or allows none."""
     try:
-        reached.connect(f"\0{name}")
-    except OSError:
-        reached.close()
+        return Offer(wait_s) if IS_AVAILABLE else None
+    except OSError as error:
+        logger.warning("hidden states go over a network of this machine instead of shared memory: %s", error)
         return None
-    return reached
 
 
-def joined(reached: socket.socket, wait_s: float, silence_s: float) -> "SharedWire":
-    """The receiving end. Raises OSError: the other one is gone, another user's, or gave other memory."""
+def reach(name: str, wait_s: float) -> socket.socket | None:
+    """A connection to the ``Offer`` of that name, if a process of this user on this machine has made it."""
+    reached = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    reached.settimeout(wait_s)
+    with suppress(OSError):
+        reached.connect(f"\0{name}")
+        if _is_own(reached):
+            return reached
+    reached.close()
+    return None
+
+
+def joined(reached: socket.socket, silence_s: float) -> "SharedWire":
+    """The receiving end. Raises OSError: the other one is gone, or gave other memory."""
     with ExitStack() as undone:
         undone.callback(reached.close)
-        reached.settimeout(wait_s)
-        _check_peer(reached)
         _, files, _, _ = socket.recv_fds(reached, 1, 1)
         with _closed(*files):
             if len(files) != 1 or os.fstat(files[0]).st_size != NUM_SLOTS * SLOT_BYTES:
@@ -168,8 +189,7 @@ def _bytes_of(rows: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     return rows.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _check_peer(connected: socket.socket) -> None:
+def _is_own(connected: socket.socket) -> bool:
+    """Whether the other end is a process of this user."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
-        raise PermissionError(f"the other end runs as user {user}")
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
