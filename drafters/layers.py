@@ -46,7 +46,7 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
         kind, token_ids = DTYPES[dtype], _token_ids(folder, config.vocab_size)
         own, rows = SafetensorsFolder(folder, stack), stack.enter_context(open_weights(target_folder, target, kind))
         weights = _SharedRows(DenseWeights(config, own, kind), rows, token_ids)
-        if kind == torch.bfloat16 and (file := weights_file(target_folder)) is not None:
+        if device == "cpu" and kind == torch.bfloat16 and (file := weights_file(target_folder)) is not None:
             weights.embedding = shipped_weights(file, target).embedding  # mapped, where the target reads it, too
         return build_model(config, weights, dtype, device), token_ids
 

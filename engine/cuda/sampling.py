@@ -53,7 +53,7 @@ class CudaGumbelArgmax:
         self._head_arrays = (np.append(starts, len(token_ids)).astype(np.int32), blocks, self._token_ids)
         self._head: tuple[torch.Tensor, ...] = ()  # the same on the device
         self._scratch = torch.empty(0)
-        self._outgrown: list[torch.Tensor] = []  # that recorded graphs may still write
+        self._recorded: dict[int, torch.Tensor] = {}  # scratch that graphs write, by address
 
     def __call__(
         self,
@@ -173,5 +173,6 @@ class CudaGumbelArgmax:
     def _reserve(self, num: int, device: torch.device) -> None:
         """Memory for edited rows, likely tokens and peaks, one behind the other."""
         if len(self._scratch) < num or self._scratch.device != device:
-            self._outgrown.append(self._scratch)
             self._scratch = torch.empty(triton.next_power_of_2(num), device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._recorded[self._scratch.data_ptr()] = self._scratch
