@@ -21,6 +21,7 @@ READERS = {
     "deploy/api/service.py": "`created` of the model",
     "deploy/console.py": "the age of the process, in the lines of its start",
     "deploy/profiling.py": "when a profile was measured",
+    "engine/cpu/quantised.py": "the age of files that a process left half-written",
     "engine/models/manifest.py": "when a model was converted",
     "engine/vllm/target.py": "arrival times that vLLM asks for; its scheduler is first come, first served",
 }
