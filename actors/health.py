@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
@@ -33,8 +33,15 @@ async def start(process: Process, timeout_s: float) -> Any:
         raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
 
 
-async def wait_failure(process: Process, config: SupervisionConfig, timeout_factor: int) -> str:
-    """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled.
+async def never() -> bool:
+    return False
+
+
+async def wait_failure(
+    process: Process, config: SupervisionConfig, timeout_factor: int, is_cut_off: Callable[[], Awaitable[bool]] = never
+) -> str:
+    """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled. ``is_cut_off``: whether
+    this process reaches nobody; then it judges nobody by silence, and nobody could be started.
 
     Time in which this process itself did not run (a paused or starved machine, SIGSTOP of the whole cluster) does not count:
     the other process has probably not run either. It does not count for a process on another machine either, although that
@@ -58,6 +65,9 @@ async def wait_failure(process: Process, config: SupervisionConfig, timeout_fact
             if lost_s > NOTED_S:
                 logger.warning("the supervisor did not run for %.1f s of a health check, which do not count", lost_s)
             if not answer.done():
+                if await is_cut_off():
+                    _discard(answer)
+                    continue
                 return f"it did not answer within {timeout_s:g} s"
             if (stalled_s := answer.result()) > timeout_s + lost_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"

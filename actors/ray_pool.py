@@ -43,6 +43,7 @@ SUPERVISOR = "supervisor"
 NODE_LABEL = "ray.io/node-id"  # which Ray sets
 KILL_DEADLINE_S = 10.0
 MACHINES_POLL_S, MACHINES_DEADLINE_S = 2.0, 10.0
+REACH_S = 2.0  # for the head to answer, before silence of others counts
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -303,6 +304,7 @@ class PoolSupervisor(Supervisor):
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._exchange = MetricsExchange()
+        self._cut_off = False
 
     def deployment(self) -> Deployment:
         return self._deployment
@@ -311,6 +313,18 @@ class PoolSupervisor(Supervisor):
         if not self._pool.targets:
             self._tasks.start(self._follow_machines(), "follow the machines that drain")
         super().start()
+
+    async def is_cut_off(self) -> bool:
+        """Whether the head is out of reach: its loss, or a network that is cut."""
+        gcs, was_cut_off = GcsClient(address=ray.get_runtime_context().gcs_address), self._cut_off
+        try:
+            await asyncio.to_thread(gcs.get_draining_nodes, timeout=REACH_S)
+            self._cut_off = False
+        except RayError:
+            self._cut_off = True
+        if self._cut_off and not was_cut_off:
+            logger.warning("the head of the cluster is out of reach: nobody is replaced for not answering until it is back")
+        return self._cut_off
 
     async def _follow_machines(self) -> None:
         """As `ray drain-node`, a pod that ends, or the autoscaler asks for it."""

@@ -153,6 +153,10 @@ class Supervisor:
         """As `actors.router.RouterActor.try_policy`; False: there is no router now."""
         return await self._ask(self._pool.control.get(ROUTER), "try_policy", policy, for_s) is not None
 
+    async def is_cut_off(self) -> bool:
+        """Whether this process reaches nobody."""
+        return False
+
     def pids(self) -> dict[str, int]:
         """Process ids of the ready processes, by name."""
         return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.ready}
@@ -214,7 +218,7 @@ class Supervisor:
             try:
                 process = member.process = await member.spawn()
                 await self._started(member, await health.start(process, self._config.supervision.start_timeout_s))
-                reason = await health.wait_failure(process, self._config.supervision, member.timeout_factor)
+                reason = await health.wait_failure(process, self._config.supervision, member.timeout_factor, self.is_cut_off)
             except ProcessEnded as ended:
                 reason = str(ended)
             except Exception as error:

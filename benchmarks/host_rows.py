@@ -20,7 +20,7 @@ CUT_OFF_S = 8.0  # longer than the silence after which a link counts as down, sh
 SPLIT_S = 45.0  # longer than both
 IMPAIRED_S = 8.0
 REPLACED_S = 2.0  # after the loss of a host another one starts
-LAUNCHER_LOST = "launcher_host_lost"
+LAUNCHER_LOST, API_HOST_LOST = "launcher_host_lost", "api_host_lost"
 CONTROLLER = "ServeController"  # on the head
 IMPAIRMENTS = {
     "host_deaf": Impairment(deaf=True),
@@ -50,7 +50,7 @@ class HostRows(FaultRows):
             Row("host_cut_off", lambda: self._suffer(hosts.second.cut_off, CUT_OFF_S)),
             Row("host_split", lambda: self._split(hosts.second), "TargetActor"),
             Row("host_lost", lambda: self._lose(hosts.second), "TargetActor"),
-            Row("api_host_lost", lambda: self._lose(hosts.first), "ServeReplica", ends_streams=True),
+            Row(API_HOST_LOST, lambda: self._lose(hosts.first), "ServeReplica", ends_streams=True),
             Row("api_replicas_lost", self._lose_replicas, "ServeReplica", ends_streams=True),
             Row("clocks_differ", lambda: self._suffer(self._clocks_differ, IMPAIRED_S)),
             Row(LAUNCHER_LOST, self._lose_launcher, "DrafterActor", ends_streams=True),
@@ -63,17 +63,22 @@ class HostRows(FaultRows):
         self._enter_beside(None)
 
     def _measure_once(self, row: Row, result: RowResult, asks: Sequence[LoadRequest], plain: Sequence[TimedAnswer]) -> None:
-        self._enter_beside(self._hosts.front if row.name == LAUNCHER_LOST else self._hosts.head)
+        hosts = self._hosts
+        self._enter_beside({LAUNCHER_LOST: hosts.front, API_HOST_LOST: hosts.first}.get(row.name, hosts.head))
         super()._measure_once(row, result, asks, plain)
 
     def _enter_beside(self, lost: Host | None) -> None:
-        """Clients enter at another host, the front if it has a replica of the API now."""
-        for host in (self._hosts.front, self._hosts.first, self._hosts.head):
-            self._server.enter_at(host)
-            with suppress(httpx.TransportError), self._server.client() as http:
-                if host is not lost and http.get("/health").is_success:
-                    break
-        self.target = self._server.target()
+        """Clients enter at another host, the front if it answers now: a connection to a machine without power never ends."""
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            for host in (self._hosts.front, self._hosts.first, self._hosts.head):
+                self._server.enter_at(host)
+                with suppress(httpx.TransportError), self._server.client() as http:
+                    if host is not lost and http.get("/health").is_success:
+                        self.target = self._server.target()
+                        return
+            time.sleep(RECOVERY_POLL_S)
+        raise FaultBenchFailed(f"no host but {lost} answers: {self.server.last_words()}")
 
     @staticmethod
     def _suffer(fault: Callable[[], AbstractContextManager[None]], seconds: float) -> None:

@@ -141,3 +141,16 @@ def test_a_process_that_alone_is_silent_is_replaced() -> None:
         assert await health.wait_failure(process, FAST, 2) == "it did not answer within 0.1 s"
 
     run(check())
+
+
+def test_a_supervisor_that_is_cut_off_replaces_nobody_for_silence() -> None:
+    async def check() -> None:
+        process, answers = PretendedProcess("router", "info", silent=True), [True, True, False]
+
+        async def is_cut_off() -> bool:
+            return answers.pop(0)
+
+        assert "did not answer" in await health.wait_failure(process, FAST, 1, is_cut_off)
+        assert not answers, "asked at each check, until the head was there and the process was still silent"
+
+    run(check())
