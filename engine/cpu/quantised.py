@@ -20,9 +20,9 @@ from engine.cpu.native_product import PANEL, NativeLinear, address, padded
 from engine.models.prepare import PACKED
 from engine.models.quantised import Blocks, QuantisedMatrix
 
-_PACKED = 2**24  # weights that are packed at once, which takes ten bytes of each
+_AT_ONCE = 2**24  # weights that are packed at once, which takes ten bytes of each
 _LEFT_FREE = 2**30  # bytes of a disk
-_ABANDONED_S = 600.0  # age of a partial file whose process has ended
+_ABANDONED_S = 600.0  # age of partial files of ended processes, and of other layouts to be removed
 _PARTIAL = ".part-"
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class QuantisedLinear(NativeLinear):
         block_bytes = PANEL * (block_len * kind.bits // 8 + factors.itemsize * (1 + has_mins))
 
         def parts() -> Iterator[Tensor]:
-            blocks, num = weight.blocks(), -(-_PACKED // num_in // PANEL) * PANEL
+            blocks, num = weight.blocks(), -(-_AT_ONCE // num_in // PANEL) * PANEL
             return (_packed(blocks.rows(i, i + num), factors) for i in range(0, num_out, num))
 
         path = weight.packed and weight.packed.with_name(f"{weight.packed.name}.{factors.itemsize}")
@@ -70,17 +70,16 @@ def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tens
 
 
 def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
-    """The file appears when it is whole and on disk; of several processes the first one's stays. Removes other layouts, and
+    """The file appears when it is whole and on disk; of several processes the first one's stays. Removes old layouts, and
     what killed processes left. Raises OSError."""
-    folder = path.parent
+    folder, others = path.parent, set[Path]()
     if not folder.is_dir():
-        for other in folder.parent.glob(f"{PACKED}*"):
-            shutil.rmtree(other, ignore_errors=True)  # who has mapped its files keeps them
+        others = set(folder.parent.glob(f"{PACKED}*")) - {folder}  # which another process may be making
         folder.mkdir(exist_ok=True)
-    for other in folder.glob(f"{_PARTIAL}*"):
-        with suppress(FileNotFoundError):
-            if other.stat().st_mtime < time.time() - _ABANDONED_S:
-                other.unlink()
+    for old in (*others, *folder.glob(f"{_PARTIAL}*")):
+        with suppress(OSError):
+            if old.stat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(old) if old in others else old.unlink()  # who has mapped its files keeps them
     if shutil.disk_usage(folder).free < num_bytes + _LEFT_FREE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     with tempfile.NamedTemporaryFile(prefix=_PARTIAL, dir=folder) as partial:

@@ -77,7 +77,7 @@ def shipped_tensors(folder: Path) -> dict[str, tuple[list[int], float]]:
 
 @cache
 def code_version() -> str:
-    """A digest of the engine's sources, since changed kernels have other times."""
+    """A digest of the engine's sources: changed kernels have other times, and changed code may pack weights otherwise."""
     digest = hashlib.sha256()
     for file in sorted(file for file in _ENGINE.rglob("*") if file.suffix in (".py", ".c", ".h")):
         digest.update(file.relative_to(_ENGINE).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

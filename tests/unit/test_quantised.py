@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from engine.batch_layout import PackedSpan
 from engine.compiling import load_compiled
 from engine.cpu import quantised as packing
 from engine.cpu.build import HEADERS, SOURCES, load_library
-from engine.cpu.quantised import _PACKED, QuantisedLinear, _shared
+from engine.cpu.quantised import _AT_ONCE, QuantisedLinear, _shared
 from engine.cpu_level import AVX2, cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
@@ -102,7 +103,7 @@ def test_packing_takes_little_memory_beside_the_weights() -> None:
     matrix = QuantisedMatrix(3, raw_matrix(GGMLQuantizationType.Q4_1, 32).repeat(2000, 0), _NUM_IN)
     with Largest() as largest:
         product = QuantisedLinear(load_library(torch.float32), matrix, None, torch.float32)
-    assert largest.num_bytes <= 4 * _PACKED
+    assert largest.num_bytes <= 4 * _AT_ONCE
     x = torch.randn(1, _NUM_IN)
     assert torch.equal(product(x)[0, ::2000], product(x)[0, 1999::2000])
 
@@ -200,7 +201,8 @@ def test_processes_map_the_packed_weights_of_a_prepared_model(
         assert {file: file.stat().st_mtime_ns for file in packed.iterdir()} == files
         assert model.config.num_layers == 1 or torch.equal(logits_in_parts(model, token_ids, 17), expected)
     assert Path("/proc/self/maps").read_text().count(str(packed)) == len(files) + 4 + 1  # of one layer, and the head
-    os.utime(folder / "model.gguf", ns=(0, 0))
+    for old in (packed, folder / "model.gguf"):
+        os.utime(old, ns=(0, 0))
     assert load_model(folder, "as-shipped")
     assert not packed.exists()
     assert torch.equal(logits_in_parts(first, token_ids, 17), expected)
@@ -250,6 +252,21 @@ def test_packed_weights_are_right_whatever_lies_in_their_place(
     if not is_private:
         assert [file.name for file in folder.iterdir()] == ["weight"]
         assert not found or found == [path.stat().st_ino]
+
+
+def test_only_old_layouts_are_removed_and_never_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where another process has made its folder since it was found to be missing."""
+    own, old, young = folders = [tmp_path / f"packed-{name}" for name in ("own", "old", "young")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / ".part-x").touch()
+        os.utime(folder, (time.time() if folder is young else 0,) * 2)
+    found = iter([False])
+    monkeypatch.setattr(Path, "is_dir", lambda _: next(found, True))
+    assert torch.equal(_shared(own / "weight", 200, lambda: iter([WEIGHTS])), WEIGHTS)
+    assert sorted(os.listdir(own)) == [".part-x", "weight"]
+    assert not old.exists()
+    assert young.exists()
 
 
 def _dense(folder: Path) -> CausalModel:
