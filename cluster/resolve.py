@@ -93,7 +93,7 @@ def _resolve_drafters(
         rivals = [d for d in drafters if d.resources.node_labels == asked.node_labels]
         share = _gpu_share(rivals, inventory.matching(asked.node_labels), target_nodes, target_gpus)
         gpus = asked.gpus if asked.gpus != "auto" else share
-        on_gpu = drafter.has_model and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0 and uses_gpus))
+        on_gpu = drafter.fits_gpu and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0 and uses_gpus))
         if on_gpu and asked.gpus == "auto":
             gpus = share or 1.0  # no GPU is free: placement reports what is missing
         cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
@@ -116,7 +116,7 @@ def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes:
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
     named = sum(d.most * d.resources.gpus for d in sharing if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
-    wanting = [d for d in sharing if d.has_model and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"]
+    wanting = [d for d in sharing if d.fits_gpu and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"]
     num_wanting = sum(d.most for d in wanting)
     if num_free < 1 or num_wanting == 0:
         return 0.0

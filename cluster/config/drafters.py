@@ -215,6 +215,12 @@ class DrafterConfig(Replicated):
         return self.options.traits.has_model
 
     @property
+    def fits_gpu(self) -> bool:
+        """Whether it computes matrix products, none of them by weights as they are shipped."""
+        parts = parts_of(self.options)
+        return self.has_model and all(getattr(part, "dtype", None) != "as-shipped" for part in parts)
+
+    @property
     def num_outcomes(self) -> int:
         """Outcomes of a verification that it prepares for a request while it waits; none on a CPU, whose cores the target
         may need."""
@@ -229,6 +235,8 @@ class DrafterConfig(Replicated):
     def _device_fits(self) -> Self:
         if self.device == "cuda" and not self.has_model:
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
+        if self.has_model and not self.fits_gpu and (self.device == "cuda" or self.resources.gpus not in ("auto", 0)):
+            raise ValueError("dtype as-shipped needs a device of auto or cpu, and no GPUs")
         self.resources.check_device(self.device if self.has_model else "cpu")
         if self.remote and not isinstance(self.options, HiddenStateOptions):
             raise ValueError(f"remote must be false for a drafter of kind {self.options.kind}, got true")

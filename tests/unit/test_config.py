@@ -18,6 +18,7 @@ from cluster.strict_yaml import ConfigError, parse
 from engine.dtypes import resolve_dtypes
 
 LAPTOP = Inventory((Node("laptop", 2),))
+SHIPPED_DRAFTER = "drafters:\n- name: a\n  options: {kind: model, model: x, dtype: as-shipped}\n"
 SERVER = Inventory((Node("server", 64, 8),))
 
 
@@ -138,13 +139,10 @@ zzz: 1
             "max_num_sequences (65) must be at most max_pass_tokens (64)",
         ),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
-        (
-            "drafters:\n- {name: grammar, options: {kind: ngram}}",
-            "",
-            1,
-            "'grammar' is the name of a drafter that each",
-        ),
+        ("drafters:\n- {name: grammar, options: {kind: ngram}}", "", 1, "'grammar' is the name of a drafter that each"),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
+        (SHIPPED_DRAFTER + "  device: cuda", "drafters[0]", 2, "dtype as-shipped needs a device of auto or cpu"),
+        (SHIPPED_DRAFTER + "  resources: {gpus: 1}", "drafters[0]", 2, "dtype as-shipped needs a device of auto or cpu"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}, resources: {gpus: 1}}",
             "drafters[0]",
@@ -297,7 +295,9 @@ def test_drafters_take_the_gpus_that_the_target_leaves(
 
 
 def test_weights_as_shipped_are_multiplied_on_cpus_also_of_a_machine_with_gpus() -> None:
-    assert resolve(parsed("target: {dtype: as-shipped}"), SERVER).target.device == "cpu"
+    other = "- {name: other, options: {kind: model, model: x}}"
+    config = resolve(parsed("target: {dtype: as-shipped}\n" + SHIPPED_DRAFTER + other), SERVER)
+    assert [config.target.device, *(drafter.device for drafter in config.drafters)] == ["cpu", "cpu", "cuda"]
 
 
 def test_what_the_file_says_stands() -> None:
