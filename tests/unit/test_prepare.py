@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -266,8 +267,13 @@ def test_a_conversion_that_crashes_says_why(source: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_conversion_that_is_killed_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "STALLED_S", 0.0)
+@pytest.mark.parametrize("output", ["", "exec >&-"], ids=["open", "closed"])
+def test_a_conversion_is_ended_when_it_reports_nothing(output: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converter = source.with_name("python")
+    converter.write_text(f"#!/bin/sh\n{output}\nexec sleep 20\n")
+    converter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(converter))
+    monkeypatch.setattr(prepare, "STALLED_S", 0.5)
     with pytest.raises(ModelUnavailable, match="it was killed"):
         ensure_model(NAME)
 
