@@ -101,8 +101,8 @@ class FeatureFeed:
 
 
 class FeatureFeeds:
-    """``Feeds`` over process groups. ``layers``: that each drafter reads. A feed that breaks ends its control link, so that
-    both begin anew."""
+    """``Feeds`` over process groups or shared memory. ``layers``: that each drafter reads. A feed that breaks ends its
+    control link, so that both begin anew."""
 
     def __init__(self, engine: FeatureSource, layers: Mapping[str, Sequence[int]], host: str) -> None:
         from cluster.transport.tensors.groups import Meeting

@@ -80,7 +80,7 @@ class RoundObserver:
 
     @observed
     def published(self, ended: PendingPass, committed: Sequence[tuple[LiveSequence, Commit]], is_last: bool) -> None:
-        """All were sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
+        """Before gateways are sent the commits of a pass. ``is_last``: no request is live, so that no pass follows."""
         ended.since_s = ended.pass_began_s if self._last_end_s is None else self._last_end_s
         self._last_end_s = None if is_last else ended.end_s
         judgements, counts = self._drafters.learn(committed, ended.end_s), PassCounts.of(ended.spans)

@@ -136,7 +136,7 @@ class BlockStage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Blocks(BegunStates):
     """``States`` of blocks, computed when they are asked for."""
 
     stage: BlockStage
@@ -146,9 +146,6 @@ class _Blocks:
 
     def known(self) -> Tensor:
         return self._predicting(self.stage.run(self.blocks, self.last_features, self.cache))
-
-    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
-        return self.known()[live, k]
 
     def inputs(self, num_drafts: int, num_steps: int) -> StateInputs:
         num_more = num_drafts - len(self.blocks)

@@ -128,7 +128,7 @@ class EagleStage:
         return self._fc(features).float()
 
 
-class _Drafts:
+class _Drafts(BegunStates):
     """``States`` of EAGLE-3: a row for each token. ``layouts``: of the rows of all drafts from the second token on, if they
     are on the device."""
 
@@ -143,9 +143,6 @@ class _Drafts:
     ) -> None:
         self._stage, self._drafts, self._cache, self._layouts = stage, drafts, cache, layouts
         self._hidden, self._states = hidden, states
-
-    def known(self) -> None:
-        return None
 
     def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
         if k == 0:

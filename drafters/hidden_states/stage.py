@@ -41,10 +41,12 @@ class States(Protocol):
 
     def known(self) -> Tensor | None:
         """[drafts, tokens, d]; None: each depends on the tokens before, and comes by ``step``."""
+        return None
 
     def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
         """[live, d] of token ``k`` of the drafts ``live``, called for k = 0, 1, ... ``token_ids``: int64 [live], the tokens
-        before it."""
+        before it. Not of known states."""
+        raise AssertionError("known states have no steps")
 
 
 class BegunStates(States, Protocol):
@@ -86,16 +88,13 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KnownStates:
+class KnownStates(States):
     """``States`` that depend on no draft token."""
 
     hidden: Tensor
 
     def known(self) -> Tensor:
         return self.hidden
-
-    def step(self, k: int, live: Sequence[int], token_ids: Tensor) -> Tensor:
-        return self.hidden[live, k]
 
     def inputs(self, num_drafts: int, num_steps: int) -> StateInputs:
         drafts, steps = (torch.arange(num, device=self.hidden.device) for num in (num_drafts, num_steps))

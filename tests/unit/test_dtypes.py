@@ -120,12 +120,7 @@ CC = "/usr/bin/cc"
     ids=str,
 )
 def test_auto_is_as_shipped_where_that_is_fastest(
-    machine: None,
-    tensors: object,
-    fields: dict[str, object],
-    expected: str,
-    tiny_model_folder: Path,
-    tmp_path: Path,
+    machine: None, tensors: object, fields: dict[str, object], expected: str, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder, folder)

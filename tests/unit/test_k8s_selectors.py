@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.manifests import (
-    CHART,
-    INCREMENTAL,
-    Manifest,
-    matches,
-    only,
-    pod_templates,
-    port_names,
-    render,
-    role,
-)
+from tests.support.manifests import CHART, INCREMENTAL, Manifest, matches, only, pod_templates, port_names, render, role
 
 GROUPS: dict[str, Any] = {
     "worker": {"replicas": 2, "minReplicas": 2, "maxReplicas": 2},

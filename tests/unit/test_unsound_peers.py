@@ -9,17 +9,7 @@ from benchmarks.unsound import Unsound
 from cluster.config import DrafterConfig, NgramOptions, PolicyConfig, SuffixOptions
 from cluster.errors import OutriderError
 from cluster.message_checks import MAX_UNSOUND
-from cluster.messages import (
-    DraftRound,
-    DraftScore,
-    Hello,
-    LevelReport,
-    Open,
-    OutcomeReport,
-    ProposalRound,
-    Role,
-    Verified,
-)
+from cluster.messages import DraftRound, DraftScore, Hello, LevelReport, Open, OutcomeReport, ProposalRound, Role, Verified
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.types import FinishReason, Request, Slo
