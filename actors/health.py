@@ -53,7 +53,7 @@ async def wait_failure(
     period_s = min(PERIOD_S, config.health_timeout_ms / 6e3)
     ended = asyncio.ensure_future(process.ended())
     answer: asyncio.Future[float] | None = None
-    excuses = _Excuses(timeout_s)
+    excuses, num_spared = _Excuses(timeout_s), 0
     try:
         while True:
             lost_s = await _wait({ended}, period_s, excuses)
@@ -65,14 +65,15 @@ async def wait_failure(
             if lost_s > NOTED_S:
                 logger.warning("the supervisor did not run for %.1f s of a health check, which do not count", lost_s)
             if not answer.done():
-                if await is_cut_off():
+                num_spared = MAX_EXCUSED if await is_cut_off() else num_spared - 1
+                if num_spared > 0:  # also just after it: connections take as long as they were cut to find each other
                     _discard(answer)
                     continue
                 return f"it did not answer within {timeout_s:g} s"
             if (stalled_s := answer.result()) > timeout_s + lost_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"
             if stalled_s <= timeout_s:
-                excuses = _Excuses(timeout_s)
+                excuses, num_spared = _Excuses(timeout_s), 0
     finally:
         ended.cancel()
         if answer is not None:

@@ -305,6 +305,7 @@ class PoolSupervisor(Supervisor):
         self._deployment = deployment
         self._exchange = MetricsExchange()
         self._cut_off = False
+        self._gcs: Any = None  # making one takes as long as the head is out of reach
 
     def deployment(self) -> Deployment:
         return self._deployment
@@ -316,22 +317,22 @@ class PoolSupervisor(Supervisor):
 
     async def is_cut_off(self) -> bool:
         """Whether the head is out of reach: its loss, or a network that is cut."""
-        gcs, was_cut_off = GcsClient(address=ray.get_runtime_context().gcs_address), self._cut_off
-        try:
-            await asyncio.to_thread(gcs.get_draining_nodes, timeout=REACH_S)
-            self._cut_off = False
-        except RayError:
-            self._cut_off = True
+        was_cut_off, self._cut_off = self._cut_off, self._gcs is not None
+        if self._gcs is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(REACH_S):  # Ray's own waits until the head is back
+                    await asyncio.to_thread(self._gcs.get_draining_nodes, timeout=REACH_S)
+                self._cut_off = False
         if self._cut_off and not was_cut_off:
             logger.warning("the head of the cluster is out of reach: nobody is replaced for not answering until it is back")
         return self._cut_off
 
     async def _follow_machines(self) -> None:
         """As `ray drain-node`, a pod that ends, or the autoscaler asks for it."""
-        gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        self._gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
         while True:
             try:
-                nodes = await asyncio.to_thread(gcs.get_draining_nodes, timeout=MACHINES_DEADLINE_S)
+                nodes = await asyncio.to_thread(self._gcs.get_draining_nodes, timeout=MACHINES_DEADLINE_S)
                 await self.leave_machines(await asyncio.to_thread(members_on, nodes))
             except RayError as error:
                 logger.debug("the GCS does not say which machines drain: %s", error)

@@ -145,12 +145,12 @@ def test_a_process_that_alone_is_silent_is_replaced() -> None:
 
 def test_a_supervisor_that_is_cut_off_replaces_nobody_for_silence() -> None:
     async def check() -> None:
-        process, answers = PretendedProcess("router", "info", silent=True), [True, True, False]
+        process, answers = PretendedProcess("router", "info", silent=True), [True, False, True, False, False, False]
 
         async def is_cut_off() -> bool:
             return answers.pop(0)
 
         assert "did not answer" in await health.wait_failure(process, FAST, 1, is_cut_off)
-        assert not answers, "asked at each check, until the head was there and the process was still silent"
+        assert not answers, "asked at each check, until it was silent for three after the head was back"
 
     run(check())
