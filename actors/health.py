@@ -41,7 +41,7 @@ async def wait_failure(
     process: Process, config: SupervisionConfig, timeout_factor: int, is_cut_off: Callable[[], Awaitable[bool]] = never
 ) -> str:
     """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled. ``is_cut_off``: whether
-    this process reaches nobody; then it judges nobody by silence, and nobody could be started.
+    the head of the cluster is out of reach; then silence says nothing, and no process could be started.
 
     Time in which this process itself did not run (a paused or starved machine, SIGSTOP of the whole cluster) does not count:
     the other process has probably not run either. It does not count for a process on another machine either, although that
@@ -53,27 +53,28 @@ async def wait_failure(
     period_s = min(PERIOD_S, config.health_timeout_ms / 6e3)
     ended = asyncio.ensure_future(process.ended())
     answer: asyncio.Future[float] | None = None
-    excuses, num_spared = _Excuses(timeout_s), 0
+    clock = asyncio.get_running_loop().time
+    excuses, outage = _Excuses(timeout_s), _Outage(MAX_EXCUSED * config.health_timeout_ms / 1e3)
     try:
         while True:
             lost_s = await _wait({ended}, period_s, excuses)
             # One rank may hang while another ends because of it.
-            answer = asyncio.ensure_future(process.stalled_s())
+            answer, asked_s = asyncio.ensure_future(process.stalled_s()), clock()
             lost_s += await _wait({ended, answer}, timeout_s, excuses)
+            cut_off = not (ended.done() or answer.done()) and await is_cut_off()
             if ended.done():
                 return ended.result()
             if lost_s > NOTED_S:
                 logger.warning("the supervisor did not run for %.1f s of a health check, which do not count", lost_s)
             if not answer.done():
-                num_spared = MAX_EXCUSED if await is_cut_off() else num_spared - 1
-                if num_spared > 0:  # also just after it: connections take as long as they were cut to find each other
-                    _discard(answer)
-                    continue
-                return f"it did not answer within {timeout_s:g} s"
+                if not outage.excuses(cut_off, asked_s, clock()):
+                    return f"it did not answer within {timeout_s:g} s"
+                _discard(answer)
+                continue
             if (stalled_s := answer.result()) > timeout_s + lost_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"
             if stalled_s <= timeout_s:
-                excuses, num_spared = _Excuses(timeout_s), 0
+                excuses, outage = _Excuses(timeout_s), _Outage(MAX_EXCUSED * config.health_timeout_ms / 1e3)
     finally:
         ended.cancel()
         if answer is not None:
@@ -94,6 +95,25 @@ class _Excuses:
             return 0.0
         self._left_s -= min(late_s, self._timeout_s)
         return late_s
+
+
+class _Outage:
+    """Time without the head, as the checks of one process met it since that was last well. It excuses silence, and silence
+    afterwards for as long, but at most ``most_s``: connections need about that to find each other."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._since_s: float | None = None
+        self._until_s = 0.0
+
+    def excuses(self, is_cut_off: bool, asked_s: float, now_s: float) -> bool:
+        if is_cut_off:
+            self._since_s = asked_s if self._since_s is None else self._since_s
+            return True
+        if self._since_s is not None:
+            self._until_s = now_s + min(self._most_s, now_s - self._since_s)
+            self._since_s = None
+        return now_s < self._until_s
 
 
 async def _wait(futures: Collection[asyncio.Future[Any]], timeout_s: float, excuses: _Excuses) -> float:

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ SUPERVISOR = "supervisor"
 NODE_LABEL = "ray.io/node-id"  # which Ray sets
 KILL_DEADLINE_S = 10.0
 MACHINES_POLL_S, MACHINES_DEADLINE_S = 2.0, 10.0
-REACH_S = 2.0  # for the head to answer, before silence of others counts
+REACH_S = 3.0  # for the head to answer, before silence of others counts
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -304,8 +305,10 @@ class PoolSupervisor(Supervisor):
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget, _resources)
         self._deployment = deployment
         self._exchange = MetricsExchange()
-        self._cut_off = False
+        self._cut_off = False  # as last seen
         self._gcs: Any = None  # making one takes as long as the head is out of reach
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="asks the head")
+        self._question: asyncio.Future[Any] | None = None
 
     def deployment(self) -> Deployment:
         return self._deployment
@@ -316,16 +319,24 @@ class PoolSupervisor(Supervisor):
         super().start()
 
     async def is_cut_off(self) -> bool:
-        """Whether the head is out of reach: its loss, or a network that is cut."""
-        was_cut_off, self._cut_off = self._cut_off, self._gcs is not None
-        if self._gcs is not None:
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(REACH_S):  # Ray's own waits until the head is back
-                    await asyncio.to_thread(self._gcs.get_draining_nodes, timeout=REACH_S)
-                self._cut_off = False
-        if self._cut_off and not was_cut_off:
-            logger.warning("the head of the cluster is out of reach: nobody is replaced for not answering until it is back")
-        return self._cut_off
+        """Whether the head is out of reach: its loss, or a network that is cut. One question for all who ask: Ray's own ends
+        when the head is back, whatever its time-out."""
+        if self._gcs is None:
+            return False
+        if self._question is None or self._question.done():
+            ask = partial(self._gcs.get_draining_nodes, timeout=REACH_S)
+            self._question = asyncio.get_running_loop().run_in_executor(self._asking, ask)
+            self._question.add_done_callback(lambda question: question.cancelled() or question.exception())
+        reached = False
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(REACH_S):
+                await asyncio.shield(self._question)
+            reached = True
+        if self._cut_off is reached:
+            self._cut_off = not reached
+            if self._cut_off:
+                logger.warning("the head is out of reach: nobody is replaced for not answering until it is back")
+        return not reached
 
     async def _follow_machines(self) -> None:
         """As `ray drain-node`, a pod that ends, or the autoscaler asks for it."""

@@ -154,7 +154,7 @@ class Supervisor:
         return await self._ask(self._pool.control.get(ROUTER), "try_policy", policy, for_s) is not None
 
     async def is_cut_off(self) -> bool:
-        """Whether this process reaches nobody."""
+        """Whether the head of the cluster is out of reach."""
         return False
 
     def pids(self) -> dict[str, int]:

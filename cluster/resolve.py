@@ -87,6 +87,10 @@ def _resolve_drafters(
     for drafter in drafters:
         asked = drafter.resources
         if drafter.is_colocated:
+            if target_device == "cuda" and drafter.has_model and not drafter.fits_gpu:
+                raise InvalidField(
+                    "drafters", drafter.name, "has a member of dtype as-shipped, which needs a target on a CPU"
+                )
             nothing = asked.model_copy(update={"cpus": 0.0, "gpus": 0.0, "threads": 1})  # beside the target's own
             resolved.append(drafter.model_copy(update={"device": target_device, "resources": nothing}))
             continue

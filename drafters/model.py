@@ -58,6 +58,7 @@ class ModelDrafter:
         self._proposers = dict(proposers or {})
         self._windows = {proposer: LearnedWindow() for proposer in self._proposers}
         self._step_s: dict[str, float] = {}  # of a token of the last proposals, by proposer
+        self._new: set[str] = set()  # requests that their proposer has not drafted for
         self.min_survival = min_survival
         self._calibration = calibration
         self._scalings: dict[str, TemperatureScaling] = {}  # by request
@@ -96,6 +97,7 @@ class ModelDrafter:
             return False
         proposer.open(request_id, *self._model.opening(request_id))
         self._proposers_of[request_id] = wanted
+        self._new.add(request_id)
         if chain is not None and not chain.set_proposers(request_id, wanted[:-1]):
             self._leave(request_id)
             return False
@@ -177,6 +179,7 @@ class ModelDrafter:
         if proposer is not None:
             proposer.release(request_id)
             del self._proposers_of[request_id]
+            self._new.discard(request_id)
 
     def _draft_len(self, demand: Demand) -> int:
         ended = any(self._model.ends(demand.request_id, token_id) for token_id in demand.ahead)
@@ -219,14 +222,18 @@ class ModelDrafter:
         busy_s, num_rows = self._busy_s, self._num_rows
         answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part))
         has_caught_up = self._num_rows - num_rows > sum(2 + len(question.drafts) for question in questions)
+        judged: dict[str, list[tuple[int, int]]] = {}  # tokens asked and right, by proposer
         for draft, question, chosen in zip(part, questions, answers, strict=True):
             num_right = common_prefix_len(question.drafts, chosen.token_ids)
             if question.request_id in proposed:
                 proposer, num_asked = self._proposers_of[question.request_id][-1], asked[question.request_id]
                 self._record(proposer, num_asked, len(question.drafts), num_right)
-                if self._clock is not None and not has_caught_up:
-                    self._windows[proposer].learn(num_asked, num_right, self._step_s[proposer], self._busy_s - busy_s)
+                if question.drafts:  # else it has not caught up
+                    judged.setdefault(proposer, []).append((num_asked, num_right))
             self._add(draft, chosen, num_right + 1)
+        for proposer, drafts in judged.items() if self._clock is not None and not has_caught_up else ():
+            if (step_s := self._step_s.pop(proposer, None)) is not None:
+                self._windows[proposer].learn(drafts, step_s, self._busy_s - busy_s)
 
     def _proposals(self, part: Sequence[_PartialDraft], asked: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Proposed tokens that the model can choose, by request."""
@@ -240,8 +247,10 @@ class ModelDrafter:
         for name, demands in by_proposer.items():
             start_s = self._clock() if self._clock is not None else 0.0
             drafts = self._proposers[name].propose(demands)
-            if self._clock is not None:
+            requests = {demand.request_id for demand in demands}
+            if self._clock is not None and not requests & self._new:  # others read their context first
                 self._step_s[name] = (self._clock() - start_s) / max(demand.num_tokens for demand in demands)
+            self._new -= requests
             proposed |= {draft.request_id: self._model.choosable(draft.token_ids) for draft in drafts}
         return proposed
 

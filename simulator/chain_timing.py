@@ -89,10 +89,10 @@ class ChainTimer:
                 below_s = self._draft_s(chain[:-1], below)
             pass_s = self._passed_s(name, len(live) + sum(asked))
             total_s += below_s + pass_s
-            for job, num_asked in zip(live, asked, strict=True):
-                num_right = self._verify(chain, job, num_asked) if num_asked else 0
-                if num_asked:
-                    learned.learn(num_asked, num_right, below_s / max(asked), pass_s)
+            right = [self._verify(chain, job, num) if num else 0 for job, num in zip(live, asked, strict=True)]
+            if below_s:
+                learned.learn([one for one in zip(asked, right, strict=True) if one[0]], below_s / max(asked), pass_s)
+            for job, num_right in zip(live, right, strict=True):
                 job.position += num_right + 1
                 job.num_missing -= num_right + 1
             live = [job for job in live if job.num_missing > 0]

@@ -72,10 +72,9 @@ def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tens
 def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
     """The file appears when it is whole and on disk; of several processes the first one's stays. Removes old layouts, and
     what killed processes left. Raises OSError."""
-    folder, others = path.parent, set[Path]()
-    if not folder.is_dir():
-        others = set(folder.parent.glob(f"{PACKED}*")) - {folder}  # which another process may be making
-        folder.mkdir(exist_ok=True)
+    folder = path.parent
+    others = set(folder.parent.glob(f"{PACKED}*")) - {folder}  # which another process may be making
+    folder.mkdir(exist_ok=True)
     for old in (*others, *folder.glob(f"{_PARTIAL}*")):
         with suppress(OSError):
             if old.stat().st_mtime < time.time() - _ABANDONED_S:

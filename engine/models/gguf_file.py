@@ -32,6 +32,7 @@ _LAYER_MODULES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later, by which rotary frequencies are divided
 _AGAIN = "download or copy it again"
+_DAMAGED = (struct.error, UnicodeDecodeError, OverflowError, MemoryError, ArithmeticError, TypeError, IndexError)  # header
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,17 @@ class GgufFile:
             self.metadata: Mapping[str, Any]
             self.metadata, num, at = reader._read_metadata(self._bytes, str(path))
             entries, at = reader._read_tensor_table(self._bytes, num, at)
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            start = -(-at // (alignment := self.metadata.get("general.alignment", 32))) * alignment
+            found = [
+                TensorInfo(name, shape, kind, start + offset, self._num_bytes(name, shape, kind))
+                for name, shape, kind, offset in entries
+            ]
+        except _DAMAGED as error:
             raise ModelUnavailable(f"{path} is cut off or damaged in its header; {_AGAIN}") from error
         except (OSError, ValueError) as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
         if (num_parts := self.metadata.get("split.count", 1)) > 1:
             raise ModelUnavailable(f"{path} is one of {num_parts} parts; join them with `llama-gguf-split --merge`")
-        start = -(-at // (alignment := self.metadata.get("general.alignment", 32))) * alignment
-        found = [
-            TensorInfo(name, shape, kind, start + offset, self._num_bytes(name, shape, kind))
-            for name, shape, kind, offset in entries
-        ]
         if (end := max((info.offset + info.num_bytes for info in found), default=0)) > len(self._bytes):
             raise ModelUnavailable(f"{path} is cut off: it has {len(self._bytes):,} bytes of {end:,}; {_AGAIN}")
         self.tensors = {self._name(info.name): info for info in found}

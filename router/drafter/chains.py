@@ -26,7 +26,7 @@ from router.estimates.decayed import USUAL, DecayedMean, DecayedSums
 
 MAX_LEVELS = 4  # of models in a chain, the target included
 PROPOSAL_LEN, MAX_WINDOW = 4, 8  # tokens that a level requests from the one below at a time: at first, and at most
-LEARN_PERIOD = 4  # drafts from one choice of a window to the next
+LEARN_PERIOD = 4  # passes from one choice of a window to the next
 
 
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
@@ -143,12 +143,14 @@ class LearnedWindow:
         self._pass_s: DecayedSums[str] = DecayedSums(USUAL)  # number; tokens, squares; seconds, times tokens
         self._step_s, self._num_new = DecayedMean(), 0
 
-    def learn(self, num_asked: int, num_right: int, step_s: float, pass_s: float) -> None:
-        """Of one draft: ``step_s`` of one of its tokens (outliers, as prompts, are clipped), ``pass_s`` that verified it."""
-        seen = NO_POSITIONS.plus(num_right, num_right < num_asked)
-        self._right.add("", seen.num_reached, seen.num_right)
+    def learn(self, drafts: Iterable[tuple[int, int]], step_s: float, pass_s: float) -> None:
+        """Of a pass: for each draft how many tokens were requested, and how many were right; ``step_s`` of one of them
+        (outliers are clipped); ``pass_s`` that verified them."""
         self._step_s.add(self._step_s.clipped(step_s))
-        self._pass_s.add("", (1.0, num_asked, num_asked**2, pass_s, num_asked * pass_s), 1.0)
+        for num_asked, num_right in drafts:
+            seen = NO_POSITIONS.plus(num_right, num_right < num_asked)
+            self._right.add("", seen.num_reached, seen.num_right)
+            self._pass_s.add("", (1.0, num_asked, num_asked**2, pass_s, num_asked * pass_s), 1.0)
         self._num_new = (self._num_new + 1) % LEARN_PERIOD
         if self._num_new:
             return

@@ -199,7 +199,7 @@ def test_a_window_is_learned_from_passes(right: int, step_s: float, token_s: flo
     learned = LearnedWindow()
     for i in range(400):
         num_asked = 1 + i % 4 if token_s else learned.window
-        learned.learn(num_asked, min(right, num_asked), step_s, 10.0 + token_s * num_asked)
+        learned.learn([(num_asked, min(right, num_asked))], step_s, 10.0 + token_s * num_asked)
     assert learned.window == window
 
 

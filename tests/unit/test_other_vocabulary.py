@@ -92,11 +92,11 @@ def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_real_target_renumbered_and_with_a_part_of_its_vocabulary(model_folder: Path, sampling: SamplingParams) -> None:
-    """All of its tokens under other numbers: always right. With some it reads the others as parts, and misses them."""
+    """All of its tokens under other numbers: always right. With single bytes alone it misses the others."""
     config = load_config(model_folder)
     target = ModelInfo("target", config.vocab_size, 512, config.eos_token_ids, fingerprint(model_folder))
     output, shares = plain_run(model_folder, sampling, 32), []
-    for share in (1.0, 1 / 16):
+    for share in (1.0, 0.0):
         drafted, accepted = ride(under_another_vocabulary(model_folder, target, share), output, sampling, 5)
         shares.append(accepted / drafted)
-    assert shares[0] == 1.0 > shares[1] > 0.4
+    assert shares[0] == 1.0 > shares[1] > 0.1
