@@ -35,7 +35,7 @@ LIMITS = {
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(122, 110),
     "lines of benchmarks and simulator": Limit(13_767, 12_500),
-    "lines of tests": Limit(66_027, 46_000),
+    "lines of tests": Limit(66_028, 46_000),
     "modules of product that tests import": Limit(2_100, 900),
     "monkeypatch.setattr in tests": Limit(300, 100),
     "words of README": Limit(900, 900),

@@ -37,6 +37,7 @@ def vllm() -> None:
     prepare_environment()
 
 
+HAS_TORCHVISION = find_spec("torchvision") is not None  # before a test has imported what stands in for it
 NUM_NEW = 24
 KV_CACHE_BYTES = 8 * 2**20
 PROMPT_LENS = (30, 50, 90, 117)  # also more than a window
@@ -131,7 +132,7 @@ def played(
 @pytest.fixture
 def sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that also see can be imported, here and in the process in which vLLM looks at them."""
-    if find_spec("torchvision") is None:
+    if not HAS_TORCHVISION:
         from transformers.utils.import_utils import is_torchvision_available
 
         folder = str(Path(__file__).parents[1] / "support" / "imageless")
