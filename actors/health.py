@@ -34,6 +34,7 @@ async def start(process: Process, timeout_s: float) -> Any:
 
 
 async def never() -> bool:
+    """Of a supervisor without a head."""
     return False
 
 
