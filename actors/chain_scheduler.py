@@ -100,7 +100,7 @@ class ModelChainScheduler(LoopActor):
     def report(self) -> tuple[ChainStatus, ...]:
         """The fastest candidate chains, by T_eff in the last slot with requests."""
         fastest = sorted(self._chains.per_token_s.items(), key=lambda item: item[1])[:NUM_REPORTED]
-        return tuple([ChainStatus(chain, 1e3 * seconds) for chain, seconds in fastest])
+        return tuple([ChainStatus(chain, 1e3 * seconds, self._chains.scores(chain)) for chain, seconds in fastest])
 
 
 class Chains(Protocol):

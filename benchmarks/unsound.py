@@ -109,6 +109,8 @@ class Unsound:
                 tuple(self._int() for _ in range(self._rng.choice((0, 1, 4, 4, 100)))),
                 self._int(),
                 self._int(),
+                self._int(),
+                self._float(),
             )
         )
         return LevelReport(self._name(), self._int(), self._int(), self._float(), self._int(), verified)

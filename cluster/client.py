@@ -104,6 +104,7 @@ class ChainStatus:
 
     chain: tuple[str, ...]
     per_token_ms: float
+    scores: tuple[float | None, ...] = ()  # SimScore of neighbouring drafters, where their distributions were compared
 
 
 @dataclass(frozen=True, slots=True)

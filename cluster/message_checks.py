@@ -118,6 +118,8 @@ def level_fault(report: LevelReport) -> str | None:
             return f"a level report of positions reached {reached[:8]} times and right {right[:8]} times"
         if not 0 <= verified.num_proposed <= verified.num_asked <= MAX_COUNT:
             return f"a level report of {verified.num_proposed} tokens proposed of {verified.num_asked} asked for"
+        if not 0.0 <= verified.overlap <= verified.num_compared <= MAX_COUNT:
+            return f"a level report of {verified.num_compared} tokens compared with an overlap of {verified.overlap}"
     return _names_fault((report.drafter, *(verified.proposer for verified in report.verified)))
 
 

@@ -90,6 +90,8 @@ class Verified:
     num_right: tuple[int, ...]  # and it, too
     num_asked: int = 0  # tokens requested
     num_proposed: int = 0  # of them
+    num_compared: int = 0  # tokens at which the distributions of both models were compared
+    overlap: float = 0.0  # sum over them of 1 - total variation
 
 
 @dataclass(frozen=True, slots=True)

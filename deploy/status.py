@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -104,8 +105,10 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
 
 
 def _chains(chains: tuple[ChainStatus, ...]) -> str:
-    fastest = (f"{' > '.join((*one.chain, 'target'))} {one.per_token_ms:.1f} ms" for one in chains)
-    return "chains by predicted time per token: " + ", ".join(fastest)
+    scores = {pair: score for one in chains for pair, score in zip(pairwise(one.chain), one.scores, strict=False) if score}
+    fastest = [f"{' > '.join((*one.chain, 'target'))} {one.per_token_ms:.1f} ms" for one in chains]
+    similar = [f"; SimScore of {lower} and {upper} {score:.2f}" for (lower, upper), score in scores.items()]
+    return "chains by predicted time per token: " + ", ".join(fastest) + "".join(similar)
 
 
 def _change(event: ScaleEvent) -> str:

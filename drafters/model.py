@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from cluster.messages import LevelReport, Verified
 from cluster.sampling_params import SamplingParams
 from drafters.draft_stops import DraftStops
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
+from drafters.similarity import Comparison, DistributionRows, SampledRounds
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
@@ -67,13 +69,19 @@ class ModelDrafter:
         self._proposers_of: dict[str, tuple[str, ...]] = {}  # by request, smallest first
         self._positions: dict[str, Positions] = {}  # of the drafts of each proposer, since the last report
         self._num_proposed: dict[str, tuple[int, int]] = {}  # tokens demanded of each proposer and proposed, since then
+        self._watched: tuple[str, DistributionRows] | None = None  # the request whose distributions are kept
+        self._sampled = {proposer: SampledRounds() for proposer in self._proposers}
+        self._overlaps: dict[
+            str, tuple[int, float]
+        ] = {}  # compared tokens, and their sum, by proposer, since the last report
         self._num_passes = self._num_rows = 0  # since the last report
         self._num_lost = 0  # as of the last report
         self._busy_s = 0.0
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(token_by_token=self, chain=self if self._proposers else None, forks=self, stops=True)
+        chain = self if self._proposers else None
+        return Capabilities(token_by_token=self, chain=chain, forks=self, distributions=self, stops=True)
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -124,6 +132,13 @@ class ModelDrafter:
             self._stops.note_draft(draft.demand, draft.token_ids, draft.confidences)
         return [self._finished(draft) for draft in drafts]
 
+    def propose_watched(self, demands: Sequence[Demand], request_id: str) -> tuple[list[Draft], Any]:
+        self._watched = request_id, (rows := DistributionRows())
+        try:
+            return self.propose(demands), rows.all()
+        finally:
+            self._watched = None
+
     def fork(self, request_id: str, branch_id: str, ahead: Sequence[int], num_more: int) -> bool:
         """As ``Forks.fork``. A branch has no proposers: it is drafted for by the model alone."""
         is_forked = self._model.can_read(request_id, ahead) and self._model.fork(request_id, branch_id, ahead, num_more)
@@ -153,13 +168,19 @@ class ModelDrafter:
         if self._num_passes:
             num_lost = self._model.num_lost - self._num_lost
             verified = tuple(
-                Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
+                Verified(
+                    proposer,
+                    positions.num_reached,
+                    positions.num_right,
+                    *self._num_proposed[proposer],
+                    *self._overlaps.get(proposer, (0, 0.0)),
+                )
                 for proposer, positions in self._positions.items()
             )
             reports.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
         self._num_passes = self._num_rows = 0
         self._num_lost, self._busy_s = self._model.num_lost, 0.0
-        self._positions, self._num_proposed = {}, {}
+        self._positions, self._num_proposed, self._overlaps = {}, {}, {}
         for proposer, drafter in self._proposers.items():
             if drafter.capabilities.chain is not None:
                 reports += drafter.capabilities.chain.take_levels(proposer)
@@ -215,12 +236,13 @@ class ModelDrafter:
         for draft in part:
             if proposers := self._proposers_of.get(draft.demand.request_id):
                 asked[draft.demand.request_id] = min(self._windows[proposers[-1]].window, draft.num_missing - 1)
-        proposed = self._proposals(part, asked) if asked else {}
+        compared: dict[str, Comparison] = {}
+        proposed = self._proposals(part, asked, compared) if asked else {}
         questions = [
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
         ]
         busy_s, num_rows = self._busy_s, self._num_rows
-        answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part))
+        answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part), compared)
         has_caught_up = self._num_rows - num_rows > sum(2 + len(question.drafts) for question in questions)
         judged: dict[str, list[tuple[int, int]]] = {}  # tokens asked and right, by proposer
         for draft, question, chosen in zip(part, questions, answers, strict=True):
@@ -228,15 +250,25 @@ class ModelDrafter:
             if question.request_id in proposed:
                 proposer, num_asked = self._proposers_of[question.request_id][-1], asked[question.request_id]
                 self._record(proposer, num_asked, len(question.drafts), num_right)
+                if question.request_id in compared:
+                    found = compared[question.request_id].found(min(num_right + 1, len(question.drafts)))
+                    num_before, sum_before = self._overlaps.get(proposer, (0, 0.0))
+                    self._overlaps[proposer] = num_before + len(found), sum_before + sum(found)
                 if question.drafts:  # else it has not caught up
                     judged.setdefault(proposer, []).append((num_asked, num_right))
+            num_before = len(draft.token_ids)
             self._add(draft, chosen, num_right + 1)
+            if self._watched is not None and question.request_id == self._watched[0]:
+                self._watched[1].keep(len(draft.token_ids) - num_before)
         for proposer, drafts in judged.items() if self._clock is not None and not has_caught_up else ():
             if (step_s := self._step_s.pop(proposer, None)) is not None:
                 self._windows[proposer].learn(drafts, step_s, self._busy_s - busy_s)
 
-    def _proposals(self, part: Sequence[_PartialDraft], asked: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Proposed tokens that the model can choose, by request."""
+    def _proposals(
+        self, part: Sequence[_PartialDraft], asked: Mapping[str, int], compared: dict[str, Comparison]
+    ) -> dict[str, tuple[int, ...]]:
+        """Proposed tokens that the model can choose, by request. Adds a comparison of each sampled proposer to
+        ``compared``."""
         by_proposer: dict[str, list[Demand]] = {}
         for draft in part:
             request_id = draft.demand.request_id
@@ -246,7 +278,7 @@ class ModelDrafter:
         proposed: dict[str, tuple[int, ...]] = {}
         for name, demands in by_proposer.items():
             start_s = self._clock() if self._clock is not None else 0.0
-            drafts = self._proposers[name].propose(demands)
+            drafts = self._drafts_of(name, demands, compared)
             requests = {demand.request_id for demand in demands}
             if self._clock is not None and not requests & self._new:  # others read their context first
                 self._step_s[name] = (self._clock() - start_s) / max(demand.num_tokens for demand in demands)
@@ -254,10 +286,26 @@ class ModelDrafter:
             proposed |= {draft.request_id: self._model.choosable(draft.token_ids) for draft in drafts}
         return proposed
 
-    def _choose(self, questions: Sequence[Question], num_runners_up: int) -> list[Chosen]:
+    def _drafts_of(self, name: str, demands: Sequence[Demand], compared: dict[str, Comparison]) -> list[Draft]:
+        """As ``Drafter.propose`` of a proposer."""
+        proposer, index = self._proposers[name], self._sampled[name].next(len(demands))
+        known = proposer.capabilities.distributions
+        if known is None or index is None:
+            return proposer.propose(demands)
+        drafts, distributions = known.propose_watched(demands, demands[index].request_id)
+        if distributions is not None:
+            compared[demands[index].request_id] = Comparison(distributions)
+        return drafts
+
+    def _choose(
+        self, questions: Sequence[Question], num_runners_up: int, compared: Mapping[str, Comparison]
+    ) -> list[Chosen]:
+        watched = [(i, compared[q.request_id].note) for i, q in enumerate(questions) if q.request_id in compared]
+        if self._watched is not None:
+            watched += [(i, self._watched[1].note) for i, q in enumerate(questions) if q.request_id == self._watched[0]]
         num_rows = self._model.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
-        answers = self._model.choose(questions, num_runners_up)
+        answers = self._model.choose(questions, num_runners_up, watched)
         num_rows = self._model.num_rows - num_rows
         if self._clock is not None:
             seconds = self._clock() - start_s

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
@@ -45,6 +45,7 @@ class Capabilities:
     chain: "ChainVerifier | None" = None
     lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
     forks: "Forks | None" = None
+    distributions: "Distributions | None" = None
     stops: bool = False  # it applies ``Demand.terms`` at each draft token; the loop cuts the drafts of others
 
 
@@ -107,6 +108,14 @@ class Forks(Protocol):
 
     def adopt(self, request_id: str, branch_id: str) -> None:
         """The request, extended by what the branch assumed, goes on with the branch's cache. The branch ends."""
+
+
+class Distributions(Protocol):
+    """Tells what its drafts are chosen from."""
+
+    def propose_watched(self, demands: Sequence[Demand], request_id: str) -> tuple[list[Draft], Any]:
+        """As ``Drafter.propose``, with the distributions before each token drafted for ``request_id``, a tensor [tokens,
+        vocab]. None: it has no draft."""
 
 
 class ChainVerifier(Protocol):

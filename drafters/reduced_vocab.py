@@ -49,6 +49,10 @@ class ReducedHead:
         """Of its logits."""
         return np.searchsorted(self._ids, token_ids)
 
+    def scatter(self, logits: Tensor) -> Tensor:
+        """As ``WholeVocabulary.scatter``."""
+        return self._whole.scatter(logits)
+
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` [rows, len(token_ids)]."""

@@ -1,7 +1,7 @@
 """A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -251,11 +251,17 @@ class SmallModel:
                 self._ledger.release(request_id)
             self._sessions[request_id].checkpoint = self._ledger.move(branch_id, request_id)
 
-    def choose(self, questions: Sequence[Question], num_runners_up: int = 0) -> list[Chosen]:
+    def choose(
+        self,
+        questions: Sequence[Question],
+        num_runners_up: int = 0,
+        watched: Sequence[tuple[int, Callable[[torch.Tensor], None]]] = (),
+    ) -> list[Chosen]:
         """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``).
 
         Args:
             num_runners_up: of each position: the tokens that would be chosen if those before were masked, best first.
+            watched: index of a question, and what is told the distributions of its answers before this waits for choices.
         """
         spans_to_sample = [
             SampleSpan(self._sessions[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
@@ -272,6 +278,9 @@ class SmallModel:
         logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
         if self._columns is not None:
             logits = logits.index_select(1, self._columns)
+        for i, note in watched:
+            start = sum([span.num_rows for span in spans_to_sample[:i]])
+            note(self._distributions(logits[start : start + spans_to_sample[i].num_rows], spans_to_sample[i].state))
         chosen = self._choose(logits, spans_to_sample)
         return self._with_runners_up(logits, spans_to_sample, chosen, num_runners_up) if num_runners_up else chosen
 
@@ -279,6 +288,12 @@ class SmallModel:
         if self._head is not None:
             return self._head.choose(logits, spans)
         return self._sampler.choose(logits, spans, want_confidences=True)
+
+    @torch.inference_mode()
+    def _distributions(self, logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+        """[rows, vocab], at the request's temperature, 1 for greedy ones, before penalties and filters."""
+        whole = logits[:, : self._sampler.vocab_size] if self._head is None else self._head.scatter(logits)
+        return (whole.float() / (state.sampling.temperature or 1.0)).softmax(-1)
 
     @torch.inference_mode()
     def _with_runners_up(

@@ -29,12 +29,17 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     """The values of ``tensor``, after the one wait of a pass."""
-    if tensor.device.type == "cpu":
-        return tensor.numpy()
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    host.copy_(tensor, non_blocking=True)
+    host = begin_to_host(tensor)
     synchronize(tensor.device)
     return host.numpy()
+
+
+def begin_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that holds the values of ``tensor`` once this thread has waited for its device; on a CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -235,18 +235,22 @@ class DraftScore(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., num_matched: _Optional[int] = ..., num_scored: _Optional[int] = ...) -> None: ...
 
 class Verified(_message.Message):
-    __slots__ = ("proposer", "num_reached", "num_right", "num_asked", "num_proposed")
+    __slots__ = ("proposer", "num_reached", "num_right", "num_asked", "num_proposed", "num_compared", "overlap")
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     NUM_REACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_RIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_ASKED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
     proposer: str
     num_reached: _containers.RepeatedScalarFieldContainer[int]
     num_right: _containers.RepeatedScalarFieldContainer[int]
     num_asked: int
     num_proposed: int
-    def __init__(self, proposer: _Optional[str] = ..., num_reached: _Optional[_Iterable[int]] = ..., num_right: _Optional[_Iterable[int]] = ..., num_asked: _Optional[int] = ..., num_proposed: _Optional[int] = ...) -> None: ...
+    num_compared: int
+    overlap: float
+    def __init__(self, proposer: _Optional[str] = ..., num_reached: _Optional[_Iterable[int]] = ..., num_right: _Optional[_Iterable[int]] = ..., num_asked: _Optional[int] = ..., num_proposed: _Optional[int] = ..., num_compared: _Optional[int] = ..., overlap: _Optional[float] = ...) -> None: ...
 
 class LevelReport(_message.Message):
     __slots__ = ("drafter", "num_passes", "num_rows", "busy_s", "num_lost", "verified")

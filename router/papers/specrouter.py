@@ -2,7 +2,7 @@
 
     Algorithm 1                                                      here
     1-4   generate candidate chains that end with the target         `router.drafter.chains.candidates`
-    9-10  estimate acceptance between neighbours from similarity     `router.papers.specrouter_estimates.Similarities`
+    9-10  estimate acceptance between neighbours from SimScore       `router.papers.specrouter_estimates.Similarities`
     11-13 predict the effective time per target token                `router.drafter.chains.predict`
     14-18 take the chain of the least                                `ModelChains`
     W     window, configured; here learned by each level             `router.drafter.chains.LearnedWindow`
@@ -117,6 +117,10 @@ class ModelChains:
                     self._max_lens.note_failure(last, len(self._below[last]) + 1)
                     failed.append(last)
         self._max_lens.next_slot(failed)
+
+    def scores(self, chain: Chain) -> tuple[float | None, ...]:
+        """SimScore of each pair of neighbours among the drafters; None where it is not known."""
+        return tuple([self._similarities.score(*pair) for pair in pairwise(chain)])
 
     def snapshot(self) -> JsonValue:
         found = {**self._acceptance.snapshot(), "overruns": self._overheads.to_json()}

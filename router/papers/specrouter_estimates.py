@@ -1,8 +1,10 @@
 """What `specrouter.py` learns of chains of models: similarity of neighbours, time of passes, verified shares, overheads.
 
-Similarity: SpecRouter's SimScore (equations 5 and 6) is 1 - TV, TV being the total variation of two models' distributions.
-Here tokens travel, drawn with the same noise. Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
-SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
+Similarity: SpecRouter's SimScore (equations 5 and 6) is s = 1 - E[TV], TV being the total variation of two models'
+distributions. Levels of a chain in one process sample it (`drafters.similarity`); what is counted everywhere is how often
+their tokens, drawn with the same noise, agree: a rate between (1 - TV) / (1 + TV) and 1 - TV. The paper's
+alpha = f(SimScore) is the middle of the two, times how far rates were off it, over all pairs: with SmolLM2-135M they were
+0.97 s, 0.91 s and 0.88 s at s of 0.9, 0.55 and 0.4. It stands for the rate of a pair until enough of its drafts are counted.
 
 Overhead: measured over predicted time per token, by chain. Predictions assume a device per model and one shared pass for all
 requests. The ratio counts as far as it exceeds chance, separately for slots in which all requests had one chain.
@@ -23,6 +25,7 @@ from router.estimates.decayed import DecayedMean, DecayedSums
 
 _STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
 _KNOWN = 16.0 * _STRENGTH  # of verified drafts, so that they outweigh it
+_MOST_STRENGTH = 32.0  # drafts that a SimScore of many tokens is worth
 
 _MEMORY_SLOTS = 400.0  # after which measured over predicted times count 1/e
 _NUM_ERRORS = 3.0  # standard errors, that they must be off 1 to be significant
@@ -43,16 +46,35 @@ class Similarities:
     def __init__(self, memory: float) -> None:
         self._counts: PositionCounts[_Pair] = PositionCounts(memory)  # by proposer and verifier
         self._asked: DecayedSums[_Pair] = DecayedSums(memory)  # tokens asked for and proposed
+        self._overlaps: DecayedSums[_Pair] = DecayedSums(memory)  # tokens compared, and 1 - TV at them
+        self._mapping: DecayedSums[str] = DecayedSums(memory)  # of pairs with both: right tokens, and those by the middle
 
     def observe(self, verifier: str, verified: Verified) -> None:
         pair = (verified.proposer, verifier)
         self._counts.add(pair, verified.num_reached, verified.num_right)
         num_drafts = verified.num_reached[0] if verified.num_reached else 0
         self._asked.add(pair, (verified.num_asked, verified.num_proposed), num_drafts)
+        if verified.num_compared:
+            self._overlaps.add(pair, (float(verified.num_compared), verified.overlap), verified.num_compared)
+        score, num_reached = self.score(*pair), sum(verified.num_reached)
+        if score is not None and num_reached:
+            self._mapping.add("", (sum(verified.num_right), num_reached * _middle(score)), num_reached)
+
+    def score(self, proposer: str, verifier: str) -> float | None:
+        """SimScore, equation 6. None: their distributions were not compared."""
+        num, overlap = self._overlaps.get((proposer, verifier), 2)
+        return overlap / num if num else None
 
     def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
-        """Agreement by position; ``prior`` while little is known."""
-        return self._counts.rates((proposer, verifier), prior, _STRENGTH)
+        """Agreement by position. While little is known that by SimScore, or ``prior``."""
+        pair = proposer, verifier
+        score = self.score(*pair)
+        if score is None:
+            return self._counts.rates(pair, prior, _STRENGTH)
+        num_right, num_expected = self._mapping.get("", 2)
+        off = (num_right + _KNOWN) / (num_expected + _KNOWN)
+        strength = min(_MOST_STRENGTH, _STRENGTH + self._overlaps.get(pair, 2)[0])
+        return self._counts.rates(pair, (min(1.0, off * _middle(score)),), strength)
 
     def is_known(self, proposer: str, verifier: str) -> bool:
         """Whether verified drafts outweigh the prior."""
@@ -63,6 +85,11 @@ class Similarities:
         num_asked, num_proposed = self._asked.get((proposer, verifier), 2)
         strength = _STRENGTH * PROPOSAL_LEN
         return (num_proposed + strength * prior) / (num_asked + strength)
+
+
+def _middle(score: float) -> float:
+    """Of the agreement that a SimScore allows."""
+    return (score / (2.0 - score) + score) / 2.0
 
 
 class ChainLenLimits:

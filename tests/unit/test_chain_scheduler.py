@@ -11,6 +11,7 @@ from cluster.config import Config, PolicyConfig
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Levels, MemberCosts, Observation, PoolMember, RequestView
 from router.cost_model import monotone
+from router.papers.specrouter import REFRESH_SLOTS
 from tests.support.observations import right_at
 
 TARGET = monotone(((1, 0.025), (65, 0.057)))
@@ -84,6 +85,21 @@ def test_it_judges_chains_under_any_policy_from_what_targets_report(scheduler: M
     assert {one.chain for one in fastest} == {("small",), ("large",), ("small", "large")}
     assert [one.per_token_ms for one in fastest] == sorted(one.per_token_ms for one in fastest)
     assert scheduler.stalled_s() == 0.0
+
+
+def test_distributions_of_a_pair_that_was_not_seen_together_decide(scheduler: ModelChainScheduler) -> None:
+    """By how often each agrees with the target, `small` is no help to `large`; their distributions are nearly the same."""
+    right = Observation("y", "large", 200, 1600, 0, 1700, 1.0, right_at(200, 1500))
+    chosen, scores, pool = [], [], (member("small", 0.006), POOL[1])
+    for compared in ((), (Verified("small", (), (), num_compared=30, overlap=28.5),)):
+        levels = Levels([LevelReport("large", 1, 1, 0.0, 0, compared)], TARGET)
+        for _ in range(REFRESH_SLOTS):
+            answer = scheduler.judge(ChainSlot((*SEEN, right), (), levels, [RequestView("r", 10, 10, ())], pool))
+            assert answer is not None
+        chosen.append(answer["r"])
+        scores.append({one.chain: one.scores for one in scheduler.report()}["small", "large"])
+    assert chosen == [("large",), ("small", "large")]
+    assert scores == [(None,), (pytest.approx(0.95),)]
 
 
 def test_a_slot_is_given_up_where_too_many_wait() -> None:

@@ -4,7 +4,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import (
@@ -27,6 +29,8 @@ from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
 from drafters.registry import make_drafter
 from drafters.small_model import SmallModel
+from engine.acceptance import common_prefix_len
+from engine.batch_layout import PackedSpan
 from engine.factory import load_model
 from engine.loading import load_target
 from engine.models.tokenizer import fingerprint
@@ -121,6 +125,38 @@ def test_it_reports_what_its_proposers_got_right(folder: Path) -> None:
     assert reports["me"].num_rows >= 5
     assert [one.proposer for one in reports["shallow"].verified] == ["ngram"]
     assert led.take_levels("me") == []  # it was told once
+
+
+def distributions(folder: Path, num_layers: int | None, token_ids: tuple[int, ...]) -> torch.Tensor:
+    """After each of the tokens, at the temperature of SAMPLED."""
+    model = load_model(folder, "float32", num_layers=num_layers)
+    cache = model.new_cache(16)
+    span = PackedSpan(0, token_ids, np.arange(16, dtype=np.int32))
+    return (model.logits(model.forward([span], cache))[:, :VOCAB_SIZE] / SAMPLED.temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("chain", [("shallow",), ("ngram", "shallow"), ("twin",)])
+def test_it_compares_the_distributions_of_neighbours_in_one_process(folder: Path, chain: tuple[str, ...]) -> None:
+    """At the tokens that its proposer drafted, as far as they were right, and the first wrong one."""
+    led = pool(folder, small_model(folder))
+    led.open("a", PROMPT, len(PROMPT), SAMPLED)
+    led.set_proposers("a", chain)
+    own_layers = 2 if "shallow" in chain else None
+    proposer = ModelDrafter(small_model(folder, own_layers))
+    proposer.open("a", PROMPT, len(PROMPT), SAMPLED)
+    (draft,) = led.propose([Demand("a", 5)])
+    (verified,) = led.take_levels("me")[0].verified
+    wanted, num = [], 0
+    while num < 4:
+        (proposed,) = proposer.propose([Demand("a", 4 - num, draft.token_ids[:num])])
+        num_right = common_prefix_len(proposed.token_ids, draft.token_ids[num:])
+        given, reached = (*PROMPT, *draft.token_ids[:num], *proposed.token_ids[:-1]), min(num_right + 1, 4 - num)
+        p, q = (distributions(folder, layers, given)[-(4 - num) :][:reached] for layers in (own_layers, None))
+        wanted += (1.0 - (p - q).abs().sum(-1) / 2).tolist()
+        num += num_right + 1
+    assert verified.num_compared == len(wanted) == sum(verified.num_reached)
+    assert verified.overlap == pytest.approx(sum(wanted), abs=1e-4)
+    assert (verified.overlap == pytest.approx(4.0)) == (chain == ("twin",))
 
 
 def test_caches_that_are_given_up_are_counted(folder: Path) -> None:

@@ -107,7 +107,7 @@ proposal_rounds = st.builds(
             uint32s,
             times,
             uint32s,
-            some(st.builds(Verified, names, token_ids, token_ids, uint32s, uint32s)),
+            some(st.builds(Verified, names, token_ids, token_ids, uint32s, uint32s, uint32s, times)),
         )
     ),
 )

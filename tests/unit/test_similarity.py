@@ -5,8 +5,10 @@ from dataclasses import replace
 from math import exp
 
 import pytest
+import torch
 
 from cluster.messages import LevelReport, Verified
+from drafters.similarity import EAGER_ROUNDS, PERIOD, SampledRounds, overlaps
 from router.assignment import MemberCosts, PoolMember
 from router.cost_model import monotone
 from router.papers.specrouter_estimates import (
@@ -33,6 +35,44 @@ def test_agreement_and_fill_are_means_with_eight_drafts_of_the_prior() -> None:
     assert known.fill("a", "b", 0.75) == pytest.approx((16 + 24) / (48 + 32)), "nothing fades without a draft"
     known.observe("b", Verified("a", (100,), (0,), num_asked=4, num_proposed=4))
     assert known.fill("a", "b", 0.75) == pytest.approx((16 / exp(1) + 4 + 24) / (48 / exp(1) + 4 + 32))
+
+
+def test_what_distributions_have_in_common_is_one_minus_their_total_variation() -> None:
+    """(5): 1/2 (|0.5 - 0.4| + |0.3 - 0.1| + |0.2 - 0.5|) = 0.3. A token beyond the other vocabulary is never in common."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.4, 0.1, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5]])
+    assert overlaps(p, q).tolist() == pytest.approx([0.7, 0.0])
+    assert overlaps(q, p).tolist() == pytest.approx([0.7, 0.0])
+    assert overlaps(q[:1], torch.tensor([[0.1, 0.1, 0.1, 0.7]])).tolist() == pytest.approx([0.3])
+
+
+def test_another_request_of_every_early_round_is_compared_and_later_of_few() -> None:
+    sampled = SampledRounds()
+    assert [sampled.next(4) for _ in range(EAGER_ROUNDS)] == [1, 2, 3, 0] * (EAGER_ROUNDS // 4)
+    later = [sampled.next(4) for _ in range(4 * PERIOD - EAGER_ROUNDS)]
+    assert [index for index in later if index is not None] == [1, 2, 3]
+
+
+def test_distributions_say_how_often_tokens_agree_until_many_are_counted() -> None:
+    """(6): SimScore is 1 less the mean total variation. Agreement lies between s / (2 - s) and s: at 0.5 in the middle of
+    1/3 and 1/2, at 0.8 of 2/3 and 4/5."""
+    known = Similarities(memory=1e12)
+    assert known.score("a", "b") is None
+    known.observe("b", Verified("a", (), (), num_compared=4, overlap=1.6))
+    known.observe("b", Verified("a", (), (), num_compared=4, overlap=2.4))
+    assert known.score("a", "b") == pytest.approx(0.5)
+    assert known.score("b", "a") is None
+    assert known.rates("a", "b", (0.9, 0.9)) == pytest.approx((5 / 12,))
+    known.observe("b", Verified("a", (84,), (84,)))  # all agree: tokens agree more than distributions say
+    off = (84 + 128) / (84 * 5 / 12 + 128)
+    assert known.rates("a", "b", (0.9,)) == pytest.approx(((84 + 16 * off * 5 / 12) / 100,))
+    known.observe("c", Verified("a", (), (), num_compared=50, overlap=40.0))
+    assert known.rates("a", "c", (0.1,)) == pytest.approx((off * (2 / 3 + 0.8) / 2,)), "of another pair, as far off"
+    assert known.rates("a", "d", (0.1,)) == (0.1,), "its distributions are not known"
+    known.observe("c", Verified("a", (64,), (0,)))
+    off = (84 + 128) / (84 * 5 / 12 + 64 * (2 / 3 + 0.8) / 2 + 128)
+    expected = 32 * off * (2 / 3 + 0.8) / 2 / 96
+    assert known.rates("a", "c", (0.1,)) == pytest.approx((expected,)), "fifty tokens count as 32 drafts"
 
 
 def test_a_pass_takes_a_token_s_share_of_a_profiled_draft_or_of_the_target_s_pass() -> None:

@@ -47,9 +47,14 @@ def shown(*pictures: object, width: int = 120) -> str:
 
 
 def test_chains_are_shown_with_their_predicted_time_per_token() -> None:
-    chains = ChainStatus(("ngram", "small"), 12.04), ChainStatus(("small",), 14.0)
+    chains = (
+        ChainStatus(("ngram", "small"), 12.04, (None,)),
+        ChainStatus(("small",), 14.0),
+        ChainStatus(("tiny", "small"), 15.0, (0.7,)),
+    )
     said = shown(render(dataclasses.replace(STATUS, chains=chains)))
     assert "chains by predicted time per token: ngram > small > target 12.0 ms, small > target 14.0 ms" in said
+    assert "tiny > small > target 15.0 ms; SimScore of tiny and small 0.70" in " ".join(said.split())
 
 
 def rows(text: str, of: str = "accepted") -> dict[str, list[str]]:

@@ -126,6 +126,7 @@ def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
         ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, float("nan"), 0),)),
         ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("toy-1", (3, 3, 3), (9,)),)),)),
         ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("toy-1", (1,), (5,), 2, 9),)),)),
+        ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("toy-1", (), (), 2, 2, 1, 1.5),)),)),
         ProposalRound(0, levels=(LevelReport("toy-0", MAX_INT, MAX_INT, 1e300, 0),)),
         ProposalRound(0, outcomes=(OutcomeReport(5, 4, 3, 9),)),
     ],

@@ -87,7 +87,7 @@ SEEDS: tuple[Frame, ...] = (
         (Proposal("request-1", 4, (5, 6), (0.75, 0.5), "ngram", unfinished=True),),
         (DraftScore("request-1", 4, 1, 2),),
         ("request-2",),
-        (LevelReport("small", 3, 9, 0.1, 1, (Verified("ngram", (4, 3), (3, 1), 8, 6),)),),
+        (LevelReport("small", 3, 9, 0.1, 1, (Verified("ngram", (4, 3), (3, 1), 8, 6, 2, 1.5),)),),
         (DraftTiming(2, 0.01, 0.002),),
         (OutcomeReport(5, 2, 1, 8),),
     ),
