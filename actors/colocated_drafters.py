@@ -4,21 +4,25 @@ a lane of its device."""
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.config import Config, DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
+from drafters.hidden_states.drafter import HiddenStateDrafter
 from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
 from engine.loading import load_target, prepare_partition, stored_profile
 from engine.models.prepare import ensure_model
+from engine.partition import Lane
 from engine.round import TargetLoop
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
+from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 from profiler.profile import Profile, ProfiledCost, with_measured_costs
 from router.assignment import member_name
@@ -33,6 +37,7 @@ class ColocatedDrafter:
     name: str
     loop: DrafterLoop
     mailbox: Mailbox
+    readers: Sequence[HiddenStateDrafter]  # the drafter, or members of it, that read hidden states
 
 
 def load_with_colocated(
@@ -62,9 +67,15 @@ def link_colocated(drafters: Sequence[ColocatedDrafter], loop: TargetLoop, hello
         loop.inline.add(drafter.loop, connect(address, drafter.mailbox, own).close)
 
 
-def divide(config: Config, loop: TargetLoop, engine: LoadedTarget, profile: Profile | None) -> None:
-    """Divides the target's device with the drafters of a resolved configuration, before the loop runs. ``profile``: of the
-    whole device. Raises as `engine.loading.prepare_partition`."""
+def divide(
+    config: Config,
+    loop: TargetLoop,
+    engine: LoadedTarget,
+    profile: Profile | None,
+    colocated: Sequence[ColocatedDrafter],
+) -> None:
+    """Divides the target's device with the drafters of a resolved configuration, before the loop runs, and warms each lane
+    up. ``profile``: of the whole device. Raises as `engine.loading.prepare_partition` and `HiddenStateDrafter.warm_up`."""
     partition = prepare_partition(config)
     if partition is None:
         return
@@ -75,15 +86,26 @@ def divide(config: Config, loop: TargetLoop, engine: LoadedTarget, profile: Prof
             partition.close()
             return
         profiles[WHOLE] = profile
+    readers = [reader for one in colocated for reader in one.readers]
+    for split in partition.splits:
+        in_own_thread(partial(_warm_up, split.drafter, readers))
     rows = engine.capacity().prepared_rows
     costs: dict[str, CostModel | None] = {name: padded(ProfiledCost(one, config), rows) for name, one in profiles.items()}
     drafters = {member_name(one.name, 0): one.max_draft_len for one in config.drafters if one.is_colocated}
     loop.divide(partition, PartitionChoice(costs or {partition.splits[0].name: None}, drafters))
 
 
+def _warm_up(lane: Lane, readers: Sequence[HiddenStateDrafter]) -> None:
+    lane.enter()
+    for reader in readers:
+        reader.warm_up()
+    lane.enter()  # waits for what it has launched
+
+
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:
     name, mailbox = member_name(config.name, 0), Mailbox()
     limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=config.capacity)
+    num_made = len(host.made)
     drafter = make_drafter(config, model, host)
     loop = DrafterLoop(name, drafter, mailbox, limits, spare_share=0.0)
-    return ColocatedDrafter(name, loop, mailbox)
+    return ColocatedDrafter(name, loop, mailbox, tuple(host.made[num_made:]))

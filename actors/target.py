@@ -145,7 +145,7 @@ class TargetActor(LoopActor):
             Role.TARGET, name, model.vocab_size, model.tokenizer_fingerprint, self._token, instance=instance, tensors=at
         )
         link_colocated(colocated, self._loop, hello)
-        divide(config, self._loop, self._engine, profile)
+        divide(config, self._loop, self._engine, profile, colocated)
         self._listener = listen(at_node(self._address, self._node_host()), self._mailbox, hello, tls=config.cluster.tls)
 
         def on_end() -> None:

@@ -94,19 +94,24 @@ class FusedSampling(GumbelArgmax, Protocol):
         """Compiles what logits of ``dtype`` need. Else the first choice does, which takes seconds."""
 
 
+Recordable = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+
+
 class Graphs(Protocol):
-    """Computations on a device that are recorded when first needed, and replayed by one launch. Not thread-safe."""
+    """Computations on a device that are recorded once, and replayed by one launch. Not thread-safe."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Of the batches that are recorded, ascending."""
 
     def padded(self, num: int) -> int | None:
         """The next size of a batch that is recorded. None: it is too large."""
 
-    def run(
-        self,
-        key: Hashable,
-        inputs: Sequence[torch.Tensor],
-        compute: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
-        /,
-    ) -> tuple[torch.Tensor, ...]:
+    def capture(self, key: Hashable, inputs: Sequence[torch.Tensor], compute: Recordable, /) -> object:
+        """Records ``compute`` in the lane of the calling thread, unless it has been, so that no ``run`` has to. Raises
+        RuntimeError: the device refuses."""
+
+    def run(self, key: Hashable, inputs: Sequence[torch.Tensor], compute: Recordable, /) -> tuple[torch.Tensor, ...]:
         """``compute`` of ``inputs``, which are copied to the device; the next call overwrites what is returned. Calls of one
         ``key`` compute the same, of other values of the same shapes; copies and waits are not recorded."""
 

@@ -18,8 +18,8 @@ from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.stage import (
     BegunStates,
     DraftRows,
+    FusedStage,
     KnownStates,
-    Layouts,
     StateInputs,
     attending,
     context_span,
@@ -35,28 +35,22 @@ from engine.kv_cache import KvCache
 from engine.ops import Linear
 
 
-class BlockStage:
+class BlockStage(FusedStage):
     """``Stage`` of blocks. ``int8``: multiplies int8 weights, where the device supports it."""
 
     shift: ClassVar[int] = 0
 
     def __init__(self, network: BlockNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
+        super().__init__(network, dtype, device, int8=int8)
         self.config = config = network.config
-        self.placement = dtype, device
-        self.max_len = config.draft_len
-        shape = config.shape
-        self._ops = ops = make_ops(shape, dtype, device, int8=int8)
+        self.max_len, ops = config.draft_len, self._ops
         # A context has keys and values, but no queries.
-        self._context_ops = make_ops(replace(shape, num_heads=0), dtype, device)
-        self.layouts = Layouts(shape, device)
-        self._fc = linear(ops, dtype, device, network.fc, uneven=True)
+        self._context_ops = make_ops(replace(config.shape, num_heads=0), dtype, device)
         self._hidden_norm = norm_weight(network.hidden_norm, device)
         attention = [layer.get_submodule("self_attn") for layer in network.layers]
         projections = [x.get_submodule(name) for x in attention for name in ("k_proj", "v_proj")]
         self._context_kv = linear(ops, dtype, device, *(x for x in projections if isinstance(x, torch.nn.Linear)))
         self._layers = [decoder_layer(ops, dtype, device, layer) for layer in network.layers]
-        self._final_norm = norm_weight(network.norm, device)
-        self._embedding = network.embed_tokens.weight.detach().to(device)
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
         self._anchor_input: list[Linear] = []
         if (anchor_input := network.anchor_input) is not None:

@@ -1,10 +1,11 @@
 """The sequential stage on a GPU: all positions of a round are launched at once, between one copy of what is given to the
 device and one of what was chosen from it. The number of launches does not depend on the number of drafts. With graphs, the
-block or the steps of EAGLE-3 and this stage are one launch, of a round with as many drafts and steps as were recorded."""
+block or the steps of EAGLE-3 and this stage are one launch, of a round of the next size that was recorded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from cluster.errors import OutriderError
 from drafters.hidden_states.heads import MarkovHead
 from drafters.hidden_states.stage import BegunStates, StateInputs, States
 from engine.device import to_device, to_host
-from engine.ops import FusedSampling, Graphs, Logits
+from engine.ops import FusedSampling, Graphs, Logits, Recordable
 
 _NOT_GIVEN = -1
 
@@ -63,22 +65,42 @@ class DeviceRound:
     def padded(self, num_drafts: int, num_steps: int, draft_len: int) -> tuple[int, int]:
         """Drafts and steps of the round that is recorded for so many. ``draft_len``: of a whole draft."""
         drafts = None if self.graphs is None else self.graphs.padded(num_drafts)
-        if self.graphs is None or drafts is None:
-            return num_drafts, num_steps
-        steps = None if num_steps > draft_len else self.graphs.padded(num_steps)
-        return drafts, num_steps if steps is None else min(steps, draft_len)
+        return (num_drafts, num_steps) if drafts is None else (drafts, _padded_steps(num_steps, draft_len))
+
+    @torch.inference_mode()
+    def record(self, begin: Callable[[], BegunStates], max_len: int, draft_len: int) -> None:
+        """Records the rounds of every size, the largest first, in whose memory the others fit. ``begin``: any drafts;
+        ``max_len``: of a draft. Raises OutriderError: the device refuses one."""
+        if self.graphs is None:
+            return
+        states, steps = begin(), {_padded_steps(k, draft_len) for k in range(1, max_len + 1)}
+        for num_drafts, num_steps in sorted(product(self.graphs.sizes, steps), reverse=True):
+            num = num_drafts * num_steps
+            records = self.kernel.records(np.zeros(num, np.int64), np.zeros(num, np.float32))
+            given = Given.of([0] * num_drafts, [()] * num_drafts, records.reshape(num_steps, num_drafts, -1))
+            try:
+                self.graphs.capture(*self._recorded(states, given))
+            except RuntimeError as error:
+                raise OutriderError(
+                    f"no CUDA graph can be made of {num_drafts} drafts of {num_steps} tokens: lower kv_cache_gb if memory "
+                    f"is short, else make the drafter remote with the device cpu: {error}"
+                ) from error
 
     @torch.inference_mode()
     def run(self, states: BegunStates, given: Given) -> NDArray[np.float64]:
         """What was chosen, [K, B, 5]: the fields of ``engine.ops.RowChoices``; [K, B, 6] with the logit of the confidence
         head, if there is one."""
-        num_steps, num_drafts = given.token_ids.shape
-        packed, device = given.packed(), self.markov_rows.device
+        num_drafts = len(given.anchors)
         if self.graphs is None or self.graphs.padded(num_drafts) != num_drafts:
-            return to_host(self._choose(states, *given.views(to_device(packed, device))))
+            return to_host(self._choose(states, *given.views(to_device(given.packed(), self.markov_rows.device))))
+        return to_host(*self.graphs.run(*self._recorded(states, given)))
+
+    def _recorded(self, states: BegunStates, given: Given) -> tuple[Hashable, Sequence[Tensor], Recordable]:
+        """The key of a round, its inputs, and what computes it."""
+        num_steps, num_drafts = given.token_ids.shape
         inputs = states.inputs(num_drafts, num_steps)
-        parts = (to_device(packed, device), *inputs.parts)
-        return to_host(*self.graphs.run((num_drafts, num_steps), parts, partial(self._compute, inputs, given)))
+        parts = (to_device(given.packed(), self.markov_rows.device), *inputs.parts)
+        return (num_drafts, num_steps), parts, partial(self._compute, inputs, given)
 
     def _compute(self, inputs: StateInputs, given: Given, parts: Sequence[Tensor]) -> tuple[Tensor]:
         packed, *of_states = parts
@@ -110,3 +132,11 @@ class DeviceRound:
         if logits_of_confidence:
             chosen = torch.cat([chosen, torch.stack(logits_of_confidence)[..., None].double()], dim=-1)
         return chosen
+
+
+def _padded_steps(num_steps: int, draft_len: int) -> int:
+    """The next power of two, at most ``draft_len``; beyond, which EAGLE-3 alone drafts, a power of two times that."""
+    is_long = num_steps > draft_len
+    unit = draft_len if is_long else 1
+    padded = unit << (-(-num_steps // unit) - 1).bit_length()
+    return padded if is_long else min(padded, draft_len)

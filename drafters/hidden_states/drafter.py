@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +87,15 @@ class HiddenStateDrafter:
         least = stage.num_rows(1)
         if self._max_len <= least:
             raise InvalidField("num_blocks", num_blocks, f"must hold more than a draft of {least} tokens")
+
+    def warm_up(self) -> None:
+        """On a GPU records all that rounds replay in the lane of the calling thread. While no request is open. Raises
+        OutriderError: the device refuses."""
+        num_rows = self._stage.num_rows(1)
+        table = np.arange(-(-(1 + num_rows) // self._cache.block_len), dtype=np.int32)
+        draft = DraftRows(0, 1, (0, 0), num_rows, 0, table)
+        features = self._no_features.expand(2, -1)
+        self._sequential.record(lambda: self._stage.begin([draft], features, self._cache), self._stage.max_len)
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -220,7 +230,7 @@ def load_drafter(
 ) -> HiddenStateDrafter:
     """``rows`` and ``num_target_layers`` as of ``load_network``; ``adapter``: merged into its weights.
 
-    Raises as ``load_network`` and ``apply_adapter``, and InvalidField if the cache does not hold a block.
+    Raises as ``load_network``, ``apply_adapter`` and ``warm_up``, and InvalidField if the cache does not hold a block.
     """
     kind, int8 = DTYPES[dtype], dtype == "int8"
     network = load_network(folder, rows, kind if adapter is None else torch.float32, num_target_layers)
@@ -228,7 +238,7 @@ def load_drafter(
         apply_adapter(adapter, network)
     kernel = make_gumbel_argmax(target.vocab_size, torch.float32, device) if device.type == "cuda" else None
     sampler = Sampler(target.vocab_size, target.eos_token_ids, kernel)
-    return HiddenStateDrafter(
+    drafter = HiddenStateDrafter(
         make_stage(network, kind, device, int8=int8),
         SequentialStage(network, kind, device, sampler, min_survival, int8=int8),
         features,
@@ -236,3 +246,5 @@ def load_drafter(
         num_blocks=num_blocks,
         eos_token_ids=target.eos_token_ids,
     )
+    drafter.warm_up()
+    return drafter

@@ -15,40 +15,33 @@ from drafters.hidden_states.eagle_network import EagleNetwork
 from drafters.hidden_states.stage import (
     BegunStates,
     DraftRows,
+    FusedStage,
     KnownStates,
-    Layouts,
     StateInputs,
     attending,
     decoder_layer,
-    linear,
     norm_weight,
     repeat_last,
 )
 from engine.batch_layout import Layout, PackedSpan
 from engine.device import to_device
-from engine.factory import make_ops
 from engine.kv_cache import KvCache
 
 _MAX_LEN = 64  # tokens of a draft of EAGLE-3: as many as a proposal may have
 
 
-class EagleStage:
+class EagleStage(FusedStage):
     """``Stage`` of EAGLE-3 and P-EAGLE. ``int8``: multiplies int8 weights, where the device supports it."""
 
     shift: ClassVar[int] = 1
 
     def __init__(self, network: EagleNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
+        super().__init__(network, dtype, device, int8=int8)
         self.config = config = network.config
-        self.placement = dtype, device
         self.max_len = _MAX_LEN if config.mask_token_id is None else config.draft_len
-        self._ops = ops = make_ops(config.shape, dtype, device, int8=int8)
-        self.layouts = Layouts(config.shape, device)
         self._network = network  # its norms over features, which are few
-        self._fc = linear(ops, dtype, device, network.fc, uneven=True)
-        self._layers = [decoder_layer(ops, dtype, device, x, is_plain=i > 0) for i, x in enumerate(network.layers)]
+        self._layers = [decoder_layer(self._ops, dtype, device, x, is_plain=i > 0) for i, x in enumerate(network.layers)]
         self._hidden_norm = norm_weight(network.layers[0].get_submodule("hidden_norm"), device)
-        self._final_norm = norm_weight(network.norm, device)
-        self._embedding = network.embed_tokens.weight.detach().to(device)
         for norm in (network.input_norm, network.fc_norm):
             if norm is not None:
                 norm.to(device)

@@ -1,7 +1,7 @@
 """Colocated drafters: made in the target's process, reading its hidden states."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Host:
     engine: FeatureSource
     folder: Path  # of the target's model
     name_of: Callable[[str], str] = request_id_of  # the engine's name of a request, from the drafter's
+    made: list[HiddenStateDrafter] = field(default_factory=list)  # for it
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -60,7 +61,7 @@ def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, ho
     _check_fits(folder, config, target, host)
     device = host.embedding.device
     dtype = choose_dtype(options.dtype, device.type, allows_int8=True)
-    return load_drafter(
+    drafter = load_drafter(
         folder,
         host,
         dtype,
@@ -73,6 +74,8 @@ def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, ho
         calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,
     )
+    host.made.append(drafter)
+    return drafter
 
 
 def _check_fits(folder: Path, config: NetworkConfig, target: ModelInfo, host: Host) -> None:

@@ -126,6 +126,11 @@ class SequentialStage:
             ids = torch.from_numpy(token_ids).to(device)
             self._sample_rows = ReducedHead(ids, config.shape.vocab_size, sampler, kernel).choose
 
+    def record(self, begin: Callable[[], BegunStates], max_len: int) -> None:
+        """As ``DeviceRound.record``, where rounds are replayed."""
+        if self._on_device is not None:
+            self._on_device.record(begin, max_len, self._draft_len)
+
     @torch.inference_mode()
     def draft(self, states: BegunStates, blocks: Sequence[Block]) -> None:
         """``states``: of as many tokens as the blocks need, in the dtype."""

@@ -9,9 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from drafters.hidden_states.block_network import BlockNetwork
 from drafters.hidden_states.config import NetworkConfig
+from drafters.hidden_states.eagle_network import EagleNetwork
 from drafters.hidden_states.modules import Attention, Mlp
 from engine.batch_layout import HostLayout, Layout, PackedSpan, lay_out, pack
+from engine.factory import make_ops
 from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
@@ -101,6 +104,21 @@ class KnownStates(States):
         num, most = self.hidden.shape[:2]
         hidden = self.hidden[drafts.clamp_max(num - 1)[:, None], steps.clamp_max(most - 1)]
         return StateInputs((hidden,), lambda parts: KnownStates(parts[0]))
+
+
+class FusedStage:
+    """The set-up that stages share."""
+
+    def __init__(
+        self, network: BlockNetwork | EagleNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False
+    ) -> None:
+        shape = network.config.shape
+        self.placement = dtype, device
+        self.layouts = Layouts(shape, device)
+        self._ops = make_ops(shape, dtype, device, int8=int8)
+        self._fc = linear(self._ops, dtype, device, network.fc, uneven=True)
+        self._final_norm = norm_weight(network.norm, device)
+        self._embedding = network.embed_tokens.weight.detach().to(device)
 
 
 def repeat_last(rows: Tensor, num_more: int) -> Tensor:

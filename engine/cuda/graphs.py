@@ -18,13 +18,11 @@ from engine.forward import CausalModel, PassStates
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
-from engine.ops import Ops
+from engine.ops import Ops, Recordable
 
 PADDED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # a token of each request of a drafter with its default capacity
 _NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
-
-_Compute = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class _Captured:
     inputs: Sequence[Tensor]  # that the graph reads: overwritten before a replay
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # that it writes
-    compute: _Compute  # whose tensors are kept alive, so that no others get their addresses
+    compute: Recordable  # whose tensors are kept alive, so that no others get their addresses
 
 
 class CudaGraphs:
@@ -43,18 +41,21 @@ class CudaGraphs:
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by key and stream
         self._pool: Any = None
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        return PADDED_ROWS
+
     def padded(self, num: int) -> int | None:
         return next((padded for padded in PADDED_ROWS if padded >= num > 0), None)
 
-    def run(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> tuple[Tensor, ...]:
+    def run(self, key: Hashable, inputs: Sequence[Tensor], compute: Recordable) -> tuple[Tensor, ...]:
         captured = self.capture(key, inputs, compute)
         for buffer, given in zip(captured.inputs, inputs, strict=True):
             buffer.copy_(given, non_blocking=True)
         captured.graph.replay()
         return captured.outputs
 
-    def capture(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> _Captured:
-        """Unless it has been captured. The kernels of a graph stay in the lane of its capture."""
+    def capture(self, key: Hashable, inputs: Sequence[Tensor], compute: Recordable) -> _Captured:
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         if (key, stream) not in self._captured:
             buffers = [given.to(self._device, copy=True, non_blocking=True) for given in inputs]
@@ -92,7 +93,7 @@ class GraphedModel(CausalModel):
 
     def _replayed(
         self, rows: Sequence[PackedSpan], padded_rows: int, cache: KvCache, layers: tuple[int, ...]
-    ) -> tuple[Hashable, Sequence[Tensor], _Compute]:
+    ) -> tuple[Hashable, Sequence[Tensor], Recordable]:
         host = pack(
             rows,
             cache.block_len,

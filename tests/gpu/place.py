@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from drafters.hidden_states import block_stage, eagle_stage, sequential
+from drafters.hidden_states import block_stage, sequential, stage
 from engine import factory
 from engine.cuda.graphs import CudaGraphs, GraphedModel
 from engine.cuda.ops import CudaOps
@@ -40,7 +40,7 @@ class Place:
             return CudaOps(config, dtype)
 
         with ExitStack() as patches:
-            for module in (factory, block_stage, eagle_stage, sequential):
+            for module in (factory, block_stage, stage, sequential):
                 patches.enter_context(mock.patch.object(module, "make_ops", make_ops))
             patches.enter_context(mock.patch.object(sequential, "make_graphs", CudaGraphs))
             patches.enter_context(mock.patch.object(factory, "CausalModel", lambda *args: GraphedModel(*args[:5])))

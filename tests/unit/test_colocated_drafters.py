@@ -5,10 +5,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from actors import colocated_drafters
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
@@ -244,3 +247,31 @@ def test_a_companion_without_a_lane_drafts_on_the_target_s_thread(target: Path, 
         assert outputs(cluster.complete(requests(6))) == plain
     assert len(drafter.threads) == 1
     assert "target" in drafter.threads.pop()
+
+
+def test_every_lane_is_warmed_up_by_its_drafters_before_the_loop_runs() -> None:
+    """Each on a thread of its own, in the lane until all that was launched is computed."""
+    did: list[tuple[str, int]] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def enter(self) -> None:
+            did.append((self._name, threading.get_ident()))
+
+        warm_up = enter
+
+    splits = [Split(name, Named(f"target of {name}"), Named(name)) for name in ("half", "most")]
+    readers = [SimpleNamespace(readers=[Named("eagle3"), Named("dspark")]), SimpleNamespace(readers=[])]
+    loop = SimpleNamespace(divide=lambda *_: did.append(("divided", threading.get_ident())))
+    engine: Any = SimpleNamespace(capacity=lambda: SimpleNamespace(prepared_rows=()))
+    config: Any = SimpleNamespace(target=SimpleNamespace(partition="on"), drafters=())
+    with (
+        mock.patch.object(colocated_drafters, "prepare_partition", return_value=Partition(usable_cores(), splits)),
+        mock.patch.object(colocated_drafters, "stored_profile", return_value=None),
+    ):
+        colocated_drafters.divide(config, loop, engine, None, readers)  # type: ignore[arg-type]
+    expected = ["half", "eagle3", "dspark", "half", "most", "eagle3", "dspark", "most", "divided"]
+    assert [name for name, _ in did] == expected
+    assert {thread for _, thread in did[:8]}.isdisjoint({threading.get_ident()})

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,13 +15,13 @@ import pytest
 import torch
 
 from cluster.config import Config, HiddenStateKind, TargetConfig
-from cluster.errors import InvalidField
+from cluster.errors import InvalidField, OutriderError
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
-from drafters.hidden_states import block_stage, eagle_stage, sequential
+from drafters.hidden_states import block_stage, sequential
+from drafters.hidden_states import stage as drafter_stage
 from drafters.hidden_states.checkpoint import load_network
-from drafters.hidden_states.drafter import HiddenStateDrafter
-from drafters.hidden_states.families import make_stage
+from drafters.hidden_states.drafter import load_drafter
 from drafters.hidden_states.stage import KnownStates
 from drafters.protocol import Demand
 from drafters.small_model import Question, SmallModel
@@ -234,7 +235,8 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
 ) -> None:
     """From the features to the tokens, with requests that need several blocks of the cache: as many operations and copies
     for two as for sixteen, none of them waited for but the last. With graphs the context is computed, and the rest is one
-    replay, of a round of twelve as of one of sixteen; what is recorded copies and waits for nothing."""
+    replay, of a round of twelve as of one of sixteen; what is recorded copies and waits for nothing, and all of it is
+    recorded before the first request, the largest round first."""
     pytest.importorskip("triton")
     from engine.cuda import graphs
     from engine.cuda.ops import CudaOps
@@ -261,23 +263,33 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
     def record(
         compute: Callable[[], tuple[torch.Tensor, ...]], *_: object
     ) -> tuple[SimpleNamespace, tuple[torch.Tensor, ...]]:
+        if is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         num_copies = len(device.copies)
-        recorded.append(outputs := compute())
+        outputs = compute()
         assert len(device.copies) == num_copies
+        num_steps, num_drafts = outputs[0].shape[:2]
+        recorded.append((num_drafts, num_steps))
         return SimpleNamespace(pool=lambda: None, replay=lambda: replays.append(1)), outputs
 
-    counts, replays, recorded = {}, list[int](), list[tuple[torch.Tensor, ...]]()
+    counts, replays, recorded, is_full = {}, list[int](), list[tuple[int, int]](), []
     with ExitStack() as patches:
         if has_graphs:
             patches.enter_context(mock.patch.object(sequential, "make_graphs", graphs.CudaGraphs))
             patches.enter_context(mock.patch.object(graphs, "record", record))
-        for module in (sequential, block_stage, eagle_stage):
+        for module in (sequential, block_stage, drafter_stage):
             patches.enter_context(mock.patch.object(module, "make_ops", make_ops))
         patches.enter_context(mock.patch("drafters.hidden_states.device_round.to_host", read))
-        stage = make_stage(network, torch.float32, META)
-        last = sequential.SequentialStage(network, torch.float32, META, Sampler(257, (256,)))
-        drafter = HiddenStateDrafter(stage, last, Rows(), num_blocks=256, eos_token_ids=())
-        for batch in (16, 2, 12, 2, 16, 65):  # the first of a size allocates what the kernels share, and records
+        info = ModelInfo("m", 257, 512, (), "")
+        load = partial(load_drafter, tmp_path, target_rows(tiny_model_folder), "float32", info, META, Rows(), num_blocks=256)
+        drafter = load()
+        if has_graphs:
+            steps = (*((96, 48, 24, 12) if kind == "eagle3" else ()), 6, 4, 2, 1)
+            assert recorded == [(batch, num) for batch in graphs.PADDED_ROWS[::-1] for num in steps]
+            assert not replays
+        num_recorded = len(recorded)
+        for batch, num in [(16, 5), (2, 5), (12, 5), (2, 5), (16, 5), (65, 5), (2, 9), (12, 11)]:
+            draft_len = num if kind == "eagle3" else min(num, 6)  # the first round allocates what kernels share
             names = [f"{batch} {i}" for i in range(batch)]
             for name in names:
                 drafter.open(name, [len(name), *range(80)], 1, SamplingParams(8, 0.7, seed=3, ignore_eos=True))
@@ -286,19 +298,23 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
             waits.clear()
             replays.clear()
             with device:
-                drafts = drafter.propose([Demand(name, 5) for name in names])
-            assert all(len(draft.token_ids) == 5 for draft in drafts)
-            counts[batch] = device.num_on_device, launches[0], len(device.copies), len(waits), len(replays)
+                drafts = drafter.propose([Demand(name, draft_len) for name in names])
+            assert all(len(draft.token_ids) == draft_len for draft in drafts)
+            counts[batch, num] = device.num_on_device, launches[0], len(device.copies), len(waits), len(replays)
             assert set(device.copies) == {"queued"}
             for name in names:
                 drafter.release(name)
-    assert counts[2] == counts[16]
-    assert counts[16][-2:] == (1, int(has_graphs))
-    assert counts[65][-2:] == (1, 0), "a round that is too large is launched"
-    assert len(recorded) == (2 if has_graphs else 0)
+        is_full.append(True)
+        with pytest.raises(OutriderError, match=r"lower kv_cache_gb.*out of memory") if has_graphs else nullcontext():
+            load()
+    assert counts[2, 5] == counts[16, 5]
+    assert counts[16, 5][-2:] == (1, int(has_graphs))
+    assert counts[65, 5][-2:] == (1, 0), "a round that is too large is launched"
+    assert len(recorded) == num_recorded, "a round records nothing"
     if has_graphs:
-        assert counts[12] == counts[16]
-        assert counts[16][1] < 0.6 * counts[65][1], "P-EAGLE computes its masks with the context"
+        assert counts[12, 5] == counts[16, 5]
+        assert counts[2, 9] == counts[12, 11]
+        assert counts[16, 5][1] < 0.6 * counts[65, 5][1], "P-EAGLE computes its masks with the context"
 
 
 class Counted:

@@ -14,12 +14,13 @@ from triton.runtime import interpreter
 
 from cluster.sampling_params import SamplingParams
 from drafters.hidden_states import block_stage as backbone
+from drafters.hidden_states import stage as stages
 from drafters.hidden_states.checkpoint import load_network
+from drafters.other_vocabulary import OtherVocabulary
 from drafters.small_model import Question, SmallModel
-from engine.batch_layout import lay_out
+from engine.batch_layout import PackedSpan, lay_out
 from engine.cuda.graphs import GraphedModel
 from engine.cuda.ops import CudaOps
-from engine.forward import PackedSpan
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import Ops, TorchOps
@@ -124,6 +125,26 @@ def test_a_model_that_is_warm_records_nothing_while_it_serves(tiny_model_folder:
     assert num_recorded == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.7, "presence_penalty": 1.0}])
+def test_a_drafter_of_another_vocabulary_chooses_among_columns_in_the_targets_order(
+    more: dict[str, float], tiny_model_folder: Path, num_recorded: list[int]
+) -> None:
+    """Two of three tokens, under other numbers, behind a replayed pass."""
+    spelled = [bytes([i]) for i in range(256)]
+    own = [text if i % 3 else b"" for i, text in enumerate(random.Random(2).sample(spelled, 256))]
+    vocabulary, found = OtherVocabulary(own, spelled, {}, {}), []
+    drafts = tuple(vocabulary.output_ids[:2].tolist())
+    for model in (load_with(CudaOps, tiny_model_folder, kind=GraphedModel), load_with(TorchOps, tiny_model_folder)):
+        small = SmallModel(model, num_blocks=4, vocab_size=257, eos_token_ids=(256,), vocabulary=vocabulary)
+        for seed in range(3):
+            small.open(f"{seed}", drafts, 2, SamplingParams(8, 0.8, seed=seed, **more))  # type: ignore[arg-type]
+        found.append(small.choose([Question(f"{seed}", drafts=drafts[:seed]) for seed in range(3)]))
+    for one, expected in zip(*found, strict=True):
+        assert one.token_ids == expected.token_ids != ()
+        assert {*one.token_ids} <= {*vocabulary.output_ids.tolist()}
+        assert one.confidences == pytest.approx(expected.confidences, rel=1e-3)
+
+
 def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path, num_recorded: list[int]) -> None:
     """The meta device stands for a GPU: it computes nothing, but knows which tensors are not on it."""
 
@@ -145,9 +166,11 @@ def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path
 def test_the_parallel_stage_of_dspark_lies_on_the_device_whole(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(
-        backbone, "make_ops", lambda config, dtype, *_, **__: CudaOps(config, dtype, launch=lambda *args, **constants: None)
-    )
+    def make_ops(config: DecoderConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
+        return CudaOps(config, dtype, launch=lambda *args, **constants: None)
+
+    for module in (stages, backbone):
+        monkeypatch.setattr(module, "make_ops", make_ops)
     folder = write_dspark(tmp_path, tiny_model_folder, **changes)
     network = load_network(folder, target_rows(tiny_model_folder))
     at = torch.device("meta")
