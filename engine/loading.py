@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cluster.config import Config, VllmOptions, parts_of
+from cluster.config import Config, DrafterConfig, VllmOptions, parts_of
 from cluster.errors import InvalidField, OutriderError
 from cluster.state import open_store
 from cluster.types import ModelInfo
@@ -151,7 +151,7 @@ def load_engine(
     if target.engine == "vllm":
         from engine.vllm.loading import load_vllm
 
-        return load_vllm(folder, target, info, feature_layers, _proposer(config)), info
+        return load_vllm(folder, target, info, feature_layers, proposer_of(config.drafters)), info
     options = _native_options(config, info.max_model_len)
     if target.tensor_parallel == 1:
         return load_native(folder, **options, feature_layers=feature_layers), info
@@ -166,14 +166,15 @@ def load_engine(
     return load_over_local_ranks(target.tensor_parallel, folder, options, feature_layers, num_threads, start_s), info
 
 
-def _proposer(config: Config) -> dict[str, Any]:
-    """vLLM's speculative configuration of its own proposer; {}: the pool has none."""
-    for drafter in config.drafters:
+def proposer_of(drafters: Sequence[DrafterConfig]) -> dict[str, Any]:
+    """vLLM's speculative configuration of its own proposer; {}: there is none among the drafters."""
+    for drafter in drafters:
         for part in parts_of(drafter.options):
             if isinstance(part, VllmOptions):
                 model = part.speculative.get("model")
-                found = {} if model is None else {"model": str(ensure_model(str(model), engine="vllm"))}
-                return {**part.speculative, **found}
+                if model is None:
+                    return part.speculative
+                return {**part.speculative, "model": str(ensure_model(str(model), engine="vllm", with_tokenizer=False))}
     return {}
 
 

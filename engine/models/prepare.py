@@ -211,16 +211,18 @@ def state_of(name: str) -> ModelState:
     return ModelState.READY
 
 
-def ensure_model(name_or_path: str, progress: Progress = no_progress, engine: Engine = "native") -> Path:
+def ensure_model(
+    name_or_path: str, progress: Progress = no_progress, engine: Engine = "native", *, with_tokenizer: bool = True
+) -> Path:
     """Like ``resolve_model``, but downloads a model of the hub, and prepares a GGUF file, or a missing or damaged model of
     the catalogue after checking every byte. Of several processes one prepares and the others wait. Raises ModelUnavailable:
-    also without the source package or disk space."""
+    also without the source package or disk space. ``with_tokenizer``: a folder must have one; heads for a model have not."""
     if name_or_path not in CATALOGUE:
         folder = find_folder(name_or_path, progress)
         if folder.suffix == GGUF:
             _prepare(_folder_of_file(folder), GgufSource(folder), progress, engine)
         else:
-            check_folder(folder, engine)
+            check_folder(folder, engine, with_tokenizer=with_tokenizer)
             return folder
     else:
         _prepare(model_folder(name_or_path), CATALOGUE[name_or_path], progress, engine)
@@ -268,7 +270,7 @@ def _prepared(folder: Path, model: WheelModel | GgufSource, engine: Engine, name
     return folder
 
 
-def check_folder(folder: Path, engine: Engine = "native") -> None:
+def check_folder(folder: Path, engine: Engine = "native", *, with_tokenizer: bool = True) -> None:
     """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights. What vLLM
     computes, and which weights it reads, it says itself (`engine.model_facts`). Raises ModelUnavailable: names the file and
     what is wrong with it."""
@@ -276,7 +278,7 @@ def check_folder(folder: Path, engine: Engine = "native") -> None:
         load_config(folder)
     elif not folder.is_dir():
         raise ModelUnavailable(f"no model at {folder}: not a folder")
-    if not (folder / "tokenizer.json").is_file():
+    if with_tokenizer and not (folder / "tokenizer.json").is_file():
         raise ModelUnavailable(f"{folder / 'tokenizer.json'} is missing: save the model's fast tokenizer into the folder")
     files = sorted(folder.glob("*.safetensors"))
     if missing := sorted(_named_by_index(folder) - {file.name for file in files}):

@@ -1,6 +1,7 @@
 """Drafts of the target engine's own proposer: for the requests of the last pass, after the tokens that it committed."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from cluster.types import ModelInfo
 from drafters.engine_proposals import EngineProposals
 from drafters.protocol import Demand
 from drafters.registry import Site, make
+from engine.loading import proposer_of
+from tests.support.dspark import write_speculators
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0)
 EAGLE = VllmOptions(speculative={"method": "eagle3", "model": "org/head"})
@@ -92,6 +95,15 @@ def test_ended_requests_leave_nothing(engine: Engine, drafter: EngineProposals) 
 def test_what_is_no_proposer_with_a_model_is_refused(speculative: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"must name a method|is the drafter's max_draft_len"):
         VllmOptions.model_validate({"speculative": speculative})
+
+
+def test_a_head_needs_no_tokenizer_of_its_own(tmp_path: Path, tiny_model_folder: Path) -> None:
+    write_speculators(tmp_path, tiny_model_folder, "eagle3")
+    asked = {"method": "eagle3", "model": str(tmp_path)}
+    hosted = VllmOptions(speculative={**asked})
+    assert (
+        proposer_of([DrafterConfig(name=kind, options=one) for kind, one in (("n", NgramOptions()), ("a", hosted))]) == asked
+    )
 
 
 def test_vllm_hosts_one_proposer_and_no_other_engine_does() -> None:
