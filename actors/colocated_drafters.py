@@ -2,7 +2,7 @@
 a lane of its device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from drafters.sessions import SessionLimits
 from engine.loading import load_target, prepare_partition, stored_profile
 from engine.models.prepare import ensure_model
 from engine.partition import Lane
+from engine.pass_timing import warm_up
 from engine.round import TargetLoop
 from engine.target import LoadedTarget
 from engine.tensor_parallel.ranks import RankGroup
@@ -86,19 +87,21 @@ def divide(
             partition.close()
             return
         profiles[WHOLE] = profile
-    readers = [reader for one in colocated for reader in one.readers]
+    readers = [reader.warm_up for one in colocated for reader in one.readers]
     for split in partition.splits:
-        in_own_thread(partial(_warm_up, split.drafter, readers))
+        in_own_thread(partial(_call_in, split.drafter, readers))
+        if config.target.device == "cuda":
+            in_own_thread(partial(_call_in, split.target, [partial(warm_up, engine)]))
     rows = engine.capacity().prepared_rows
     costs: dict[str, CostModel | None] = {name: padded(ProfiledCost(one, config), rows) for name, one in profiles.items()}
     drafters = {member_name(one.name, 0): one.max_draft_len for one in config.drafters if one.is_colocated}
     loop.divide(partition, PartitionChoice(costs or {partition.splits[0].name: None}, drafters))
 
 
-def _warm_up(lane: Lane, readers: Sequence[HiddenStateDrafter]) -> None:
+def _call_in(lane: Lane, calls: Sequence[Callable[[], None]]) -> None:
     lane.enter()
-    for reader in readers:
-        reader.warm_up()
+    for call in calls:
+        call()
     lane.enter()  # waits for what it has launched
 
 

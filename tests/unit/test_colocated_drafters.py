@@ -249,7 +249,8 @@ def test_a_companion_without_a_lane_drafts_on_the_target_s_thread(target: Path, 
     assert "target" in drafter.threads.pop()
 
 
-def test_every_lane_is_warmed_up_by_its_drafters_before_the_loop_runs() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_lane_is_warmed_up_before_the_loop_runs(device: str) -> None:
     """Each on a thread of its own, in the lane until all that was launched is computed."""
     did: list[tuple[str, int]] = []
 
@@ -257,7 +258,7 @@ def test_every_lane_is_warmed_up_by_its_drafters_before_the_loop_runs() -> None:
         def __init__(self, name: str) -> None:
             self._name = name
 
-        def enter(self) -> None:
+        def enter(self, *_: object) -> None:
             did.append((self._name, threading.get_ident()))
 
         warm_up = enter
@@ -266,12 +267,16 @@ def test_every_lane_is_warmed_up_by_its_drafters_before_the_loop_runs() -> None:
     readers = [SimpleNamespace(readers=[Named("eagle3"), Named("dspark")]), SimpleNamespace(readers=[])]
     loop = SimpleNamespace(divide=lambda *_: did.append(("divided", threading.get_ident())))
     engine: Any = SimpleNamespace(capacity=lambda: SimpleNamespace(prepared_rows=()))
-    config: Any = SimpleNamespace(target=SimpleNamespace(partition="on"), drafters=())
+    config: Any = SimpleNamespace(target=SimpleNamespace(partition="on", device=device), drafters=())
     with (
         mock.patch.object(colocated_drafters, "prepare_partition", return_value=Partition(usable_cores(), splits)),
         mock.patch.object(colocated_drafters, "stored_profile", return_value=None),
+        mock.patch.object(colocated_drafters, "warm_up", Named("passes").enter),
     ):
         colocated_drafters.divide(config, loop, engine, None, readers)  # type: ignore[arg-type]
-    expected = ["half", "eagle3", "dspark", "half", "most", "eagle3", "dspark", "most", "divided"]
-    assert [name for name, _ in did] == expected
-    assert {thread for _, thread in did[:8]}.isdisjoint({threading.get_ident()})
+    expected = list[str]()
+    for name in ("half", "most"):
+        expected += [name, "eagle3", "dspark", name]
+        expected += [f"target of {name}", "passes", f"target of {name}"] * (device == "cuda")
+    assert [name for name, _ in did] == [*expected, "divided"]
+    assert {thread for _, thread in did[:-1]}.isdisjoint({threading.get_ident()})

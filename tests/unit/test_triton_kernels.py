@@ -125,22 +125,28 @@ def test_a_model_that_is_warm_records_nothing_while_it_serves(tiny_model_folder:
     assert num_recorded == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("more", [{}, {"top_p": 0.7, "presence_penalty": 1.0}])
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, {"top_p": 0.7, "presence_penalty": 1.0}])
 def test_a_drafter_of_another_vocabulary_chooses_among_columns_in_the_targets_order(
-    more: dict[str, float], tiny_model_folder: Path, num_recorded: list[int]
+    more: dict[str, Any], tiny_model_folder: Path, num_recorded: list[int]
 ) -> None:
     """Two of three tokens, under other numbers, behind a replayed pass."""
     spelled = [bytes([i]) for i in range(256)]
     own = [text if i % 3 else b"" for i, text in enumerate(random.Random(2).sample(spelled, 256))]
     vocabulary, found = OtherVocabulary(own, spelled, {}, {}), []
     drafts = tuple(vocabulary.output_ids[:2].tolist())
-    for model in (load_with(CudaOps, tiny_model_folder, kind=GraphedModel), load_with(TorchOps, tiny_model_folder)):
+    plain = load_with(TorchOps, tiny_model_folder)
+    for model in (load_with(CudaOps, tiny_model_folder, kind=GraphedModel), plain):
         small = SmallModel(model, num_blocks=4, vocab_size=257, eos_token_ids=(256,), vocabulary=vocabulary)
         for seed in range(3):
-            small.open(f"{seed}", drafts, 2, SamplingParams(8, 0.8, seed=seed, **more))  # type: ignore[arg-type]
+            small.open(f"{seed}", drafts, 2, SamplingParams(8, seed=seed, **more))
         found.append(small.choose([Question(f"{seed}", drafts=drafts[:seed]) for seed in range(3)]))
-    for one, expected in zip(*found, strict=True):
+    for seed, (one, expected) in enumerate(zip(*found, strict=True)):
         assert one.token_ids == expected.token_ids != ()
+        if more.get("temperature") == 0.0:
+            own_ids = vocabulary.own(drafts + drafts[:seed])
+            hidden = plain.forward([PackedSpan(0, own_ids, np.arange(4, dtype=np.int32))], plain.new_cache(4))
+            columns = plain.logits(hidden)[-1][vocabulary.columns]
+            assert one.token_ids[-1] == vocabulary.output_ids[columns.argmax()]
         assert {*one.token_ids} <= {*vocabulary.output_ids.tolist()}
         assert one.confidences == pytest.approx(expected.confidences, rel=1e-3)
 
