@@ -8,8 +8,8 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.errors import ModelUnavailable
-from cluster.inventory import Inventory
 from cluster.placement import Bundle, PlacementPlan, drafter_name, target_name
+from cluster.resolve import Inventory
 from drafters.footprint import Footprint, footprint, target_footprint
 from router.assignment import member_name
 from router.residency import GB, Stay, Tenant, check_fits

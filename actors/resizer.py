@@ -1,7 +1,7 @@
 """Replicas of targets and drafters that join and leave while others serve.
 
 A target that leaves accepts no more requests once another one is ready, and ends when its running ones have ended or after
-`scaling.drain_s`. The requests of a drafter that leaves are given to others in the next slot. The resources of either are
+``drain_s``. The requests of a drafter that leaves are given to others in the next slot. The resources of either are
 given back.
 """
 
@@ -24,6 +24,7 @@ from router.scaling.report import FleetSize, Replicas
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+DRAIN_S = 60.0  # for the running requests of a target that leaves; what remains goes on at another target
 DRAFTER_DRAIN_S = 5.0  # several slots of the router
 RETRY_S = 2.0
 
@@ -47,8 +48,16 @@ class ResizedProcesses(Protocol):
 class Resizer:
     """Owns the set of replicas that leave. ``run``: keeps a task that removes one."""
 
-    def __init__(self, config: Config, pool: ProcessPool, processes: ResizedProcesses, run: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: ProcessPool,
+        processes: ResizedProcesses,
+        run: Callable[[str], None],
+        drain_s: float = DRAIN_S,
+    ) -> None:
         self._config, self._pool, self._processes, self._run = config, pool, processes, run
+        self._drain_s = drain_s
         self.leaving: set[str] = set()
 
     def resize(self, size: FleetSize) -> FleetSize:
@@ -139,14 +148,14 @@ class Resizer:
             if serves_on:
                 end_s = None
             else:
-                end_s = end_s or time.monotonic() + self._config.scaling.drain_s
+                end_s = end_s or time.monotonic() + self._drain_s
                 statuses = [report.status for report in await self._processes.reports() if report.status.name == name]
                 is_idle = not any(one.num_running + one.num_waiting or one.state == SILENT for one in statuses)
             num_idle = num_idle + 1 if is_idle else 0
             if num_idle > 1:  # what was sent before its gateway knew has been refused by now
                 return
             if end_s is not None and time.monotonic() > end_s:
-                logger.warning("%s still has requests after %g s (scaling.drain_s)", name, self._config.scaling.drain_s)
+                logger.warning("%s still has requests after %g s", name, self._drain_s)
                 return
             await asyncio.sleep(POLL_S)
 

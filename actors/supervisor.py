@@ -25,7 +25,7 @@ from actors.processes import (
     Spawner,
     Tasks,
 )
-from actors.resizer import Resizer, first_drafters, first_targets
+from actors.resizer import DRAIN_S, Resizer, first_drafters, first_targets
 from actors.target import TargetInfo, TargetReport
 from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus
@@ -60,6 +60,7 @@ class Supervisor:
         budget: MemoryBudget | None = None,
         machines: Machines = no_machines,
         load_period_s: float = PERIOD_S,
+        drain_s: float = DRAIN_S,
     ) -> None:
         self._config = config
         self._loader = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s, load_period_s)
@@ -67,7 +68,7 @@ class Supervisor:
         self._pool = ProcessPool()
         self._last_reports = LastReports()
         self._drafters: dict[str, DrafterConfig] = {}  # every member of the pool
-        self._resizer = Resizer(config, self._pool, self, self._leave)
+        self._resizer = Resizer(config, self._pool, self, self._leave, drain_s)
         self._scaled = ScaleLog()
         self._autoscaler = Autoscaler(config, self._pool, self, machines)
         self._tasks = Tasks()

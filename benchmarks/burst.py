@@ -152,7 +152,7 @@ def scaling_config(config: Config) -> Config:
             "target": target,
             "drafters": (scales,),
             "slo": SloConfig(classes={"burst": SloClass(ttft_ms=TTFT_MS, tpot_ms=TPOT_MS)}, default="burst"),
-            "scaling": ScalingConfig(policy="outrider", target_start_s=20, drain_s=30),
+            "scaling": ScalingConfig(policy="outrider", target_start_s=20),
         }
     )
 

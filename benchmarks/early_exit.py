@@ -47,7 +47,7 @@ from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.tensor_parallel.local import load_over_local_ranks
-from profiler.stopwatch import OwnTime
+from profiler.interleaved import OwnTime
 from router.cost_model import TableCost
 from router.plan import Span
 

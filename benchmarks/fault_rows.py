@@ -136,7 +136,7 @@ class Measured:
 
 def with_two_targets(config: Config, folder: Path, redis: RedisServer | None) -> Config:
     """At a port of its own. Its processes are restarted soon, however often they end."""
-    state = StateConfig(folder=folder / "rows") if redis is None else StateConfig(kind="redis", url=redis.url)
+    state = StateConfig(folder=folder / "rows") if redis is None else StateConfig(url=redis.url)
     supervision = {"quarantine_restarts": 1000}
     return config.model_copy(
         update={

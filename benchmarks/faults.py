@@ -139,7 +139,7 @@ class _FaultBench(DisturbedServer):
 
     def all_faults(self, asks: Sequence[LoadRequest]) -> FaultOutcome:
         config = self.server.config
-        assert config.cluster.state.kind == "file"
+        assert config.cluster.state.url is None
         assert config.cluster.token_file is not None
         secret, state = config.cluster.token_file.read_text(), config.cluster.state.folder / config.cluster.namespace
         with self.phase("undisturbed"):

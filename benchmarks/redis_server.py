@@ -22,7 +22,7 @@ class RedisServer:
 
     @property
     def config(self) -> StateConfig:
-        return StateConfig(kind="redis", url=self.url)
+        return StateConfig(url=self.url)
 
     def start(self) -> None:
         options = {

@@ -23,8 +23,7 @@ from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
 from cluster.config import ApiConfig, Config, ModelConfig, StateConfig, TargetConfig
 from cluster.errors import OutriderError
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.types import RoutingTable
 from deploy.api.tokenizer import Tokenizer
 from deploy.local_ray import free_port

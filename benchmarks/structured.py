@@ -21,8 +21,7 @@ from benchmarks.json_schemas import Schema, bounded_schemas, escaping_schemas, m
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import local_config
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import FinishReason, Request
 from deploy.api.tokenizer import Tokenizer
 from engine.grammar.compiling import Grammars

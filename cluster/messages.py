@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, DraftTerms, Proposal, Request
+from cluster.types import Commit, DraftTerms, Proposal, Request, record
 
 PROTOCOL_VERSION = 8
 

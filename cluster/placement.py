@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from cluster.config import Config, DrafterConfig, Resources
 from cluster.errors import OutriderError
-from cluster.inventory import Inventory, Node
+from cluster.resolve import Inventory, Node
 
 EPSILON = 1e-6  # Ray counts in ten-thousandths; tolerates smaller rounding errors
 

@@ -1,6 +1,7 @@
 """Replaces every "auto" in a configuration, except dtypes, by a value for the machines at hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cluster.config import (
     CascadeOptions,
@@ -15,7 +16,48 @@ from cluster.config import (
 )
 from cluster.config.file import NODE, UNIX
 from cluster.errors import InvalidField
-from cluster.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. None: unknown."""
+
+    name: str
+    num_cpus: float  # logical
+    num_gpus: float = 0
+    labels: Mapping[str, str] = field(default_factory=dict)  # Ray's node labels
+    memory_bytes: int | None = None  # available to processes
+    gpu_bytes: int | None = None  # of the smallest GPU
+    num_cores: int | None = None  # physical, that processes may use
+
+    @property
+    def num_threads(self) -> float:
+        """For matrix products, which gain nothing from a second thread per core."""
+        return self.num_cpus if self.num_cores is None else min(self.num_cpus, self.num_cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All usable nodes, the head first."""
+
+    nodes: tuple[Node, ...]
+
+    def matching(self, labels: Mapping[str, str]) -> "Inventory":
+        """The nodes with all of these labels."""
+        return Inventory(tuple(node for node in self.nodes if labels.items() <= node.labels.items()))
+
+    @property
+    def num_cpus(self) -> float:
+        return sum(node.num_cpus for node in self.nodes)
+
+    @property
+    def num_threads(self) -> float:
+        return sum(node.num_threads for node in self.nodes)
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(node.num_gpus for node in self.nodes)
+
 
 # CPUs of a process with "auto". Lookup drafters are idle nearly all the time.
 LOOKUP_CPUS = 0.1
@@ -64,10 +106,9 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     target = target.model_copy(update={"engine": engine, "device": device, "resources": resources})
     if device == "cpu":
         target = target.model_copy(update={"kv_cache_gb": target.kv_cache_bytes / 2**30})
-    passes = {"max_pass_tokens": target.longest_pass, "prefill_chunk_len": target.longest_chunk}
     return config.model_copy(
         update={
-            "target": target.model_copy(update=passes),
+            "target": target.model_copy(update={"max_pass_tokens": target.longest_pass}),
             "drafters": drafters,
             "transport": config.transport.model_copy(update={"host": host}),
             "cluster": config.cluster.model_copy(update={"state": state}),
@@ -108,8 +149,8 @@ def _resolve_drafters(
 
 def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
     """Sets the served model's name in drafters that read its rows or its tokenizer, at any depth."""
-    if isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions) and options.target == "auto":
-        return options.model_copy(update={"target": model})
+    if isinstance(options, ModelOptions | LayersOptions | HiddenStateOptions):
+        return options if options.target != "auto" else options.of_target(model)
     if isinstance(options, CascadeOptions):
         return options.model_copy(update={"members": tuple(_with_target(member, model) for member in options.members)})
     return options

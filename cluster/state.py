@@ -66,7 +66,7 @@ class StateStore(Protocol):
 def open_store(config: StateConfig, namespace: str, deadline_s: float = 2.0) -> StateStore:
     """The store of a resolved configuration. ``deadline_s`` of each call to Redis. Does no I/O: an
     unusable store shows at the first call."""
-    if config.kind == "file":
+    if config.url is None:
         from cluster.state_file import FileStateStore
 
         return FileStateStore(config.folder / namespace)

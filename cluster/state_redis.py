@@ -42,6 +42,7 @@ class RedisStateStore:
 
     def __init__(self, config: StateConfig, namespace: str, deadline_s: float) -> None:
         self._config = config
+        assert config.url is not None
         self._url, self._deadline_s = config.url, deadline_s
         self._attempt_s = deadline_s / NUM_SLOW_ATTEMPTS
         self._prefix = f"{namespace}:state:"
@@ -50,7 +51,7 @@ class RedisStateStore:
     def _client(self) -> redis.Redis:
         """Made by the first call, which reports an unreadable password file; the next call reads it again."""
         return redis.Redis.from_url(
-            self._config.url,
+            self._url,
             password=_password(self._config),
             socket_timeout=self._attempt_s,
             socket_connect_timeout=self._attempt_s,

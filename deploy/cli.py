@@ -83,7 +83,7 @@ def _configuration(file: Path | None, model: str | None = None) -> "Config":
 
 def _check_engine(config: "Config") -> None:
     from engine.vllm.arguments import check_names
-    from engine.vllm.version import require_vllm
+    from engine.vllm.environment import require_vllm
 
     if config.target.engine == "vllm":
         require_vllm()
@@ -288,10 +288,6 @@ def train(
     ] = 1_000_000,
     begin_with: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Continue a block drafter: a folder, or a shipped one's name.")
-    ] = None,
-    adapter_rank: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --begin-with: train an adapter of this rank alone."),
     ] = None,
     num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,

@@ -44,7 +44,7 @@ from deploy.serve_app import APP, LOOPBACK_OF, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
 from engine.model_facts import read_facts
-from engine.vllm.version import torch_has_cuda
+from engine.vllm.environment import torch_has_cuda
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from cluster.model_name import GGUF, HubName, public_name
 from drafters.speculator_search import speculators_for
 from engine.models.hub import Progress, commit_of, fetch, local_folder, no_progress
 from engine.models.prepare import ensure_model
-from engine.vllm.version import chosen_engine
+from engine.vllm.environment import chosen_engine
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,8 @@ def drafter_files(options: DrafterOptions) -> DrafterOptions:
         case CascadeOptions():
             return options.model_copy(update={"members": tuple(drafter_files(member) for member in options.members)})
         case ModelOptions():
-            return options.model_copy(update={"model": _pinned(options.model), "target": _pinned(options.target)})
-        case LayersOptions():
-            return options.model_copy(update={"path": _pinned(options.path), "target": _pinned(options.target)})
-        case HiddenStateOptions() | TableOptions():
+            return options.model_copy(update={"model": _pinned(options.model)})
+        case LayersOptions() | HiddenStateOptions() | TableOptions():
             return options.model_copy(update={"path": options.path and _pinned(options.path)})
         case VllmOptions(speculative={"model": str(model)}):
             return options.model_copy(update={"speculative": {**options.speculative, "model": _pinned(model)}})

@@ -14,8 +14,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.ray_groups import GROUP_DEADLINE_S, HEAD, make_group
-from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementPlan
+from cluster.resolve import Inventory, Node
 from deploy.local_ray import LaunchError
 from profiler.hardware import num_cores
 

@@ -21,10 +21,9 @@ from engine.models.prepare import ensure_model
 from engine.partition import Split
 from engine.target import LoadedTarget, TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Timing, TimingBudget, time_interleaved
+from profiler.interleaved import OwnTime, Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import WHOLE_DEVICE, DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
-from profiler.stopwatch import OwnTime
 from profiler.transport_probe import round_trips
 from router.plan import Span
 

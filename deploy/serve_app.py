@@ -113,7 +113,9 @@ class ApiReplica:
 
         tokenizer = Tokenizer.from_folder(Path(self._model_folder))
         settings = replace(
-            ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability),
+            ApiSettings.from_config(self._config.api, self._config.slo, self._config.observability).for_len(
+                directory.model.max_model_len
+            ),
             sampling_defaults=sampling_defaults(self._config.model, Path(self._model_folder)),
         )
         peers = Peers(replica, exchange) if settings.most > 1 else None

@@ -6,7 +6,7 @@ from typing import Protocol
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Demand, Drafter
 from drafters.session import key_of, request_id_of
-from profiler.stopwatch import Stopwatch
+from profiler.interleaved import Stopwatch
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_LENS = (1, 2, 4, 8, 16, 32, 64)

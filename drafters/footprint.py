@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from cluster.config import (
+    MAX_LEARNED,
     CascadeOptions,
     Config,
     DrafterConfig,
@@ -189,7 +190,7 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             return Footprint(cache_bytes=shared_bytes, request_bytes=num_tokens * AUTOMATON_BYTES)
         case TableOptions():
             stored = 0 if options.path is None else _table_bytes(options.path)
-            cache_bytes = options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0)
+            cache_bytes = MAX_LEARNED * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0)
             # Keys hardly shrink, so there are at most so many contexts.
             return Footprint(stored, stored // 8 * COUNTED_BYTES, cache_bytes, num_tokens * TOKEN_BYTES)
         case CascadeOptions():

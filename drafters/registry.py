@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.config import (
+    MAX_LEARNED,
     CascadeOptions,
     DrafterConfig,
     DrafterOptions,
@@ -96,10 +97,11 @@ def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
     library = lookups()
     if library is None:
         return _make_ngram(NgramOptions(), site)
-    return suffix(library, options.max_match_len, options.max_shared_tokens)
+    return suffix(library, options.max_shared_tokens)
 
 
-def _make_table(options: TableOptions, site: Site) -> Drafter:
+def make_table(options: TableOptions, site: Site, max_learned: int = MAX_LEARNED) -> Drafter:
+    """``max_learned``: contexts; 0: it drafts what was counted alone."""
     from drafters.native.lookup import lookups
     from drafters.shipped import find_table
     from drafters.table import EMPTY, FrequencyTable, table_drafter
@@ -109,7 +111,7 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
         counted = FrequencyTable.load(find_table(options.path))
         counted.check_serves(site.target)
     library = lookups()
-    return _make_ngram(NgramOptions(), site) if library is None else table_drafter(library, counted, options.max_learned)
+    return _make_ngram(NgramOptions(), site) if library is None else table_drafter(library, counted, max_learned)
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
@@ -188,7 +190,7 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
 FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
-    "table": _make_table,
+    "table": make_table,
     "model": _make_model,
     "layers": _make_model,
     "vllm": _make_vllm,

@@ -22,7 +22,6 @@ from engine.models import hub
 from engine.models.hub import no_progress
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
-ADAPTERS, ADAPTER_SUFFIX = "adapters", ".safetensors"  # of a block drafter: its folder of them
 _TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
@@ -68,11 +67,6 @@ def find_drafter(name_or_path: str) -> Path:
         return hub.fetch(name, no_progress)
     known = ", ".join(shipped_names()) or "none"
     raise ModelUnavailable(f"{name_or_path}: no folder of a trained drafter; shipped are: {known}; see `outrider train`")
-
-
-def adapters_of(name_or_path: str) -> tuple[str, ...]:
-    """The specialists of a trained block drafter, by name of their adapter. Raises as ``find_drafter``."""
-    return tuple(sorted(path.stem for path in (find_drafter(name_or_path) / ADAPTERS).glob("*" + ADAPTER_SUFFIX)))
 
 
 def find_table(name_or_path: str) -> Path:

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from cluster.sampling_params import SamplingParams
-from drafters.cache_sharing import evict, parts_that_fit
 from drafters.other_vocabulary import OtherVocabulary
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
-from engine.kv_blocks import BlockLedger, Checkpoint
+from engine.kv_blocks import BlockLedger, Checkpoint, evict, parts_that_fit
 from engine.ops import FusedSampling
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 

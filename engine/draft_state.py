@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cluster.grammar import GrammarKind
+from cluster.sampling_params import GrammarKind
 from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, NO_DRAFTS, PREDICTION, DraftTerms, Proposal
 from engine.acceptance import common_prefix_len, judge
 from engine.predicted_output import PredictedOutput

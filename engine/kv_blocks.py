@@ -14,10 +14,11 @@ one is evicted, and a sequence's last blocks before its first.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -314,3 +315,32 @@ def _root(salt: str) -> bytes:
 
 def _chain(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
+
+
+Item = TypeVar("Item")
+
+
+def parts_that_fit(items: Iterable[Item], length: Callable[[Item], int], ledger: BlockLedger) -> list[list[Item]]:
+    """Divides requests, each of some length, into parts that the cache holds at once."""
+    parts: list[list[Item]] = []
+    num_left = 0
+    for item in items:
+        needed = -(-length(item) // ledger.block_len)
+        if not parts or needed > num_left:
+            parts.append([])
+            num_left = ledger.num_blocks
+        parts[-1].append(item)
+        num_left -= needed
+    return parts
+
+
+def evict(ledger: BlockLedger, request_ids: Iterable[str], needed: int, kept: Set[str]) -> list[str]:
+    """Releases requests that are not in ``kept``, in order, until ``needed`` blocks are free; returns them."""
+    evicted = []
+    for request_id in request_ids:
+        if needed <= ledger.num_free_blocks:
+            break
+        if request_id in ledger and request_id not in kept:
+            ledger.release(request_id)
+            evicted.append(request_id)
+    return evicted

@@ -149,7 +149,7 @@ def load_engine(
         max_adapters=target.num_adapters,
     )
     if target.engine == "vllm":
-        from engine.vllm.loading import load_vllm
+        from engine.vllm.target import load_vllm
 
         return load_vllm(folder, target, info, feature_layers, proposer_of(config.drafters)), info
     options = _native_options(config, info.max_model_len)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.fast_dataclass import record
+from cluster.types import record
 from router.plan import Span, StepPlan
 
 

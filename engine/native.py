@@ -17,8 +17,7 @@ from engine.device import to_device
 from engine.forward import CausalModel, RowWatch
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
-from engine.logprobs import prompt_logprobs
-from engine.sampling import SampleSpan, SamplingState
+from engine.sampling import SampleSpan, SamplingState, prompt_logprobs
 from engine.target import FeatureSpan
 from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity, Span

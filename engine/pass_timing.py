@@ -13,7 +13,7 @@ from math import inf
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.stopwatch import OwnTime, Stopwatch
+from profiler.interleaved import OwnTime, Stopwatch
 from router.cost_model import ROWS, TableCost, bounded
 
 _CONTEXT_LEN = 512

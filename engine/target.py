@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from cluster.fast_dataclass import record
-from cluster.types import Adapter, Request
+from cluster.types import Adapter, Request, record
 from router.plan import Capacity, Span
 
 if TYPE_CHECKING:  # drafters without a model import this module, and no torch

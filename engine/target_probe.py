@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.target import TargetEngine
-from profiler.stopwatch import Stopwatch
+from profiler.interleaved import Stopwatch
 from router.cost_model import ROWS
 from router.plan import Span
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from cluster.inventory import Inventory, Node
+from cluster.resolve import Inventory, Node
 
 _CPUS = Path("/sys/devices/system/cpu")
 _SIBLINGS = ("core_cpus_list", "thread_siblings_list")  # the second on Linux before 5.7

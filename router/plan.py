@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from cluster.fast_dataclass import record
-from cluster.types import MAX_DRAFT_LEN, TokenLogprobs
+from cluster.types import MAX_DRAFT_LEN, TokenLogprobs, record
 
 
 @record

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from drafters.hidden_states.block_network import AnchorInput, BlockNetwork
 from drafters.hidden_states.checkpoint import load_network, save_network, save_speculators
@@ -65,7 +64,7 @@ class BlockStudent(HiddenStateStudent):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = _merged(copy.deepcopy(self.network))
+        network = copy.deepcopy(self.network)
         shape = json.loads((self._target.folder / "config.json").read_text())
         if network.anchor_input is None:
             network.fc.weight.div_(self.std)
@@ -121,18 +120,6 @@ class BlockStudent(HiddenStateStudent):
         first = _feature_map(anchor_input)
         shift = first.weight[:, : len(self.mean)] @ self.mean
         return shift if first is anchor_input.maps else quantise(anchor_input.maps.weight).dequantised() @ shift
-
-
-def _merged(network: BlockNetwork) -> BlockNetwork:
-    """With the changes of an adapter in plain weights, in place. torch's ``remove_parametrizations`` would take them off the
-    network that this one was copied from, too: a copy shares its class."""
-    for path, module in list(network.named_modules()):
-        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
-            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, module.weight.device)
-            plain.weight.copy_(module.weight)
-            plain.bias = module.bias
-            network.set_submodule(path, plain)
-    return network
 
 
 def _feature_map(anchor_input: AnchorInput) -> nn.Linear:

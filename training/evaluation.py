@@ -14,7 +14,7 @@ from drafters.hidden_states.drafter import load_drafter
 from drafters.hidden_states.features import FeatureShape
 from drafters.hidden_states.formats import read_config
 from drafters.protocol import Drafter
-from drafters.registry import Site, make
+from drafters.registry import Site, make, make_table
 from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
 from engine.dtypes import choose_dtype
@@ -80,9 +80,9 @@ def _open_drafter(
     path, site = str(folder), Site(target.info, str(target.device))
     match kind_of(folder):
         case "table":
-            return make(TableOptions(path=path, max_learned=0), site)
+            return make_table(TableOptions(path=path), site, max_learned=0)
         case "layers":
-            return make(LayersOptions(path=path, target=str(target.folder), min_survival=0.0), site)
+            return make(LayersOptions(path=path, min_survival=0.0).of_target(str(target.folder)), site)
     dtype = choose_dtype(HiddenStateOptions(path=path).dtype, target.device.type, allows_int8=True)
     features.shape = read_config(folder).features
     return load_drafter(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.errors import InvalidField
@@ -21,13 +20,11 @@ from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_frequencies
 from engine.cpu.packed import product_dtype
-from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
 from profiler.calibration import TELLING_MARGINS, log_margins
-from training.adapters import adapter_tensors, add_low_rank
 from training.batches import AnswerBatch, assemble, epoch
 from training.block_student import BlockStudent
-from training.card import CardData, write_card
+from training.card import CardData, plot_acceptance, plot_losses, write_card
 from training.confidences import Halves, JudgedDraft, calibrate, in_halves
 from training.corpus import (
     GivenPrompt,
@@ -46,7 +43,6 @@ from training.feature_cache import InMemory, OnDisk, delete_partial_files
 from training.frozen import FrozenTarget, free_memory
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.plots import plot_acceptance, plot_losses
 from training.recipe import (
     MIN_HELD_OUT,
     TrainOptions,
@@ -55,9 +51,9 @@ from training.recipe import (
     kept_layers,
     network_config,
     reader_layers,
+    warm_start,
 )
-from training.warm_start import warm_start
-from training.work_folder import WorkFolder, check_replaceable, replace_folder
+from training.work_folder import WorkFolder, check_replaceable, model_fingerprint, replace_folder
 from training.writing import Share, Writer
 
 MAX_TABLE_CONTEXTS = 400_000
@@ -68,7 +64,6 @@ CACHE_SHARE = 0.3  # of the GPU's free memory, at most
 MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is evaluated on
 MAX_MODEL_LEN = 2048
-ADAPTER = "adapter.safetensors"  # in the drafter's folder, with which it is merged there
 # Options without effect on training, or recorded separately.
 _NOT_RECORDED = ("out", "work", "device", "quick", "checkpoint_minutes", "asked", "begin_with")
 
@@ -214,8 +209,6 @@ class _Run:
         if not world.is_first:
             return None
         student.save(latest)
-        if options.adapter_rank is not None and isinstance(student, BlockStudent):
-            save_file(adapter_tensors(student), latest / ADAPTER)
         recipe = {
             "steps": progress.step,
             "minutes of training": round(progress.elapsed_s / 60, 1),
@@ -265,8 +258,6 @@ class _Run:
         student = BlockStudent(shape, self.target, mean, std)
         if options.begin_with is not None:
             student.begin_with(options.begin_with)
-        if options.adapter_rank is not None:
-            add_low_rank(student.network, options.adapter_rank)
         return student
 
     def _regression_batches(self) -> Iterator[AnswerBatch]:

@@ -1,6 +1,6 @@
 """The options of `outrider train`, and what follows from them for a target."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,9 +10,12 @@ from torch import Tensor
 from cluster.config import HIDDEN_STATE_FORMS, TRAINED_KINDS, HiddenStateForm, HiddenStateKind
 from cluster.errors import InvalidField
 from drafters.hidden_states.config import BlockConfig, EagleConfig, MarkovKind, NetworkConfig
+from drafters.hidden_states.formats import read_config
+from drafters.shipped import find_drafter, kind_of
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 from training.batches import BatchPlan
+from training.frozen import FrozenTarget
 from training.work_folder import check_apart
 
 HeadKind = Literal["markov", "gated", "rnn"]
@@ -55,7 +58,6 @@ class TrainOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one, whose shape is kept
-    adapter_rank: int | None = None  # with begin_with: trains an adapter alone
     speculators: bool = False  # without the parts of a block drafter that only we have, in the speculators format
     asked: frozenset[str] = frozenset()  # fields that were given explicitly, perhaps with their default
     data_folder: Path | None = None  # its ``prompts`` are the evaluation sets, never trained on
@@ -73,8 +75,6 @@ class TrainOptions:
                 raise InvalidField(field, value, "must be more than 0")
         if self.begin_with is not None and not (self.form and self.form.has_heads):
             raise InvalidField("begin_with", self.begin_with.name, f"is for drafters with heads, not for {self.drafter}")
-        if self.adapter_rank is not None and self.begin_with is None:
-            raise InvalidField("adapter_rank", self.adapter_rank, "is for a drafter to begin with: give one")
         if self.speculators and (self.form is None or self.begin_with is not None):
             raise InvalidField("speculators", True, "is for a new drafter on hidden states")
         if not self.prompts and not self.num_prompts:
@@ -196,3 +196,51 @@ def _block_config(
         anchor_input_rank=options.anchor_rank if is_ours and options.anchor_rank < num_in else None,
         tokenizer_fingerprint=fingerprint,
     )
+
+
+def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
+    """The options with the shape of the drafter to begin with. Raises InvalidField if it does not fit; ModelUnavailable."""
+    folder = find_drafter(str(options.begin_with))
+    if kind_of(folder) != options.drafter:
+        raise InvalidField("begin_with", folder.name, f"must be the folder of a drafter of kind {options.drafter}")
+    config = read_config(folder)
+    assert isinstance(config, BlockConfig)
+    reason = _mismatch(config, target)
+    if reason is not None:
+        raise InvalidField("begin_with", folder.name, reason)
+    shape: dict[str, Any] = {
+        "num_layers": config.shape.num_layers,
+        "block_size": config.block_size,
+        "vocabulary": config.num_outputs,
+        "head": next(head for head, kind in HEADS.items() if kind == config.markov_kind),
+        "markov_rank": config.markov_rank,
+        "anchor_rank": config.anchor_input_rank or config.feature_size + config.shape.hidden_size,
+    }
+    defaults = {field.name: field.default for field in fields(TrainOptions)}
+    for name, value in shape.items():
+        asked = getattr(options, name)
+        if asked != value and (asked != defaults[name] or name in options.asked):
+            raise InvalidField(name, asked, f"must be left out, or {value} as the drafter in {folder.name} has it")
+    return replace(options, begin_with=folder, **shape)
+
+
+def _mismatch(config: BlockConfig, target: FrozenTarget) -> str | None:
+    own, wanted = target.model.config, feature_layers(target.model.config.num_layers)
+    if _layer_shape(config.shape) != _layer_shape(own) or config.num_target_layers != own.num_layers:
+        return (
+            f"must be a drafter for {target.info.name}, with {own.num_layers} layers of width {own.hidden_size} and "
+            f"{own.vocab_size} tokens; it is for {config.num_target_layers} of width {config.shape.hidden_size} and "
+            f"{config.shape.vocab_size} tokens"
+        )
+    if config.tokenizer_fingerprint not in (None, target.info.tokenizer_fingerprint):
+        return f"must have been trained with the tokenizer of {target.info.name}"
+    if config.target_layer_ids != wanted:
+        return f"must read the layers {list(wanted)} of its target, not {list(config.target_layer_ids)}"
+    if not (config.shares_embedding and config.fc_bias):
+        return "must be a drafter that `outrider train` made, which shares its target's rows"
+    return None
+
+
+def _layer_shape(shape: DecoderConfig) -> DecoderConfig:
+    """What all layers of a drafter share with those of its target."""
+    return replace(shape, num_layers=1, tied_embeddings=False, eos_token_ids=())

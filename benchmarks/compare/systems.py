@@ -28,7 +28,7 @@ from benchmarks.server import ServerProcess
 from cluster.config import CascadeOptions, Config, NgramOptions, SuffixOptions, TableOptions, TargetConfig
 from drafters.shipped import shipped_options
 from drafters.vllm_plugin.proposer import SETTING, PoolProposer
-from engine.vllm.ranks import BINDING
+from engine.vllm.environment import BINDING
 from profiler.hardware import num_cores
 
 FAMILIES = (OUTRIDER, OUTRIDER_VLLM, PLUGIN, VLLM, LLAMA_CPP)

@@ -10,6 +10,7 @@ from cluster.config.drafters import (
     DEFAULT_DRAFT_LEN,
     DEFAULT_DRAFTERS,
     HIDDEN_STATE_FORMS,
+    MAX_LEARNED,
     TRAINED_KINDS,
     CascadeOptions,
     DrafterConfig,
@@ -39,10 +40,11 @@ from cluster.config.file import (
     SupervisionConfig,
     TlsConfig,
     TransportConfig,
+    differing,
     load,
     show,
+    with_fields,
 )
-from cluster.config.overlay import differing, with_fields
 from cluster.config.rules import DraftLengthConfig, PlannerConfig, PolicyConfig, RouterConfig
 from cluster.config.section import Count, Fraction, Milliseconds, Resources, Seconds, Section
 from cluster.config.target import LoraModule, TargetConfig

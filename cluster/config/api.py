@@ -100,7 +100,6 @@ class ApiConfig(Section):
     operator_keys_file: Path | None = None  # further keys, which may also switch the policy and adapters; None: nobody may
     lora_folder: Path | None = None  # of adapters that may be loaded while it serves; None: none may
     share_between_keys: bool = False  # whether a tenant profits from what others left in caches and drafters
-    max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
     max_concurrent_requests: Count = 256  # sequences in flight in all replicas; further calls are queued
     max_queued_requests: Count = 256  # queued calls in all replicas; more are refused with 429
     request_deadline_s: Seconds = 600
@@ -113,7 +112,7 @@ class ApiConfig(Section):
     tool_call_parser: ToolCallParser | None = None
     reasoning_parser: ReasoningParser | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
-    removed = frozenset({"max_choices"})
+    removed = frozenset({"max_choices", "max_body_bytes"})
 
     @property
     def most(self) -> int:

@@ -44,23 +44,38 @@ class SuffixOptions(Section):
 
     kind: Literal["suffix"] = "suffix"
     traits: ClassVar[Traits] = Traits()
-    max_match_len: Count = 16
     max_shared_tokens: Count = 65_536  # kept of other requests' outputs, at most 450 bytes each: 29 MB
+    removed = frozenset({"max_match_len"})
 
 
-class ModelOptions(Section):
+class OfTarget(Section):
+    """Options of a drafter that needs files of the target."""
+
+    _target: str = PrivateAttr("auto")
+
+    @property
+    def target(self) -> str:
+        """The served model, as in the section model; "auto" until the configuration is resolved."""
+        return self._target
+
+    def of_target(self, model: str) -> Self:
+        found = self.model_copy()
+        found._target = model
+        return found
+
+
+class ModelOptions(OfTarget):
     """A causal language model. With another tokenizer than the target's it drafts the tokens that both have."""
 
     kind: Literal["model"] = "model"
     traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True, can_fork=True)
     model: str = Field(min_length=1)  # as in the section model
-    target: str = Field(default="auto", min_length=1)  # as in the section model; auto: the served one
     num_layers: Count | None = None  # only its first layers; None: all
     dtype: ModelDtype = "auto"  # as-shipped: of a GGUF file, on a CPU; auto: beside such a target of this model, too
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25
 
 
-class LayersOptions(Section):
+class LayersOptions(OfTarget):
     """A few layers of the target, trained to continue as it does, with a head over its frequent tokens (`outrider train`).
 
     ``dtype`` int8: on a CPU, int8 weights with 16-bit activations, about 0.7% of noise; bfloat16 elsewhere.
@@ -69,12 +84,13 @@ class LayersOptions(Section):
     kind: Literal["layers"] = "layers"
     traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True, can_fork=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
-    target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # Drafting stops when the survival probability of the whole draft falls below this.
     min_survival: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
+
+MAX_LEARNED = 50_000  # contexts of a table, about 570 bytes each
 
 HiddenStateKind = Literal["dspark", "dflash", "eagle3", "peagle"]
 
@@ -101,15 +117,13 @@ HIDDEN_STATE_FORMS: dict[HiddenStateKind, HiddenStateForm] = {
 TRAINED_KINDS = (*(kind for kind, form in HIDDEN_STATE_FORMS.items() if form.is_trained), "layers", "table")
 
 
-class HiddenStateOptions(Section):
+class HiddenStateOptions(OfTarget):
     """A drafter on the target's hidden states: of `outrider train`, in vLLM's speculators format, or as its authors release
     it."""
 
     kind: HiddenStateKind = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
-    target: str = Field(default="auto", min_length=1)  # as in the section model; auto: the served one
-    adapter: str | None = None  # a file that makes it a specialist, or the name of one in the folder's `adapters`
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # A draft ends before a token whose survival probability is below this: drafting it costs as much as it gains.
@@ -140,8 +154,7 @@ class TableOptions(Section):
     kind: Literal["table"] = "table"
     traits: ClassVar[Traits] = Traits()
     path: str | None = None  # a counted table, its folder, or the name of a shipped one; None: learned only
-    max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 570 bytes each
-    removed = frozenset({"min_confidence"})
+    removed = frozenset({"min_confidence", "max_learned"})
 
 
 class CascadeOptions(Section):

@@ -1,7 +1,9 @@
 """The whole file: the other sections, cross-checks, reading and printing."""
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
@@ -21,6 +23,7 @@ from cluster.config.section import (
     Section,
 )
 from cluster.config.target import TargetConfig
+from cluster.errors import InvalidField
 from cluster.model_name import public_name
 from cluster.types import FREE_DRAFTERS
 
@@ -78,27 +81,26 @@ class ObservabilityConfig(Section):
     audit_log_file: Path | None = None  # one JSON line for each call, without prompts and answers
 
 
-_REDIS = "redis://127.0.0.1:6379/0"
-
-
 class StateConfig(Section):
     """Where the cluster keeps its state."""
 
-    kind: Literal["file", "redis"] = "file"  # redis: for clusters that must survive the loss of the head
-    folder: Path = Path("~/.local/state/outrider")  # file
-    url: str = _REDIS  # redis
+    folder: Path = Path("~/.local/state/outrider")  # without Redis
+    # Of a Redis, such as redis://127.0.0.1:6379/0, for clusters that must survive the loss of the head. None: the folder.
+    url: str | None = None
     password_file: Path | None = None  # of Redis: keeps the secret out of this file
-    removed = frozenset({"deadline_s"})
+    removed = frozenset({"deadline_s", "kind"})
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
+        if self.url is None:
+            if self.password_file is not None:
+                raise ValueError("password_file is Redis's: set url, or leave it out")
+            return self
         parts = urlsplit(self.url)
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ValueError(f"url must start with redis://, rediss:// or unix://, got {parts.scheme!r}")
         if parts.password is not None:
             raise ValueError("url must not hold a password: put it into a file and name that in password_file")
-        if self.kind == "file" and (self.password_file, self.url) != (None, _REDIS):
-            raise ValueError("url and password_file are of kind redis: set kind, or leave them out")
         return self
 
 
@@ -135,13 +137,12 @@ class SupervisionConfig(Section):
 class ScalingConfig(Section):
     """Replicas between ``min_replicas`` and ``max_replicas`` of the target and of each drafter."""
 
-    drain_s: Seconds = 60  # for the running requests of a target that leaves; what remains goes on at another target
     policy: Literal["none", "outrider"] = "none"  # outrider: the numbers follow the load, by the objectives of slo.default
-    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99  # goal: share of requests that meet their objectives
     target_start_s: Seconds = 60  # of a target, from the decision to its first request, with a machine's if that starts too
     # fixed: the machines are paid anyway, so that drafters use what is idle and give it up to targets. elastic: machines
     # come and go with the replicas, as under KubeRay's autoscaler.
     hardware: Literal["fixed", "elastic"] = "fixed"
+    removed = frozenset({"drain_s", "attainment"})
 
 
 class Config(Section):
@@ -233,3 +234,65 @@ def load(path: str | Path) -> Config:
 def show(config: Config) -> str:
     """The whole configuration as YAML, with defaults; `load` reads it."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+def with_fields(
+    base: Config, fields: Mapping[str, Any], settings: Sequence[tuple[str, Any]] = (), source: str = "the command line"
+) -> Config:
+    """``fields``, nested, replace those of ``base``, and ``settings``, by paths such as ``drafters[0].capacity``, both.
+
+    Raises ``cluster.strict_yaml.ConfigError``, as for a file; InvalidField: a path through what is no section or list.
+    """
+    data = _merged(given(base), fields)
+    for path, value in settings:
+        _set(data, path, value)
+    return strict_yaml.check(data, Config, source)
+
+
+def given(config: Config) -> dict[str, Any]:
+    """What a file would hold: fields that were set, nested."""
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
+def differing(config: Config) -> dict[str, Any]:
+    """What a file must hold: fields that differ from the defaults, nested."""
+    return _difference(given(config), Config().model_dump(mode="json"))
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        name: value for name, value in over.items() if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
+    }
+    return {**base, **over, **{name: _merged(base[name], value) for name, value in both.items()}}
+
+
+def _difference(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in data.items():
+        usual = defaults.get(name)
+        if isinstance(value, Mapping) and isinstance(usual, Mapping) and value.get("kind") == usual.get("kind"):
+            if inner := _difference(value, usual):
+                found[name] = {"kind": value["kind"], **inner} if "kind" in value else inner
+        elif value != usual:
+            found[name] = value
+    return found
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> None:
+    steps: list[str | int] = [int(index) if index else name for name, index in _STEP.findall(path)]
+    at: Any = data
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if isinstance(step, int):
+            if not isinstance(at, list) or step >= len(at):
+                raise InvalidField("--set", path, f"[{step}] is in no list of the file or the flags: name the whole list")
+        elif not isinstance(at, dict):
+            raise InvalidField("--set", path, f"{step} is behind a value that is no section")
+        elif following is not None and not isinstance(at.get(step), dict | list):
+            at[step] = {}
+        if following is None:
+            at[step] = value
+        else:
+            at = at[step]

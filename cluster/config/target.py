@@ -66,7 +66,6 @@ class LoraModule(Section):
 
     name: str = Field(min_length=1, max_length=256)  # which calls give as model
     path: Path  # folder in PEFT's format, on every machine with a target, or ORG/NAME[@REVISION] of a hub
-    base_model_name: str | None = None  # vLLM's; must be a name of the served model
 
     @property
     def adapter(self) -> Adapter:
@@ -80,11 +79,10 @@ class LoraModule(Section):
         """Raises ValueError unless it fits the model with these ``names``."""
         if self.name in names:
             raise ValueError(f"{where}.name: must differ from the names of the model, got {self.name!r}")
-        if self.base_model_name not in (None, *names):
-            raise ValueError(f"{where}.base_model_name: must be a name of the served model, got {self.base_model_name!r}")
 
 
 LONG_PASS = 2048  # rows, as vLLM takes by default
+SHORT_CHUNK = 256  # rows of prompts where passes have next to no fixed cost: live streams wait for them
 
 
 class TargetConfig(Replicated):
@@ -102,9 +100,8 @@ class TargetConfig(Replicated):
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] | Auto = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the GPU that resources.gpus gives it
     max_num_sequences: Count = 64  # running at once in one replica
-    # auto: 512 and 256 rows for the native engine on a CPU, whose passes have next to no fixed cost, else 2,048 of both.
-    max_pass_tokens: Count | Auto = "auto"  # rows of one packed pass
-    prefill_chunk_len: Count | Auto = "auto"  # rows of all prompts in a pass, beside live streams
+    # Rows of one packed pass. auto: 512 for the native engine on a CPU, whose passes have next to no fixed cost, else 2,048.
+    max_pass_tokens: Count | Auto = "auto"
     # auto: rows of draft tokens that will not be accepted leave a pass between its layers, while that saves time.
     early_exit: Literal["auto", "off"] = "off"
     # Drafters in the target's process draft in a part of its device while it verifies in the other, or by turns with it.
@@ -113,6 +110,7 @@ class TargetConfig(Replicated):
     resources: Resources = Resources()  # of one rank
     vllm: Mapping[str, Any] = {}  # engine vllm: further arguments of its EngineArgs, such as quantization
     lora_modules: tuple[LoraModule, ...] = Field(default=(), max_length=256)  # engine vllm
+    removed = frozenset({"prefill_chunk_len"})
 
     @property
     def num_adapters(self) -> int:
@@ -139,9 +137,8 @@ class TargetConfig(Replicated):
 
     @property
     def longest_chunk(self) -> int:
-        """Rows; ``prefill_chunk_len`` as a number."""
-        usual = min(LONG_PASS if self._has_fixed_cost else 256, self.longest_pass)
-        return usual if self.prefill_chunk_len == "auto" else self.prefill_chunk_len
+        """Rows of all prompts in a pass, beside live streams."""
+        return min(LONG_PASS if self._has_fixed_cost else SHORT_CHUNK, self.longest_pass)
 
     @property
     def _has_fixed_cost(self) -> bool:
@@ -204,7 +201,8 @@ class TargetConfig(Replicated):
                 f"resources.gpus must be auto or a whole number with tensor_parallel above 1, got {self.resources.gpus}: "
                 "NCCL refuses two ranks on one GPU"
             )
-        for name, value in (("prefill_chunk_len", self.longest_chunk), ("max_num_sequences", self.max_num_sequences)):
-            if value > self.longest_pass:
-                raise ValueError(f"{name} ({value}) must be at most max_pass_tokens ({self.longest_pass})")
+        if self.max_num_sequences > self.longest_pass:
+            raise ValueError(
+                f"max_num_sequences ({self.max_num_sequences}) must be at most max_pass_tokens ({self.longest_pass})"
+            )
         return self

@@ -5,15 +5,53 @@ line in each. Python works per request, never per token: protobuf converts token
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError, EncodeError
 
-from cluster.errors import InvalidField, WireError
+from cluster.errors import IncompatibleTokenizer, InvalidField, LinkClosed, WireError
 from cluster.messages import CommitRound, DraftRound, Hello, Message, ProposalRound, SubmitRound
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
-from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Sent instead of a Greeting or Welcome by an end that refuses the link."""
+
+    reason: str
+    tokenizer: bool = False  # the reason is a different vocabulary or tokenizer
+
+    def error(self, address: str) -> IncompatibleTokenizer | LinkClosed:
+        """The exception for the connecting side."""
+        message = f"the link to {address} was refused: {self.reason}"
+        return IncompatibleTokenizer(message) if self.tokenizer else LinkClosed(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The first frame of each end."""
+
+    hello: Hello
+    nonce: bytes
+    proof: bytes = b""  # the accepting end's, of the secret
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Sent by the connecting end after it has verified the acceptor's Greeting. ``proof``: its own proof of the secret."""
+
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Heartbeat, sent by both ends and not answered."""
+
+
+Frame = Greeting | Welcome | Refusal | Ping | Message
+
 
 MAX_PARTS = 2**14  # of one message: an empty part takes two bytes on the wire, more than a hundred as objects
 

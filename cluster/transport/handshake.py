@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.errors import InvalidField
 from cluster.messages import Hello, Role
-from cluster.transport.frames import Greeting, Refusal
+from cluster.transport.codec import Greeting, Refusal
 
 NONCE_BYTES = 32
 _CONTEXT = "outrider link handshake"

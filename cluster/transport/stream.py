@@ -20,8 +20,7 @@ from typing import Protocol
 from cluster.errors import IncompatibleTokenizer, LinkClosed, LinkFull, WireError
 from cluster.messages import Hello, Message
 from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox, Received
-from cluster.transport.codec import decode, encode, encode_message
-from cluster.transport.frames import Greeting, Ping, Refusal, Welcome
+from cluster.transport.codec import Greeting, Ping, Refusal, Welcome, decode, encode, encode_message
 from cluster.transport.handshake import NONCE_BYTES, Side, greeting, proof, proves, refusal, version_refusal
 
 # Maximum frame size before the handshake ends; bounds what an unauthenticated peer can occupy.

@@ -19,7 +19,7 @@ from signal import SIGALRM, SIGKILL, SIGXCPU, Signals
 from typing import Any
 
 from cluster.errors import Overloaded
-from cluster.grammar import Grammar
+from cluster.sampling_params import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.errors import ApiError, bad_request

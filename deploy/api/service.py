@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.client import LOST_S, ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
-from cluster.grammar import Grammar
+from cluster.sampling_params import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
 from deploy.api.admission import Admission, too_wide
 from deploy.api.answer import Envelope

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ _NO_DEFAULTS = ("min_tokens", "ignore_eos")  # of a model's file: they contradic
 _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
 _UNOBSERVED = ObservabilityConfig()
+TOKEN_BYTES = 16  # of JSON: an id of seven digits with its comma has 9, text is mostly shorter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class ApiSettings:
     operator_keys_file: Path | None = _DEFAULTS.operator_keys_file  # None: there are no operators
     lora_folder: Path | None = _DEFAULTS.lora_folder  # None: no adapters while it runs
     share_between_keys: bool = _DEFAULTS.share_between_keys
-    max_request_bytes: int = _DEFAULTS.max_body_bytes
+    max_request_bytes: int = 4 * 2**20
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
     max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for admission
@@ -61,6 +62,12 @@ class ApiSettings:
         """At once."""
         return self.max_concurrent + self.max_queued + SPARE_CALLS
 
+    def for_len(self, max_model_len: int) -> "ApiSettings":
+        """With bodies as long as a prompt of ``max_model_len`` tokens, as ids or as text, needs."""
+        max_request_bytes = max(self.max_request_bytes, TOKEN_BYTES * max_model_len)
+        max_held_bytes = max(self.max_held_bytes, 2 * max_request_bytes)
+        return replace(self, max_request_bytes=max_request_bytes, max_held_bytes=max_held_bytes)
+
     @classmethod
     def from_config(
         cls, config: ApiConfig, slo: SloConfig = _NO_CLASSES, observability: ObservabilityConfig = _UNOBSERVED
@@ -78,8 +85,6 @@ class ApiSettings:
         return cls(
             **same,
             num_replicas=config.replicas,
-            max_request_bytes=config.max_body_bytes,
-            max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=max_concurrent,
             max_queued=max_queued,
             max_sequences=max_sequences,

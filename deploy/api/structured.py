@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from deploy.api.errors import bad_request
 from deploy.api.schema import GenerationFields, ResponseFormat, StructuredOutputs
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from deploy.api.answer_parts import AnswerParser, Opening, PlainText, ReasoningParser
 from deploy.api.errors import bad_request
 from deploy.api.grammar_parts import (

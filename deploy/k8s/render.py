@@ -15,16 +15,14 @@ from cluster.config import (
     DrafterConfig,
     Resources,
     Section,
-    StateConfig,
     SuffixOptions,
     TlsConfig,
     TransportConfig,
 )
 from cluster.errors import InvalidField
-from cluster.inventory import Inventory, Node
 from cluster.model_name import GGUF
 from cluster.placement import PlacementError, place
-from cluster.resolve import LOOKUP_CPUS, MODEL_ON_CPU_CPUS, WITH_GPU_CPUS
+from cluster.resolve import LOOKUP_CPUS, MODEL_ON_CPU_CPUS, WITH_GPU_CPUS, Inventory, Node
 from engine.dtypes import BFLOAT16_BYTES
 from engine.models.gguf_file import GgufFile
 from engine.models.prepare import CATALOGUE
@@ -80,9 +78,9 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
         values["modelSpec"]["volume"] = {"claimName": options.models_claim, "mountPath": "/models"}
     if secrets := _secrets(config, options.secret):
         values["secrets"] = secrets
-    if config.cluster.state.kind == "redis":
-        values["gcsFaultTolerance"] = _on_redis(config.cluster.state, secrets)
-        values["networkPolicy"] = {"redis": _egress_to_redis(config.cluster.state)}
+    if config.cluster.state.url is not None:
+        values["gcsFaultTolerance"] = _on_redis(config.cluster.state.url, secrets)
+        values["networkPolicy"] = {"redis": _egress_to_redis(config.cluster.state.url)}
     if options.image is not None:
         repository, colon, tag = options.image.rpartition(":")
         values["image"] = (
@@ -104,7 +102,7 @@ def for_cluster(config: Config, options: Options = Options()) -> Config:
     state = config.cluster.state
     if state.password_file is not None:
         state = state.model_copy(update={"password_file": Path(SECRETS, "redis-password")})
-    elif state.kind == "file":  # of the pod, as its file system is read-only elsewhere
+    elif state.url is None:  # of the pod, as its file system is read-only elsewhere
         state = state.model_copy(update={"folder": Path("/home/outrider/state")})
     token = config.cluster.token_file and Path(SECRETS, "link-token")
     tls = config.cluster.tls and _TLS
@@ -325,19 +323,19 @@ def _secrets(config: Config, name: str) -> dict[str, Any]:
     return found | ({"tls": {"name": f"{name}-tls"}} if config.cluster.tls else {})
 
 
-def _on_redis(state: StateConfig, secrets: dict[str, Any]) -> dict[str, Any]:
+def _on_redis(url: str, secrets: dict[str, Any]) -> dict[str, Any]:
     """Fault tolerance of Ray's GCS on the Redis of the state store."""
-    parts = urlsplit(state.url)
+    parts = urlsplit(url)
     if parts.scheme == "unix":
-        raise InvalidField("cluster.state.url", state.url, "must be redis:// or rediss://: pods share no sockets")
+        raise InvalidField("cluster.state.url", url, "must be redis:// or rediss://: pods share no sockets")
     address = f"{parts.scheme}://" if parts.scheme == "rediss" else ""
     found: dict[str, Any] = {"enabled": True, "redisAddress": f"{address}{parts.hostname}:{parts.port or 6379}"}
     return found | ({"redisPassword": secrets["redisPassword"]} if "redisPassword" in secrets else {})
 
 
-def _egress_to_redis(state: StateConfig) -> dict[str, Any]:
+def _egress_to_redis(url: str) -> dict[str, Any]:
     """Of the network policy: the port of the URL and, unless the host is a name of the pods' own namespace, the peers."""
-    parts = urlsplit(state.url)
+    parts = urlsplit(url)
     host, found = parts.hostname or "", {"port": parts.port or 6379}
     try:
         address = ip_address(host)

@@ -14,8 +14,6 @@ from torch import Tensor
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
-from drafters.cache_sharing import evict, parts_that_fit
-from drafters.hidden_states.adapter import apply_adapter
 from drafters.hidden_states.checkpoint import TargetRows, load_network
 from drafters.hidden_states.families import make_stage
 from drafters.hidden_states.features import Features
@@ -23,7 +21,7 @@ from drafters.hidden_states.sequential import Block, SequentialStage
 from drafters.hidden_states.stage import DraftRows, Stage
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import DTYPES, make_gumbel_argmax
-from engine.kv_blocks import BlockLedger
+from engine.kv_blocks import BlockLedger, evict, parts_that_fit
 from engine.kv_cache import KvCache
 from engine.sampling import Sampler, SamplingState
 from engine.target import FeatureSpan
@@ -226,16 +224,13 @@ def load_drafter(
     num_blocks: int,
     calibration: Calibration | None = None,
     min_survival: float = 0.0,
-    adapter: Path | None = None,
 ) -> HiddenStateDrafter:
-    """``rows`` and ``num_target_layers`` as of ``load_network``; ``adapter``: merged into its weights.
+    """``rows`` and ``num_target_layers`` as of ``load_network``.
 
-    Raises as ``load_network``, ``apply_adapter`` and ``warm_up``, and InvalidField if the cache does not hold a block.
+    Raises as ``load_network`` and ``warm_up``, and InvalidField if the cache does not hold a block.
     """
     kind, int8 = DTYPES[dtype], dtype == "int8"
-    network = load_network(folder, rows, kind if adapter is None else torch.float32, num_target_layers)
-    if adapter is not None:
-        apply_adapter(adapter, network)
+    network = load_network(folder, rows, kind, num_target_layers)
     kernel = make_gumbel_argmax(target.vocab_size, torch.float32, device) if device.type == "cuda" else None
     sampler = Sampler(target.vocab_size, target.eos_token_ids, kernel)
     drafter = HiddenStateDrafter(

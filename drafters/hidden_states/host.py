@@ -10,7 +10,6 @@ from torch import Tensor
 from cluster.config import HiddenStateOptions
 from cluster.errors import ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.hidden_states.adapter import find_adapter
 from drafters.hidden_states.config import NetworkConfig
 from drafters.hidden_states.drafter import HiddenStateDrafter, load_drafter
 from drafters.hidden_states.features import HostFeatures
@@ -69,7 +68,6 @@ def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, ho
         device,
         HostFeatures(host.engine, config.features, host.name_of),
         num_target_layers=host.config.num_layers,
-        adapter=None if options.adapter is None else find_adapter(folder, options.adapter),
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
         calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,

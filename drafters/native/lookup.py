@@ -24,6 +24,7 @@ MIN_SURVIVAL = 0.15
 # A token's confidence is its share of the continuations, c / (total + doubt / match length). With this doubt, confidences
 # from 0.4 up agreed with the accepted share within 0.05 on SmolLM2-135M's answers.
 DOUBT = 2.0
+MAX_MATCH_LEN = 16  # in other answers; a request's own text has no limit
 REQUEST_TOKENS = 8192  # a request's automaton remembers between half of this and all of it
 
 _INT, _DOUBLE, _AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -57,14 +58,14 @@ def compiled(drafter: Lookup) -> Drafter:
     return drafter if library is None else NativeLookup(library, drafter.kind, *drafter.settings, keep=drafter)
 
 
-def suffix(library: ctypes.CDLL, max_match_len: int, max_shared_tokens: int) -> "NativeLookup":
+def suffix(library: ctypes.CDLL, max_shared_tokens: int) -> "NativeLookup":
     """Follows the most frequent continuation of the longest match, in the request's own text or in recent answers.
 
     After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth limit and a tenth of the nodes. A
     request reads recent answers with its own salt only. All together have ``max_shared_tokens``. An automaton takes about
     140 bytes per token of natural text, and at most 450.
     """
-    return NativeLookup(library, "suffix", max_match_len, max_shared_tokens, 1, MIN_SURVIVAL, DOUBT, REQUEST_TOKENS)
+    return NativeLookup(library, "suffix", MAX_MATCH_LEN, max_shared_tokens, 1, MIN_SURVIVAL, DOUBT, REQUEST_TOKENS)
 
 
 @cache

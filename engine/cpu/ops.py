@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch_layout import Layout
-from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
-from engine.cpu.int8 import Int8Linear
 from engine.cpu.layer import CpuLayer
+from engine.cpu.native_product import Bf16Linear, Int8Linear
 from engine.cpu.packed import packed_linear
 from engine.cpu.quantised import QuantisedLinear
 from engine.models.config import DecoderConfig

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.tag_rules import schemas_of
 from engine.grammar.vocabulary import GrammarVocabulary

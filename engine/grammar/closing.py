@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from xgrammar import GrammarMatcher
 
-from cluster.grammar import GrammarKind
+from cluster.sampling_params import GrammarKind
 from engine.grammar.vocabulary import GrammarVocabulary, chars_left
 
 MAX_BYTES = 4096  # of an end

@@ -13,8 +13,7 @@ import torch
 import xgrammar
 
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.grammar import Grammar, GrammarKind
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from engine.grammar.closing import MAX_COST
 from engine.grammar.json_pattern import repeats_fault, with_plain_codes
 from engine.grammar.json_rules import reason_of, rules_of

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from xgrammar import GrammarMatcher
 
-from cluster.grammar import GrammarKind
+from cluster.sampling_params import GrammarKind
 from engine.grammar.closing import MAX_COST, Closing, JsonScan
 
 if TYPE_CHECKING:

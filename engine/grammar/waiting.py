@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar
+from cluster.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar, Grammars

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from cluster.errors import RankLost
-from cluster.grammar import Grammar
 from cluster.messages import Open
+from cluster.sampling_params import Grammar
 from cluster.types import Request
 from engine.forward import CausalModel
 from engine.grammar.compiling import Grammars

@@ -14,7 +14,7 @@ from cluster.errors import InvalidField, ModelUnavailable
 from engine.dtypes import choose_dtype
 from engine.model_facts import ModelFacts
 from engine.vllm.arguments import check_names
-from engine.vllm.version import require_vllm
+from engine.vllm.environment import require_vllm
 
 TIMEOUT_S = 300.0
 

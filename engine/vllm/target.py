@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,20 +28,21 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 
+from cluster.config import TargetConfig
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.types import Adapter, Request, TokenLogprobs
+from cluster.types import Adapter, ModelInfo, Request, TokenLogprobs
+from engine.adapter_files import read_adapter
+from engine.device import require
 from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
-from engine.target import FeatureSpan
+from engine.target import FeatureSpan, LoadedTarget
 from engine.vllm.adapters import AdapterSlots
 from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
-from engine.vllm.environment import RUNNER_V2
+from engine.vllm.environment import NOT_BOUND, RUNNER_V2, binding_of, require_vllm, threads_of_ranks
 from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
-from engine.vllm.ranks import NOT_BOUND, binding_of, threads_of_ranks
 from engine.vllm.sampling import EXTRA_ARG, PassResult, RequestSampling, full_attention_group
 from engine.vllm.scheduler import PlannedScheduler
-from engine.vllm.version import require_vllm
 from router.plan import Capacity, Span
 
 logger = logging.getLogger(__name__)
@@ -376,3 +378,45 @@ def _cut(span: Span) -> Span:
     if excess <= 0:
         return span
     return Span.bound(span.request_id, span.base_len, span.token_ids[:-excess], MAX_DRAFT_LEN, span.samples)
+
+
+def load_vllm(
+    folder: Path,
+    target: TargetConfig,
+    info: ModelInfo,
+    feature_layers: Sequence[int] = (),
+    proposer: Mapping[str, Any] | None = None,
+) -> LoadedTarget:
+    """The target of a resolved configuration, as `engine.loading.load_engine`, which has set the environment.
+
+    Raises:
+        InvalidField: vLLM is missing or of another version, or refuses the configuration; there is no such device; the KV
+            cache cannot hold a sequence of the longest kind.
+    """
+    require(target.device)
+    from engine.vllm.target import VllmTarget
+
+    limits = VllmLimits(
+        dtype=target.dtype,
+        max_model_len=info.max_model_len,
+        max_num_sequences=target.max_num_sequences,
+        max_pass_tokens=target.longest_pass,
+        block_len=target.block_len,
+        kv_cache_bytes=None if target.kv_cache_gb == "auto" and target.device == "cuda" else target.kv_cache_bytes,
+        gpu_share=target.gpu_memory_utilization,
+        tensor_parallel=target.tensor_parallel,
+        device=target.device,
+        num_threads=1 if target.resources.threads == "auto" else target.resources.threads,
+        binds=target.most == 1,  # several on one machine would be bound to the same cores
+        num_adapters=target.num_adapters,
+        more=target.vllm,
+        proposer=proposer or {},
+    )
+    engine = VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
+    for i, adapter in enumerate(info.adapters):
+        try:
+            read_adapter(adapter)
+            engine.load_adapter(adapter, info.adapters)
+        except InvalidField as error:
+            raise InvalidField(f"target.lora_modules[{i}].path", adapter.path, error.reason) from error
+    return engine

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.config import DEFAULT_DRAFT_LEN
-from cluster.fast_dataclass import record
-from cluster.types import Commit, DraftTerms
+from cluster.types import Commit, DraftTerms, record
 from router.assignment import drafter_of
 from router.drafting.value import PRICE_STEPS, DraftingValue, QuotedPrice
 from router.estimates.drafter_stats import Judgement

@@ -15,8 +15,7 @@ from dataclasses import field
 from itertools import accumulate
 
 from cluster.config import DEFAULT_DRAFT_LEN
-from cluster.fast_dataclass import record
-from cluster.types import PRICE_SHARE
+from cluster.types import PRICE_SHARE, record
 from router.assignment import drafter_of
 from router.cost_model import CostModel
 from router.estimates.decayed import DecayedMean

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Protocol, runtime_checkable
 
-from cluster.fast_dataclass import record
+from cluster.types import record
 from router.cost_model import CostModel
 from router.drafting.value import DraftingValue
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView

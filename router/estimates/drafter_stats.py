@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.drafting_counts import DraftingCounts, DraftingTally
-from cluster.fast_dataclass import record
+from cluster.types import record
 from router.estimates.decayed import RECENT, USUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 from router.estimates.survival import OnlineSurvival

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.fast_dataclass import record
+from cluster.types import record
 
 NUM_SWEEPS = 2
 # Candidate thresholds: these quantiles of the margins of accepted draft tokens, so 0.95 loses one in twenty there.

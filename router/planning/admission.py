@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 
-from cluster.fast_dataclass import record
+from cluster.types import record
 from router.cost_model import CostModel
 from router.drafting.verification import MIN_CHUNK_LEN
 from router.estimates.decayed import DecayedMean

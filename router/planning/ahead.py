@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.fast_dataclass import record
+from cluster.types import record
 from router.drafting.ranking import Ranking
 from router.drafting.verification import PassContext
 from router.plan import SequenceView, Span, StepPlan

@@ -67,7 +67,7 @@ def fleet_scaler(config: Config, cost: CostModel, kv_tokens: int, resources: Map
     rates = ServiceRates(cost, TargetSize(_target_cost(config), target.max_num_sequences, kv_tokens), sizes)
     objectives = Objectives(ttft_ms / 1e3, tpot_ms / 1e3)
     limits = fleet_limits(config, resources)
-    return FleetScaler(rates, objectives, limits, config.scaling.target_start_s, config.scaling.attainment)
+    return FleetScaler(rates, objectives, limits, config.scaling.target_start_s)
 
 
 def fleet_limits(config: Config, resources: Mapping[str, float]) -> FleetLimits:

@@ -22,6 +22,7 @@ from router.scaling.report import FleetReport, FleetSize, Replicas
 from router.scaling.service_rates import Objectives, ServiceRates
 
 PERIOD_S = 1.0  # between reports
+ATTAINMENT = 0.99  # goal: share of requests that meet their objectives
 PLAN_S = 5.0  # between plans; the greatest need within it counts
 BUDGET_SHARE = 0.2  # of the requests that may miss their objectives, those that may for want of replicas: bursts are few
 HYSTERESIS = 0.05  # of the GPUs of a plan, by which another must be cheaper
@@ -101,18 +102,15 @@ class FleetScaler:
 
     Args:
         start_s: of a target, from the decision to the first request.
-        attainment: share of requests that shall meet their objectives.
     """
 
     period_s = PERIOD_S
 
-    def __init__(
-        self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start_s: float, attainment: float = 0.99
-    ) -> None:
+    def __init__(self, rates: ServiceRates, objectives: Objectives, limits: FleetLimits, start_s: float) -> None:
         self.limits = limits  # may be replaced at any time
         self._rates, self._objectives = rates, objectives
         self._demand = Demand(rates, objectives)
-        self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - attainment), max(1, limits.min_targets))
+        self._forecast = Forecast(start_s, PLAN_S, BUDGET_SHARE * (1.0 - ATTAINMENT), max(1, limits.min_targets))
         self._running: deque[float] = deque(maxlen=round(LASTING_S / PLAN_S))
         self._num_running = 0.0  # requests for which there shall be drafters
         self._wanted: deque[Mapping[str, int]] = deque(maxlen=round(HOLD_S / PLAN_S))

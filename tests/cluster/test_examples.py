@@ -13,8 +13,8 @@ from actors.processes import Process, ProcessEnded
 from actors.ray_pool import Deployment, RaySpawner
 from actors.supervisor import ROUTER
 from cluster.config import Config, DrafterOptions, HiddenStateOptions, ModelConfig, ModelOptions, StateConfig, load
-from cluster.inventory import Inventory
 from cluster.placement import PlacementError
+from cluster.resolve import Inventory
 from cluster.types import ModelInfo
 from deploy.deployment import connect
 from engine.model_facts import ModelFacts, read_facts

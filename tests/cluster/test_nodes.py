@@ -19,9 +19,8 @@ from actors.ray_pool import Deployment, start_supervisor
 from benchmarks.server import ServerProcess
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, Resources, TargetConfig
-from cluster.inventory import Inventory
 from cluster.placement import place
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from deploy.placement_groups import make_groups, read_inventory, with_cores

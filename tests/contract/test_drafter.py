@@ -121,13 +121,13 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, wide_folder: Path, t
     def model(num_layers: int) -> ModelOptions:
         return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
 
-    other = model(2).model_copy(update={"target": str(wide_folder)})
-    lookups = (NgramOptions(), SuffixOptions(), TableOptions(max_learned=100))
-    layers = LayersOptions(
-        path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.0002, min_survival=0.0
+    other = model(2).of_target(str(wide_folder))
+    lookups = (NgramOptions(), SuffixOptions(), TableOptions())
+    layers = LayersOptions(path=str(layers_folder), dtype="float32", kv_cache_gb=0.0002, min_survival=0.0).of_target(
+        str(folder)
     )
     options: dict[str, DrafterOptions] = {
-        "table": TableOptions(path=str(table_file), max_learned=0),
+        "table": TableOptions(path=str(table_file)),
         "layers": layers,
         "cascade": CascadeOptions(members=(*lookups, layers)),
         "lookup-cascade": CascadeOptions(members=lookups),

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cluster.grammar import Grammar, GrammarKind
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from engine.target import AsynchronousEngine, TargetEngine
 from tests.support.local_target import load_two_ranks
 from tests.support.target_driver import Drafts, Played, play

@@ -12,7 +12,7 @@ from engine.device import synchronize
 from engine.models.config import DecoderConfig, RopeConfig
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.stopwatch import OwnTime
+from profiler.interleaved import OwnTime
 
 # Of Llama 3.2 1B, and one that is interpreted quickly.
 MODEL = DecoderConfig(

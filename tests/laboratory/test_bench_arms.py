@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.arms import AUTO, OFF, Rounds, Turn
+from benchmarks.overlap import DRAFTER, RULES, ratio, with_drafter
 from benchmarks.serve import local_config, with_state
 from cluster.config import load, show
 
@@ -52,5 +53,25 @@ def test_a_server_has_a_state_folder_of_its_own(tmp_path: Path) -> None:
     config = with_state(local_config("smollm2-135m"), tmp_path)
     (tmp_path / "outrider.yaml").write_text(show(config))
     state = load(tmp_path / "outrider.yaml").cluster.state
-    assert state.kind == "file"
+    assert state.url is None
     assert state.folder == tmp_path
+
+
+# ---- the benchmark of overlap: servers that differ in nothing but the rule, and ratios of their turns
+
+
+def test_servers_differ_in_the_rule_of_overlap_alone() -> None:
+    configs = [with_drafter(local_config("smollm2-135m"), rule) for rule in RULES.values()]
+    planners = [config.planner for config in configs]
+    assert [planner.overlap for planner in planners] == list(RULES.values())
+    assert len({planner.model_copy(update={"overlap": "gain"}).model_dump_json() for planner in planners}) == 1
+    for config in configs:
+        (drafter,) = config.drafters
+        assert drafter.name == DRAFTER
+        assert not drafter.is_colocated
+
+
+def test_a_ratio_is_the_mean_of_those_of_the_rounds() -> None:
+    found = ratio([10.0, 40.0], [10.0, 10.0])
+    assert found.value == pytest.approx(2.0)
+    assert found.error == pytest.approx(math.log(4.0) / 2)

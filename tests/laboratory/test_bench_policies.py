@@ -129,3 +129,19 @@ def test_adaspec_reads_objectives_in_verification_alone(monkeypatch: pytest.Monk
         return float(result.ttft_s.mean())
 
     assert ttft_s(VerificationAlone, 0.02) < 1.2 * ttft_s(StepPlanner, None) < ttft_s(StepPlanner, 0.02)
+
+
+# ---- a batch is not cut into micro-batches where a barrier with shorter drafts is faster
+
+
+def test_the_default_is_faster_than_a_fixed_length_where_half_a_batch_takes_a_whole_pass() -> None:
+    machine = gpu_machine("h100-32b", "qwen-1.5b")  # a pass for 2 requests takes as long as one for 4; 8 drafts take a pass
+    workload = Workload("batch 4", 4, 2000)
+
+    def played(name: str) -> ArmResult:
+        arm = next(arm for arm in ARMS if arm.name == name)
+        return run_arm(machine.spec(), machine.settings(), arm, workload.load(machine), workload.until_s(machine))
+
+    default, two = played("outrider"), played("fixed-2")
+    assert default.verified_len < 6.0
+    assert default.goodput > two.goodput

@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
 from engine.factory import load_target

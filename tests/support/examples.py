@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.inventory import Inventory, Node
+from cluster.resolve import Inventory, Node
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 MACHINES = {

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
 
 EOS = 256

@@ -15,9 +15,8 @@ from cluster.config import TlsConfig
 from cluster.errors import LinkFull
 from cluster.messages import Hello, ProposalRound, Role
 from cluster.transport.base import Event, Limits, Link, LinkUp, Listener, Mailbox, Received
-from cluster.transport.codec import decode, encode
+from cluster.transport.codec import Greeting, Refusal, decode, encode
 from cluster.transport.factory import connect, listen
-from cluster.transport.frames import Greeting, Refusal
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0

@@ -245,9 +245,12 @@ def test_choice_seeds_are_valid_and_stable(seed: int, index: int) -> None:
 
 
 def test_settings_follow_the_configuration() -> None:
-    config = ApiConfig(api_keys_file=Path("keys"), max_body_bytes=2048, max_concurrent_requests=8)
+    config = ApiConfig(api_keys_file=Path("keys"), max_concurrent_requests=8)
     settings = ApiSettings.from_config(config)
-    assert (settings.max_request_bytes, settings.max_concurrent) == (2048, 8)
+    assert settings.max_concurrent == 8
+    assert settings.for_len(2048) == settings
+    long = settings.for_len(2**20)
+    assert 2 * long.max_request_bytes == 2 * 16 * 2**20 <= long.max_held_bytes
     assert settings.max_n == settings.max_sequences == 8
     assert settings.api_keys_file == Path("keys")
 

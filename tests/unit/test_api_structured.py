@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.errors import Overloaded
-from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from cluster.sampling_params import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
 from deploy.api import grammar_checker
 from deploy.api.errors import ApiError

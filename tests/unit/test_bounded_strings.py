@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar
+from cluster.sampling_params import Grammar
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.json_pattern import json_spelling, plain_spelling

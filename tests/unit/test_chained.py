@@ -20,8 +20,7 @@ from cluster.config import (
     RouterConfig,
     TargetConfig,
 )
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.model import ModelDrafter
@@ -177,7 +176,7 @@ def test_the_registry_makes_a_drafter_with_its_proposers(folder: Path, tmp_path:
     layers = write_tiny_layers(tmp_path / "layers", folder, token_ids=range(3, 250, 2))
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
     trained = DrafterConfig(
-        name="layers", options=LayersOptions(path=str(layers), target=str(folder), dtype="float32", kv_cache_gb=0.001)
+        name="layers", options=LayersOptions(path=str(layers), dtype="float32", kv_cache_gb=0.001).of_target(str(folder))
     )
     model = DrafterConfig(name="model", options=ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001))
     led, alone = made(model, [ngram, trained], folder), made(model, [], folder)

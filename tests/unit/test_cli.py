@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import BENCHES
 from deploy.cli import app
 from deploy.console import without_colours
-from engine.vllm import version as vllm_version
+from engine.vllm import environment as vllm_version
 
 COMMANDS = ("serve", "config", "chat", "status", "bench", "models", "train")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "openai", "numpy", "pydantic")

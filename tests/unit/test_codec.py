@@ -29,8 +29,7 @@ from cluster.messages import (
 )
 from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.transport import wire_pb2 as wire
-from cluster.transport.codec import decode, encode, encode_message
-from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
+from cluster.transport.codec import Frame, Greeting, Ping, Refusal, Welcome, decode, encode, encode_message
 from cluster.types import Commit, DraftTerms, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]

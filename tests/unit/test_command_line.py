@@ -218,7 +218,7 @@ def test_what_differs_from_the_default_makes_the_same_configuration(tmp_path: Pa
         "--set",
         "router.policy={kind: lbss, chunk_slots: 4}",
         "--set",
-        "cluster.state={kind: file, folder: /x}",
+        "cluster.state={folder: /x}",
     ]
     file.write_text(as_file("vllm serve a/b " + " ".join(f"'{word}'" for word in words)))
     assert load(file) == configured("a/b", *words)

@@ -12,8 +12,7 @@ from cluster.config import Config, DraftLengthConfig, NgramOptions, PlannerConfi
 from cluster.config.reference import reference
 from cluster.config.section import Section
 from cluster.errors import InvalidField
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.strict_yaml import ConfigError, parse
 from engine.dtypes import resolve_dtypes
 
@@ -128,7 +127,8 @@ zzz: 1
         ("api: {tool_call_parser: qwen_coder}", "api.tool_call_parser", 1, "(did you mean 'qwen3_coder'?), got 'qwen_c"),
         ("api: {reasoning_parser: gptoss}", "api.reasoning_parser", 1, "(did you mean 'openai_gptoss'?), got 'gptoss'"),
         ("slo:\n  classes:\n    fast: {tpt_ms: 5}", "slo.classes.fast.tpt_ms", 3, "did you mean 'tpot_ms'?"),
-        ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
+        ("target: {prefill_chunk_len: 600}", "target.prefill_chunk_len", 1, "no setting any more"),
+        ("cluster: {state: {password_file: x}}", "cluster.state", 1, "password_file is Redis's"),
         ("target: {engine: vllm, max_pass_tokens: -5}", "target.max_pass_tokens", 1, "equal to 1 or 'auto', got -5"),
         ("target: {max_pass_tokens: many}", "target.max_pass_tokens", 1, "must be a valid integer or 'auto', got 'many'"),
         ("target: {resources: {threads: 0}}", "target.resources.threads", 1, "equal to 1 or 'auto', got 0"),
@@ -171,7 +171,7 @@ zzz: 1
             1,
             "a is used more than once",
         ),
-        ("cluster: {state: {kind: redis, url: 'http://x'}}", "cluster.state", 1, "url must start with redis://"),
+        ("cluster: {state: {url: 'http://x'}}", "cluster.state", 1, "url must start with redis://"),
         ("memory: {min_residence_s: 0}", "memory.min_residence_s", 1, "must be greater than 0, got 0"),
         ("router: {policy: {kind: hedg}}", "router.policy.kind", 1, "(did you mean 'hedge'?), got 'hedg'"),
         (
@@ -215,7 +215,7 @@ def test_a_mistake_is_named(text: str, path: str, line: int | None, words: str) 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="password_file") as caught:
-        parsed("cluster: {state: {kind: redis, url: 'redis://:hunter2@host/0'}}")
+        parsed("cluster: {state: {url: 'redis://:hunter2@host/0'}}")
     assert "hunter2" not in str(caught.value)
 
 
@@ -376,14 +376,12 @@ def test_a_draft_length_rule_is_named_with_options_of_its_own() -> None:
         ("target: {device: cuda, max_pass_tokens: 512}", 1, 512, 512),
         ("target: {engine: vllm}", 0, 2048, 2048),
         ("target: {engine: vllm, max_pass_tokens: 8192}", 0, 8192, 2048),
-        ("target: {engine: vllm, prefill_chunk_len: 64}", 0, 2048, 64),
-        ("target: {engine: vllm, max_pass_tokens: 512, prefill_chunk_len: 256}", 0, 512, 256),
     ],
 )
 def test_passes_are_long_where_they_have_a_fixed_cost(text: str, num_gpus: int, rows: int, chunk_len: int) -> None:
     config = parsed(text)
     target = resolve(config, Inventory((Node("a", 8, num_gpus),))).target
-    assert (target.max_pass_tokens, target.prefill_chunk_len) == (rows, chunk_len)
+    assert (target.max_pass_tokens, target.longest_chunk) == (rows, chunk_len)
     with_device = config.target.model_copy(update={"device": target.device})
     assert (with_device.longest_pass, with_device.longest_chunk) == (rows, chunk_len)
 

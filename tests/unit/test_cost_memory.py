@@ -304,3 +304,18 @@ def test_a_check_of_a_slow_target_is_short(two_s: float) -> None:
     steep = is_too_steep(known, target, clock=lambda: target.now_s, stopwatch=VirtualWatch(target))
     assert steep == (two_s > 3.0)
     assert target.now_s < 6 * CHECK_S
+
+
+# ---- from the configuration to a target
+
+
+def test_a_folder_is_served_under_its_name_up_to_its_own_length(tiny_model_folder: Path) -> None:
+    config = Config(
+        model=ModelConfig(name=f"{tiny_model_folder}/", max_model_len=4096),
+        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
+    )
+    target, info, cost = load_target(config)
+    assert info.name == tiny_model_folder.name
+    assert info.max_model_len == 512
+    assert target.capacity().max_model_len == 512
+    assert cost.step_s(64, 0) >= cost.step_s(1, 0) > 0

@@ -168,8 +168,8 @@ def test_a_score_is_what_really_drafting_gives(
         "ngram": NgramOptions(),
         "suffix": SuffixOptions(),
         "model": ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001),
-        "layers": LayersOptions(
-            path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.001, min_survival=0.3
+        "layers": LayersOptions(path=str(layers_folder), dtype="float32", kv_cache_gb=0.001, min_survival=0.3).of_target(
+            str(folder)
         ),
     }
 

@@ -17,7 +17,7 @@ import torch
 from engine import compiling
 from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.cpu import build
-from engine.cpu.bf16 import Bf16Linear
+from engine.cpu.native_product import Bf16Linear
 from engine.cpu.ops import AttentionShape, CpuOps
 from engine.cpu.packed import packed_linear
 from engine.cpu_level import AMX, AVX512_BF16, cpu_level, machine_level

@@ -17,7 +17,7 @@ import tests.support.interpreted_triton  # isort: skip  # noqa: F401
 from cluster.sampling_params import SamplingParams
 from drafters.reduced_vocab import ReducedHead
 from drafters.small_model import Question, SmallModel
-from engine import logprobs
+from engine import sampling as sampling_module
 from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cuda import sampling as cuda_sampling
@@ -267,7 +267,7 @@ def test_a_pass_takes_at_most_eight_operations_and_one_wait(
 
 def test_logprobs_take_one_more_wait_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Counting(monkeypatch)
-    monkeypatch.setattr(logprobs, "to_host", device._read)
+    monkeypatch.setattr(sampling_module, "to_host", device._read)
     sampler = Sampler(1000, (), CudaGumbelArgmax(np.arange(1000), device.launch))
     spans = [SampleSpan(SamplingState(replace(PLAIN, top_logprobs=i % 4), [1], 1), (), 1) for i in range(8)]
     with device:

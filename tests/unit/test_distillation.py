@@ -22,9 +22,8 @@ from training.frozen import FrozenTarget
 from training.hidden_state_student import HiddenStateStudent
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import HEADS, HeadKind, TrainOptions, network_config
+from training.recipe import HEADS, HeadKind, TrainOptions, network_config, warm_start
 from training.regression import Moments
-from training.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cluster.config import SuffixOptions
 from cluster.sampling_params import SamplingParams
 from cluster.types import DraftTerms
+from drafters.native.lookup import MAX_MATCH_LEN
 from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from tests.reference.suffix import SuffixDrafter
@@ -38,8 +39,7 @@ def answer(drafter: Drafter, token_ids: Sequence[int], prompt: Sequence[int] = (
 
 def suffix(**arguments: Any) -> SuffixDrafter:
     """As configured, but for the arguments."""
-    options = SuffixOptions()
-    preset = {"max_match_len": options.max_match_len, "max_shared_tokens": options.max_shared_tokens}
+    preset = {"max_match_len": MAX_MATCH_LEN, "max_shared_tokens": SuffixOptions().max_shared_tokens}
     return SuffixDrafter(**{**preset, **arguments})
 
 

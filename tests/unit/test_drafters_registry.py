@@ -61,7 +61,7 @@ def test_makes_every_kind(folder: Path) -> None:
     target = target_of(folder)
     model = ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001, num_layers=1)
     assert is_lookup(made(NgramOptions(), target), "ngram")
-    assert is_lookup(made(SuffixOptions(max_match_len=1), target), "suffix")
+    assert is_lookup(made(SuffixOptions(), target), "suffix")
     assert isinstance(made(model, target), ModelDrafter)
 
 
@@ -70,7 +70,7 @@ def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
     write_tiny_layers(tmp_path / "trained", folder, range(5, 100))
     layers = LayersOptions(path=str(tmp_path / "trained"), dtype="float32", kv_cache_gb=0.001)
     assert isinstance(made(layers, target), ModelDrafter)
-    assert isinstance(made(layers.model_copy(update={"target": str(folder)}), target), ModelDrafter)
+    assert isinstance(made(layers.of_target(str(folder)), target), ModelDrafter)
     assert isinstance(made(CascadeOptions(members=(NgramOptions(), layers)), target), CascadeDrafter)
     (tmp_path / "table").mkdir()
     count_frequencies([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
@@ -127,7 +127,7 @@ def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path)
     write_tiny_layers(trained, folder, [5, 7])
     wide = write_tiny_model(tmp_path / "wide", hidden_size=64)
     with pytest.raises(ModelUnavailable, match="width 64"):
-        made(LayersOptions(path=str(trained), target=str(wide), dtype="float32"), target)
+        made(LayersOptions(path=str(trained), dtype="float32").of_target(str(wide)), target)
     config = json.loads((trained / "config.json").read_text())
     (trained / "config.json").write_text(json.dumps(config | {"tokenizer_fingerprint": "0"}))
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
@@ -154,12 +154,12 @@ def test_a_target_whose_tokenizer_cannot_be_read_is_one_clear_line(folder: Path,
     with pytest.raises(ModelUnavailable, match="elsewhere: neither a folder"):
         made(ModelOptions(model=str(folder)), elsewhere)
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer than the one that elsewhere is served with"):
-        made(ModelOptions(model=str(folder), target=str(folder)), elsewhere)
+        made(ModelOptions(model=str(folder)).of_target(str(folder)), elsewhere)
     wordy = write_wordy_model(tmp_path / "wordy")
     with pytest.raises(ModelUnavailable, match="the tokenizer has no decoder"):
         made(ModelOptions(model=str(wordy)), target_of(folder))
     (other / "tokenizer.json").unlink()
-    for option in (ModelOptions(model=str(folder), target=str(other)), ModelOptions(model=str(other))):
+    for option in (ModelOptions(model=str(folder)).of_target(str(other)), ModelOptions(model=str(other))):
         with pytest.raises(ModelUnavailable, match=r"tokenizer\.json is missing"):
             made(option, elsewhere)
 
@@ -168,7 +168,7 @@ def test_layers_are_refused_for_a_target_with_another_tokenizer(folder: Path, tm
     trained = write_tiny_layers(tmp_path / "trained", folder, range(5, 100))
     other = write_renamed(tmp_path / "other", folder, {"a": "ab"})
     with pytest.raises(IncompatibleTokenizer, match="is not that of"):
-        made(LayersOptions(path=str(trained), target=str(folder)), target_of(other))
+        made(LayersOptions(path=str(trained)).of_target(str(folder)), target_of(other))
 
 
 def test_how_text_becomes_ids_does_not_matter_what_they_mean_does(folder: Path, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Hello, Message, ProposalRound, Role
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import FORCED, MAX_DRAFT_LEN, Commit, DraftTerms, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.draft_state import DraftState

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from engine.grammar import compiling, waiting
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.vocabulary import GrammarVocabulary

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from benchmarks.json_schemas import make_schemas
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from deploy.api.tools import THINK, AnswerForm, ToolUse
 from engine.grammar import checking, closing
 from engine.grammar.compiling import CompiledGrammar, Grammars

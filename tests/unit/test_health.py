@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from actors import health
+from actors.processes import ProcessEnded, RestartPolicy
+from actors.rank import RankProcesses
+from cluster.config import SupervisionConfig
 from tests.support.supervision import FAST, PretendedProcess
 
 TIMEOUT_S = FAST.health_timeout_ms / 1e3
@@ -163,3 +166,100 @@ def test_a_supervisor_that_is_cut_off_replaces_nobody_for_silence() -> None:
         assert 0 < len(answers) < 4, "spared once at least"
 
     run(check())
+
+
+# ---- when a process that ended is started again
+
+
+CONFIG = SupervisionConfig(quarantine_restarts=4)
+
+
+def pauses_s(policy: RestartPolicy, times_s: list[float]) -> list[float]:
+    return [policy.failed(now_s).at_s - now_s for now_s in times_s]
+
+
+def test_first_restart_comes_at_once_and_further_ones_after_doubled_pauses() -> None:
+    policy = RestartPolicy(CONFIG, may_quarantine=False)
+    assert pauses_s(policy, [0, 1, 2, 3, 4, 5, 6]) == pytest.approx([0, 0.25, 0.5, 1.0, 2.0, 4.0, 5.0])
+    assert policy.num_restarts == 7
+
+
+def test_thousands_of_failures_stay_at_the_longest_pause() -> None:
+    policy = RestartPolicy(CONFIG, may_quarantine=False)
+    assert pauses_s(policy, [i / 1000 for i in range(5000)])[-1] == pytest.approx(5.0)
+
+
+def test_a_drafter_that_fails_too_often_within_the_window_is_quarantined_and_then_starts_afresh() -> None:
+    policy = RestartPolicy(CONFIG, may_quarantine=True)
+    outcomes = [policy.failed(now_s) for now_s in (0, 1, 2, 3)]
+    assert [outcome.quarantined for outcome in outcomes] == [False, False, False, True]
+    assert outcomes[-1].at_s == 3 + 120
+    again = policy.failed(123)
+    assert (again.quarantined, again.at_s) == (False, 123)
+
+
+def test_failures_that_are_far_apart_count_as_first_ones() -> None:
+    policy = RestartPolicy(CONFIG, may_quarantine=True)
+    outcomes = [policy.failed(i * 61.0) for i in range(20)]
+    assert not any(outcome.quarantined for outcome in outcomes)
+    assert all(outcome.at_s == i * 61.0 for i, outcome in enumerate(outcomes))
+
+
+def test_what_the_service_needs_is_never_quarantined() -> None:
+    policy = RestartPolicy(CONFIG, may_quarantine=False)
+    assert not any(policy.failed(now_s).quarantined for now_s in range(50))
+
+
+# ---- the ranks of a target, as the supervisor sees them: one process
+
+
+def made() -> tuple[RankProcesses, PretendedProcess, list[PretendedProcess]]:
+    first, others = PretendedProcess("target-0", "info"), [PretendedProcess(f"target-0/{rank}", rank) for rank in (1, 2)]
+    return RankProcesses(first, others), first, others
+
+
+def test_all_ranks_start_at_the_address_of_the_first_which_answers_for_them() -> None:
+    async def run() -> None:
+        process, first, others = made()
+        assert await process.call("start") == "info"
+        await process.call("drain")
+        assert [method for method, _ in first.calls] == ["rendezvous", "start", "drain"]
+        assert [one.calls for one in others] == [[("follow", (None,))]] * 2
+
+    asyncio.run(run())
+
+
+def test_they_end_with_the_first_that_does_and_are_killed_together() -> None:
+    async def run() -> None:
+        process, first, others = made()
+        watching = asyncio.ensure_future(health.wait_failure(process, FAST, 1))
+        others[1].die("killed by the system")
+        assert await watching == "rank 2: killed by the system"
+        await process.kill()
+        assert not any(one.alive for one in (first, *others))
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_hangs_hides_no_end_of_another() -> None:
+    async def run() -> None:
+        process, first, others = made()
+        others[0].silent = True
+        asyncio.get_running_loop().call_later(0.05, first.die, "RankLost")
+        patient = FAST.model_copy(update={"health_timeout_ms": 60_000})
+        assert await health.wait_failure(process, patient, 1) == "rank 0: RankLost"
+        process, first, others = made()
+        others[0].silent = True
+        assert await health.wait_failure(process, FAST, 1) == "it did not answer within 0.05 s"
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_cannot_start_is_the_reason_of_the_whole() -> None:
+    async def run() -> None:
+        process, _, others = made()
+        others[0].starts = False
+        with pytest.raises(ProcessEnded, match="it would not start"):
+            await process.call("start")
+
+    asyncio.run(run())

@@ -19,7 +19,7 @@ from engine import compiling
 from engine.batch_layout import PackedSpan
 from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
-from engine.cpu.int8 import Int8Linear
+from engine.cpu.native_product import Int8Linear
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight
 from engine.noise import noise_keys

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from profiler.interleaved import MAX_VISITS, Timing, TimingBudget, time_interleaved
-from profiler.stopwatch import OwnTime
+from profiler.interleaved import MAX_VISITS, OwnTime, Timing, TimingBudget, time_interleaved
 
 
 class Machine:

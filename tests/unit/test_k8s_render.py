@@ -25,9 +25,8 @@ from cluster.config import (
     load,
 )
 from cluster.errors import InvalidField
-from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, place
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from deploy.cli import app
 from deploy.k8s.kustomize import MODEL_GB
 from deploy.k8s.render import GPU, Options, _weights_on_disk_gb, for_cluster, values_for
@@ -73,8 +72,7 @@ def test_the_pods_hold_the_whole_file(example: Path, tmp_path: Path) -> None:
     config, pods = config_of(values, tmp_path), pods_of(values)
     assert config == for_cluster(with_shipped(load(example)))
     resolved = resolve(config, pods)
-    sizes = {"max_pass_tokens": config.target.longest_pass, "prefill_chunk_len": config.target.longest_chunk}
-    sizes["kv_cache_gb"] = config.target.kv_cache_bytes / 2**30
+    sizes = {"max_pass_tokens": config.target.longest_pass, "kv_cache_gb": config.target.kv_cache_bytes / 2**30}
     assert resolved.target == config.target.model_copy(update=sizes)
     plan = place(resolved, pods)
     pools = {node.name: node.labels["outrider/pool"] for node in pods.nodes}
@@ -164,7 +162,7 @@ def test_secrets_of_the_file_become_files_of_the_pod(tmp_path: Path) -> None:
     )
     assert volume["projected"]["defaultMode"] & stat.S_IRWXO == 0, "processes refuse a key that everybody may read"
     state, tls = config.cluster.state, config.cluster.tls
-    assert state.kind == "redis"
+    assert state.url is not None
     assert tls is not None
     named = [config.api.api_keys_file, config.api.operator_keys_file, state.password_file, config.cluster.token_file]
     named += [tls.cert_file, tls.key_file, tls.ca_file]
@@ -192,7 +190,7 @@ IN_NAMESPACE = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "redi
 def test_the_network_policy_lets_pods_reach_the_redis_of_the_file(
     url: str, port: int, to: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config(cluster=ClusterConfig(state=StateConfig(kind="redis", url=url)))
+    config = Config(cluster=ClusterConfig(state=StateConfig(url=url)))
     manifests = render(values_for(config))
     assert [problem for manifest in manifests for problem in problems(manifest)] == []
     (policy,) = [m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-redis"]

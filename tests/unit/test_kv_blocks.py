@@ -1,14 +1,17 @@
 """The ledger against a model that writes every token into a pretended cache: what a sequence reads is what it wrote."""
 
 import random
+import resource
 
 import pytest
-from hypothesis import HealthCheck, settings
+import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
 from cluster.errors import OutOfBlocks
 from engine.kv_blocks import BlockLedger, Checkpoint, LedgerMisuse
+from engine.kv_cache import cache_zeros
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens only: many sequences begin alike
 
@@ -335,3 +338,58 @@ def test_misuse_is_named() -> None:
         ledger.block_table("a")[0] = 5
     with pytest.raises(ValueError, match="at least one block"):
         BlockLedger(0, 2)
+
+
+# ---- what drafters ask of the ledger beyond speculate and commit: an open checkpoint may be revised
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=8), st.integers(0, 30), st.booleans())
+def test_a_revised_checkpoint_keeps_the_blocks_of_its_beginning(lens: list[int], num_kept: int, prefix_cache: bool) -> None:
+    ledger = BlockLedger(num_blocks=8, block_len=4, prefix_cache=prefix_cache)
+    ledger.open("a", [])
+    ledger.commit(ledger.speculate("a", range(6)), 6)
+    checkpoint = ledger.speculate("a", [0])
+    for length in lens:
+        before = ledger.block_table("a").tolist()
+        checkpoint = ledger.revise(checkpoint, range(length))
+        after = ledger.block_table("a").tolist()
+        assert len(after) == -(-(6 + length) // 4)
+        assert all(mine == theirs for mine, theirs in zip(before, after, strict=False))
+        assert ledger.computed_len("a") == checkpoint.base_len == 6
+        ledger.check_integrity()
+    kept = min(num_kept, lens[-1])
+    ledger.commit(checkpoint, kept)
+    assert ledger.computed_len("a") == 6 + kept
+    ledger.release("a")
+    assert ledger.num_free_blocks == 8
+    ledger.check_integrity()
+
+
+def test_a_revision_that_cannot_be_changes_nothing() -> None:
+    ledger = BlockLedger(num_blocks=3, block_len=4)
+    ledger.open("a", [])
+    first = ledger.speculate("a", range(6))
+    with pytest.raises(OutOfBlocks):
+        ledger.revise(first, range(13))
+    with pytest.raises(LedgerMisuse, match="no tokens"):
+        ledger.revise(first, [])
+    second = ledger.revise(first, range(12))
+    with pytest.raises(LedgerMisuse, match="not open any more"):
+        ledger.revise(first, range(2))
+    ledger.commit(second, 12)
+    with pytest.raises(LedgerMisuse, match="not open any more"):
+        ledger.revise(second, range(2))
+    ledger.check_integrity()
+
+
+# ---- the memory of a KV cache
+
+
+NUM_BYTES = 128 * 2**20  # 64 huge pages
+
+
+def test_the_pages_of_a_new_cache_are_there_so_that_no_pass_waits_for_them() -> None:
+    cache = cache_zeros((NUM_BYTES // 2,), torch.bfloat16, torch.device("cpu"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cache.fill_(1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32

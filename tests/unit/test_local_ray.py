@@ -5,14 +5,19 @@ import socket
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
+import grpc
 import pytest
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
+from ray.serve.schema import ProxyStatus
 
+from cluster.errors import InvalidField
 from deploy import local_ray, process_tree
+from deploy.deployment import ALIVE, answering_host, asks_for_token
 from deploy.local_ray import LaunchError, free_port, prepare_environment
 
 
@@ -114,3 +119,72 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
     monkeypatch.setattr(process_tree.ctypes, "CDLL", lambda *_, **__: Library())
     process_tree.adopt_orphans()
     assert len(calls) == num_calls
+
+
+# ---- where a process that deployed the API reaches it
+
+
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "fd00::3"}
+BUSY, WELL = ProxyStatus.UNHEALTHY, ProxyStatus.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "proxies", "reached"),
+    [
+        ("0.0.0.0", "a", {"a": WELL, "b": WELL}, "127.0.0.1"),
+        ("::", "a", {"a": WELL}, "::1"),
+        ("0.0.0.0", "b", {"a": WELL}, "10.0.0.1"),
+        ("::", "b", {"c": WELL}, "fd00::3"),
+        ("0.0.0.0", "c", {"a": BUSY, "b": WELL}, "10.0.0.2"),
+        ("0.0.0.0", "a", {"a": BUSY, "b": WELL}, "10.0.0.2"),
+        ("0.0.0.0", "a", {"b": BUSY}, "127.0.0.1"),
+        ("10.0.0.9", "b", {"a": WELL}, "10.0.0.9"),
+        ("127.0.0.1", "a", {"a": BUSY}, "127.0.0.1"),
+    ],
+)
+def test_the_api_is_reached_where_a_healthy_proxy_is(
+    host: str, here: str, proxies: dict[str, ProxyStatus], reached: str
+) -> None:
+    assert answering_host(host, here, proxies, ADDRESSES) == reached
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_is_refused_on_a_machine_without_a_proxy(host: str) -> None:
+    with pytest.raises(InvalidField, match=r"api\.host.*0\.0\.0\.0"):
+        answering_host(host, "b", {"a": WELL}, ADDRESSES)
+
+
+# ---- whether a Ray cluster that is joined asks for a token
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray Serve's import
+
+
+@pytest.mark.parametrize(
+    ("answer", "asks"), [(None, False), (grpc.StatusCode.UNAUTHENTICATED, True), (grpc.StatusCode.INTERNAL, None)]
+)
+def test_a_call_without_a_token_shows_it(answer: grpc.StatusCode | None, asks: bool | None) -> None:
+    def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
+        if answer is not None:
+            context.abort(answer, "no")
+        return b""
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    _, service, method = ALIVE.split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(handle)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        if asks is None:
+            with pytest.raises(LaunchError, match="does not answer"):
+                asks_for_token(f"127.0.0.1:{port}")
+        else:
+            assert asks_for_token(f"127.0.0.1:{port}") is asks
+    finally:
+        server.stop(None)
+
+
+def test_a_port_that_wants_a_certificate_asks_for_more_than_a_token() -> None:
+    """A plain connection is not answered."""
+    assert asks_for_token(f"127.0.0.1:{free_port()}")

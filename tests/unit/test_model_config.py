@@ -1,18 +1,21 @@
 """A model either runs exactly or is refused in one line that says why."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.errors import ModelUnavailable
 from engine.factory import load_model
 from engine.models.config import inverse_frequencies, load_config, parse_config
-from engine.models.weights import INDEX, open_weights
+from engine.models.weights import INDEX, SINGLE, open_weights
 from tests.support.families import FAMILIES, write_family
+from training.work_folder import model_fingerprint
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -130,3 +133,45 @@ def test_a_truncated_model_has_the_first_layers() -> None:
     assert config.truncated(1) == replace(config, num_layers=1)
     with pytest.raises(ModelUnavailable, match="between 1 and the model's 2, got 3"):
         config.truncated(3)
+
+
+# ---- the fingerprint of a model: equal for copies, another after training
+
+
+@pytest.fixture
+def copy(tiny_model_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_model_folder, tmp_path / "copy")
+
+
+def test_a_copy_is_the_same_model(tiny_model_folder: Path, copy: Path) -> None:
+    assert model_fingerprint(copy) == model_fingerprint(tiny_model_folder)
+
+
+def test_a_changed_tensor_makes_another_model(copy: Path) -> None:
+    """Each of them by itself, small and large, changed nearly everywhere as training does."""
+    tensors, before = load_file(copy / SINGLE), model_fingerprint(copy)
+    tensors["large"] = torch.randn(300, 300)
+    save_file(tensors, copy / SINGLE)
+    seen = {before, model_fingerprint(copy)}
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor * 1.02}, copy / SINGLE)
+        seen.add(model_fingerprint(copy))
+    assert len(seen) == len(tensors) + 2
+
+
+def test_settings_and_templates_are_part_of_a_model(copy: Path) -> None:
+    seen = {model_fingerprint(copy)}
+    for name in ("config.json", "chat_template.jinja"):
+        (copy / name).write_text('{"rope_theta": 5}')
+        seen.add(model_fingerprint(copy))
+    assert len(seen) == 3
+
+
+def test_half_a_file_and_none_are_refused(copy: Path) -> None:
+    path = copy / SINGLE
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ModelUnavailable, match="half-written"):
+        model_fingerprint(copy)
+    path.unlink()
+    with pytest.raises(ModelUnavailable, match=r"no \*\.safetensors"):
+        model_fingerprint(copy)

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafter_of(model: Path, target: Path) -> Drafter:
     info = ModelInfo("tiny", VOCAB_SIZE, 512, (EOS,), fingerprint(target))
-    options = ModelOptions(model=str(model), target=str(target), dtype="float32", kv_cache_gb=0.01)
+    options = ModelOptions(model=str(model), dtype="float32", kv_cache_gb=0.01).of_target(str(target))
     return make_drafter(DrafterConfig(name="d", options=options), info)
 
 

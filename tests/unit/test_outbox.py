@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import LinkClosed, LinkFull, WireError
-from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import Adapter, Commit, DraftTerms, Request
 from engine import outbox
 from engine.outbox import DrafterOutbox, GatewayOutbox

@@ -18,9 +18,8 @@ from cluster.config import (
     load,
     parts_of,
 )
-from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, PlacementPlan, Strategy, place, target_group
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.strict_yaml import parse
 from tests.support.examples import EXAMPLES, MACHINES
 

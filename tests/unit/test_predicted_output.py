@@ -10,8 +10,7 @@ import pytest
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
-from cluster.grammar import Grammar, GrammarKind
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import MAX_DRAFT_LEN, PREDICTION, ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import make_drafter

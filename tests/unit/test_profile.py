@@ -20,10 +20,10 @@ from cluster.config import (
     SuffixOptions,
     TargetConfig,
 )
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.state import StateConflict, StateStore
 from cluster.state_file import FileStateStore
+from deploy.profile_command import plot_profile
 from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing
 from profiler.latency import Kind, Linear
@@ -43,7 +43,6 @@ from profiler.profile import (
     usable_profile,
     with_measured_costs,
 )
-from profiler.profile_plot import plot_profile
 from tests.support.memory_store import MemoryStateStore
 
 NGRAM = DrafterConfig(name="lookup", options=NgramOptions())

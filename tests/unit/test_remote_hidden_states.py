@@ -121,7 +121,7 @@ def test_it_drafts_what_a_drafter_in_the_target_s_process_does(target: Path, fol
     engine, model = engine_of(target, (-1, 0, 2))
     options = pool_of(folder, True).options
     assert isinstance(options, HiddenStateOptions)
-    host, states = remote_host(options.model_copy(update={"target": str(target)}), "cpu")
+    host, states = remote_host(options.of_target(str(target)), "cpu")
     here, there = (
         make_hidden_state_drafter(options, model, Host(engine, target)),
         make_hidden_state_drafter(options, model, host),

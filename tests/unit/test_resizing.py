@@ -27,7 +27,6 @@ CONFIG = Config(
     target=TargetConfig(replicas=1, max_replicas=3),
     drafters=(NGRAM,),
     supervision=FAST,
-    scaling=ScalingConfig(drain_s=60),
 )
 PATIENT = CONFIG.model_copy(update={"supervision": FAST.model_copy(update={"start_timeout_s": 600.0})})
 IDLE = TargetStatus("", "ready", 0, 0, 10, 10, 0.0, 0.0)
@@ -106,8 +105,7 @@ async def test_a_target_that_leaves_ends_when_its_requests_have(supervisor: Supe
 
 
 async def test_a_target_whose_requests_last_ends_at_its_deadline(spawner: PretendedSpawner) -> None:
-    config = CONFIG.model_copy(update={"scaling": ScalingConfig(drain_s=0.1)})
-    supervisor = Supervisor(config, spawner)
+    supervisor = Supervisor(CONFIG, spawner, drain_s=0.1)
     try:
         await supervisor.ready()
         supervisor.resize(FleetSize(2))
@@ -288,7 +286,7 @@ async def test_a_target_that_serves_alone_outlives_the_deadline_of_its_leave(
 ) -> None:
     """Also one whose requests last, and which the other, lost meanwhile, leaves alone: it accepts requests again."""
     monkeypatch.setattr(resizer, "POLL_S", 0.002)
-    supervisor = Supervisor(CONFIG.model_copy(update={"scaling": ScalingConfig(drain_s=0.5)}), spawner)
+    supervisor = Supervisor(CONFIG, spawner, drain_s=0.5)
     try:
         await supervisor.ready()
         supervisor.resize(FleetSize(2))

@@ -17,9 +17,8 @@ from actors.resumption import Resumption
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import ApiConfig, DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, LinkFull
-from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Message, SubmitRound
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.transport.dialer import MAX_PAUSE_S
 from cluster.transport.memory import MemoryLink
 from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo, TokenLogprobs

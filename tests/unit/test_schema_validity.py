@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar
+from cluster.sampling_params import Grammar
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from tests.support.grammars import EOS, schema_grammar, tag_grammar, takes
 

@@ -23,9 +23,8 @@ from cluster.config import (
     TargetConfig,
     TransportConfig,
 )
-from cluster.inventory import Inventory, Node
 from cluster.messages import CommitRound, Hello, Open, Role, SubmitRound
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.spans import MAX_EVENTS, FinishedSpan, SpanEvent, open_spans
 from cluster.transport.base import Mailbox, Received

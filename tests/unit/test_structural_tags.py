@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidField
-from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import Grammar, GrammarKind
 from engine.grammar.checking import refusal
 from engine.grammar.compiling import Grammars
 from engine.grammar.json_pattern import repeats_fault

@@ -14,8 +14,7 @@ from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import Overloaded
-from cluster.grammar import Grammar, GrammarKind
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import FORCED, FinishReason, ModelInfo, Request
 from drafters.registry import make_drafter
 from engine.factory import load_target

@@ -17,21 +17,19 @@ from pydantic import TypeAdapter
 
 from cluster.config import DraftLengthConfig
 from cluster.drafting_counts import DraftingTally
-from cluster.grammar import Grammar, GrammarKind
 from cluster.histograms import Histogram
 from cluster.messages import CommitRound, DraftScore, DraftTiming, Hello, Message, ProposalRound, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.slo import Attainment
 from cluster.spans import FinishedSpan
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import FORCED, MAX_DRAFT_LEN, PREDICTION, FinishReason, ModelInfo, Proposal, Request, RoutingTable, Slo
 from engine.admission import AdmissionRules
 from engine.colocated import ColocatedDrafters
-from engine.drafting_monitor import DraftingMonitor
 from engine.early_exit import EarlyExit
 from engine.factory import load_target
 from engine.native import NativeTarget
-from engine.pass_costs import PassCosts, PassCounts
+from engine.pass_costs import DraftingMonitor, PassCosts, PassCounts
 from engine.request_spans import RequestSpans
 from engine.round import DrafterPool, Policies, TargetLoop
 from engine.slo_monitor import SloMonitor

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cluster.errors import InvalidField, RankLost
-from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Open
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.types import Request
 from engine.batch_layout import PackedSpan
 from engine.cpu import build

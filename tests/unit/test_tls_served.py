@@ -12,8 +12,7 @@ from actors.gateway import LinkClient
 from actors.target import TargetActor, TargetInfo
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, NgramOptions, TargetConfig, TlsConfig, TransportConfig
-from cluster.inventory import Inventory, Node
-from cluster.resolve import resolve
+from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from tests.support.certificates import Authority

@@ -9,7 +9,7 @@ import pytest
 import xgrammar
 
 from cluster.errors import InvalidField
-from cluster.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from cluster.sampling_params import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from deploy.api.answer_parts import Arguments, CallStart, Opening, merged
 from deploy.api.errors import ApiError
 from deploy.api.messages import Tool

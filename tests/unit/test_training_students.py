@@ -1,32 +1,29 @@
 """The trained drafters: their shape, their initialisation, and that serving computes what training does."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from cluster.errors import InvalidField, ModelUnavailable
-from drafters.hidden_states.adapter import apply_adapter, find_adapter
 from drafters.hidden_states.checkpoint import load_network
 from drafters.hidden_states.eagle_network import EagleNetwork
 from drafters.layers import load_layers
 from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer
-from training.adapters import adapter_tensors, add_low_rank
-from training.batches import BatchPlan, assemble
+from training.batches import BatchPlan, assemble, epoch
 from training.block_student import BlockStudent
 from training.corpus import TargetAnswer, choose_vocabulary, coverage
 from training.eagle_student import EagleStudent
 from training.evaluation import standardisation
-from training.feature_cache import InMemory
+from training.feature_cache import InMemory, OnDisk
 from training.frozen import FrozenTarget
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
-from training.recipe import TrainOptions, feature_layers, kept_layers, network_config, reader_layers
-from training.warm_start import warm_start
+from training.recipe import TrainOptions, feature_layers, kept_layers, network_config, reader_layers, warm_start
 
 CPU = torch.device("cpu")
 
@@ -197,42 +194,6 @@ def test_all_layers_of_the_target_make_a_perfect_drafter(
     assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.06
 
 
-@pytest.mark.parametrize("anchor_rank", [24, 10**6])
-def test_a_served_adapter_computes_what_was_trained(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path, anchor_rank: int
-) -> None:
-    mine = student(target, readings, answers, anchor_rank)
-    batch = assemble(answers, readings, BatchPlan(4096, 4096, block_size=4), 1, CPU)
-    mine.save(tmp_path / "saved")
-    mine.begin_with(tmp_path / "saved")
-    inputs = mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors
-    with torch.no_grad():
-        before = mine.network(*inputs)
-        trained = add_low_rank(mine.network, rank=2)
-        assert not any(name.startswith(("fc", "embed", "lm_head")) for name in trained)
-        for parameter in trained.values():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        save_file(adapter_tensors(mine), tmp_path / "own.safetensors")
-        expected = mine.network(*inputs)
-        mine.save(tmp_path / "merged")  # as at a checkpoint, after which training goes on
-        torch.testing.assert_close(mine.network(*inputs), expected)
-        merged = load_network(tmp_path / "merged", target.rows)(batch.features, batch.token_ids, batch.lens, batch.anchors)
-        loaded = load_network(tmp_path / "saved", target.rows)
-        apply_adapter(tmp_path / "own.safetensors", loaded)
-        served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
-    assert (expected - before).norm() > 0.1 * before.norm()
-    for found in (served, merged):
-        assert (found - expected).norm() < 0.03 * expected.norm(), "of the rounding of the maps"
-    previous = batch.token_ids[:1].expand(len(batch.anchors), 4)
-    logits = [net.confidence_logits(expected, previous) for net in (mine.network, loaded)]
-    torch.testing.assert_close(*logits)
-    save_file({"other.up": torch.zeros(1, 1), "other.down": torch.zeros(1, 1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ModelUnavailable, match="no adapter of this drafter"):
-        apply_adapter(tmp_path / "other.safetensors", loaded)
-    with pytest.raises(ModelUnavailable, match="no adapter of saved; it has: none"):
-        find_adapter(tmp_path / "saved", "code")
-
-
 def test_a_saved_eagle_drafts_as_it_was_trained(target: FrozenTarget, answers: list[TargetAnswer], tmp_path: Path) -> None:
     """The scale of the features is in its weights, and its head in the speculators format."""
     options = TrainOptions("", "eagle3", Path("out"), Path("work"), num_layers=1, block_size=3)
@@ -255,3 +216,66 @@ def test_a_saved_eagle_drafts_as_it_was_trained(target: FrozenTarget, answers: l
     changed = trained.network(trained.standardised(batch.features), other, *given[1:])
     assert (changed - expected)[:, 0].abs().amax(-1).min() > 0.01, "the token behind the features says nothing"
     torch.testing.assert_close(loaded(features, *given), expected, rtol=0.05, atol=0.05)  # stored in bf16
+
+
+# ---- the target's hidden states, their caches, and batches
+
+
+def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(
+    answers: list[TargetAnswer], readings: HiddenStateReader
+) -> None:
+    plan = BatchPlan(max_rows=100, max_positions=40)
+    seen: list[str] = []
+    for part, seed in epoch(answers, plan, 5, 0):
+        batch = assemble(part, readings, plan, seed, CPU)
+        assert len(batch.token_ids) <= 100
+        assert len(batch.anchors) <= 40
+        start, allowed = 0, set()
+        for a in part:
+            allowed |= set(range(start + a.prompt_len - 1, start + len(a.token_ids) - 1))
+            start += len(a.token_ids)
+        assert set(batch.anchors.tolist()) <= allowed
+        assert bool((batch.anchors + 1 < batch.ends).all())
+        seen += [a.key for a in part]
+    assert sorted(seen) == sorted(a.key for a in answers)
+    assert [k for p, _ in epoch(answers, plan, 5, 0) for k in p] != [k for p, _ in epoch(answers, plan, 5, 1) for k in p]
+
+
+def test_block_lengths_follow_the_persistence() -> None:
+    plan, rng = BatchPlan(100, 40, block_size=4, persistence=0.5), random.Random(3)
+    lens = [plan.draw_block_len(rng) for _ in range(4000)]
+    assert [lens.count(n) / 4000 for n in range(1, 5)] == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.03)
+    assert {BatchPlan(100, 40, block_size=4).draw_block_len(rng) for _ in range(20)} == {4}
+
+
+def test_hidden_states_do_not_depend_on_grouping(target: FrozenTarget, answers: list[TargetAnswer]) -> None:
+    alone = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).read(answers)
+    together = HiddenStateReader(target, (0, 1), InMemory(2**24), max_pass_tokens=4096)
+    for _ in range(2):  # computed, then kept
+        for a, b in zip(alone, together.read(answers), strict=True):
+            torch.testing.assert_close(a.features, b.features, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a.normalisers, b.normalisers, rtol=1e-5, atol=1e-5, equal_nan=True)
+    first = answers[0].prompt_len - 1
+    logits = target.model.logits(alone[0].features[first:, -32:].contiguous())
+    torch.testing.assert_close(alone[0].normalisers[first:], logits.logsumexp(-1))
+    assert alone[0].normalisers[:first].isnan().all()
+
+
+def test_cached_hidden_states_are_reused_and_bounded(
+    target: FrozenTarget, answers: list[TargetAnswer], tmp_path: Path
+) -> None:
+    expected = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).read(answers)
+    room = sum(reading.num_bytes for reading in expected[:10])
+    HiddenStateReader(target, (0, 1), OnDisk(tmp_path, (0, 1), "mine", room), max_pass_tokens=1).read(answers)
+    again = OnDisk(tmp_path, (0, 1), "mine", room)
+    found = [again.find(answer) for answer in answers]
+    assert 0 < sum(reading is not None for reading in found) <= 10
+    for reading, wanted in zip(found, expected, strict=True):
+        if reading is not None:
+            assert torch.equal(reading.features, wanted.features)
+            torch.testing.assert_close(reading.normalisers, wanted.normalisers, rtol=0, atol=0, equal_nan=True)
+    assert OnDisk(tmp_path, (1,), "mine", room).find(answers[0]) is None, "other layers are another reading"
+    assert OnDisk(tmp_path, (0, 1), "yours", room).find(answers[0]) is None, "another target's states are others"
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"damaged")
+    assert all(again.find(answer) is None for answer in answers)

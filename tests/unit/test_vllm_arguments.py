@@ -1,5 +1,6 @@
 """What vLLM's engine is told, without vLLM."""
 
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
-from engine.vllm import arguments, version
+from engine.vllm import arguments, environment
+from engine.vllm import environment as version
 from engine.vllm.arguments import VllmLimits, check_names, engine_arguments
+from engine.vllm.environment import BINDING, NOT_BOUND, binding_of, threads_of_ranks
 
 
 def limits(device: str, **more: object) -> VllmLimits:
@@ -122,3 +125,43 @@ def test_further_arguments_are_passed_on() -> None:
     passed = engine_arguments(Path("model"), limits("cpu", quantization="compressed-tensors"))
     assert passed["quantization"] == "compressed-tensors"
     assert passed["max_num_batched_tokens"] == 64 * 17  # a pass in which every sequence has all its drafts
+
+
+# ---- the variables that are set before vLLM is imported
+
+
+def test_what_the_engine_depends_on_is_set_and_the_rest_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "require_vllm", lambda: None)
+    users = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    monkeypatch.setattr(os, "environ", users.copy())
+    environment.prepare_environment()
+    assert {name: os.environ[name] for name in users} == users | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+# ---- how the cores of a machine are split over vLLM's ranks
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_ranks", "num_threads", "expected"),
+    [
+        ({0: 0, 1: 1}, 2, 1, "0|1"),
+        ({0: 0, 1: 1, 2: 2, 3: 3}, 2, 2, "0,1|2,3"),
+        ({0: 0, 1: 0, 2: 1, 3: 1}, 2, 1, "0|2"),  # two CPUs of each core
+        ({4: 2, 6: 3}, 2, 1, "4|6"),
+        ({0: 0, 1: 1}, 2, 2, NOT_BOUND),
+        ({0: 0, 1: 0}, 2, 1, NOT_BOUND),
+    ],
+)
+def test_ranks_get_cores_of_their_own(cores: dict[int, int], num_ranks: int, num_threads: int, expected: str) -> None:
+    assert binding_of(cores, num_ranks, num_threads) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "0|1"), ("auto", "0|1"), ("2|3", "2|3")])
+def test_a_binding_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str) -> None:
+    monkeypatch.delenv(BINDING, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    if asked is not None:
+        monkeypatch.setenv(BINDING, asked)
+    with threads_of_ranks("0|1", 1):
+        assert (os.environ[BINDING], os.environ["OMP_NUM_THREADS"]) == (expected, "1")
+    assert (os.environ.get(BINDING), os.environ["OMP_NUM_THREADS"]) == (asked, "7")

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import WireError
-from cluster.grammar import Grammar, GrammarKind
 from cluster.message_checks import Inspection, request_fault
 from cluster.messages import (
     Budget,
@@ -34,11 +33,10 @@ from cluster.messages import (
     SubmitRound,
     Verified,
 )
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.base import Limits, Mailbox
-from cluster.transport.codec import MAX_PARTS, decode, encode
-from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
+from cluster.transport.codec import MAX_PARTS, Frame, Greeting, Ping, Refusal, Welcome, decode, encode
 from cluster.transport.rpc import _frames
 from cluster.transport.stream import MAX_HANDSHAKE_BYTES, StreamLink
 from cluster.types import Adapter, Commit, DraftTerms, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.vllm.arguments import VllmLimits, engine_arguments
-from engine.vllm.version import VERSIONS
+from engine.vllm.environment import VERSIONS
 
 OURS = sorted(Path(__file__).parents[2].joinpath("engine", "vllm").glob("*.py"))
 USED = (  # classes of objects that vLLM hands out

@@ -24,7 +24,7 @@ from engine.models.tokenizer import fingerprint
 from engine.target import LoadedTarget
 from engine.target_probe import TargetProbe
 from engine.vllm.environment import RUNNER_V2
-from profiler.stopwatch import OwnTime
+from profiler.interleaved import OwnTime
 from router.cost_model import TableCost
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from cluster.errors import InvalidField
-from cluster.grammar import MAX_GRAMMAR_CHARS
+from cluster.sampling_params import MAX_GRAMMAR_CHARS
 from deploy.api.errors import ApiError, bad_request
 from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool

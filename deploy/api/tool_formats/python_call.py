@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 
-from cluster.grammar import MAX_GRAMMAR_CHARS
+from cluster.sampling_params import MAX_GRAMMAR_CHARS
 from deploy.api.answer_parts import Arguments, CallStart
 from deploy.api.grammar_parts import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.messages import Tool

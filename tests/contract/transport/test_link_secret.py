@@ -9,9 +9,8 @@ import pytest
 
 from cluster.errors import LinkClosed, OutriderError
 from cluster.transport.base import LinkDown, LinkUp, Mailbox
-from cluster.transport.codec import decode, encode
+from cluster.transport.codec import Greeting, Welcome, decode, encode
 from cluster.transport.factory import connect
-from cluster.transport.frames import Greeting, Welcome
 from cluster.transport.handshake import NONCE_BYTES, Side, greeting, proof
 from cluster.transport.rpc import PIECE_BYTES
 from cluster.transport.stream import MAX_HANDSHAKE_BYTES
