@@ -27,7 +27,6 @@ from deploy.api.tenants import NOBODY, Tenant
 _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)
 
-_SEND_ERROR_S = 5.0
 _RESERVED_TOKENS = 2048  # for an answer without a limit
 
 
@@ -166,7 +165,7 @@ class CallResponse(Response):
             if not stream.started:
                 raise answer from error
             scope["state"]["error"] = answer
-            await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
+            await _within(self._settings.send_error_timeout_s, stream.end(self._call.writer.error(answer)))
         finally:
             num_prompt = self._call.num_used_prompt_tokens
             num_output = self._call.num_output_tokens

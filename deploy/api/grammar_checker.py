@@ -26,15 +26,23 @@ from deploy.api.errors import ApiError, bad_request
 from deploy.api.settings import ApiSettings
 from deploy.api.tenants import Tenant
 
-MAX_WAITING = 32  # grammars
 MAX_KNOWN = 1024  # grammars
 logger = logging.getLogger(__name__)
 
 NUM_AT_ONCE = 2  # checks
-CPU_S = 5  # of one check
-HANG_S = 60.0  # of one check, whatever the load of the machine
-START_S = 60.0  # of the process, which imports torch
-ANSWER_S = HANG_S + 10.0  # a process that has not answered by then has ended or hangs itself
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLimits:
+    cpu_s: int = 5  # of one check
+    hang_s: float = 60.0  # of one check, whatever the load of the machine
+    start_s: float = 60.0  # of the process, which imports torch
+    max_waiting: int = 32  # grammars
+
+    @property
+    def answer_s(self) -> float:
+        """A process that has not answered by then has ended or hangs itself."""
+        return self.hang_s + 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,10 @@ class GrammarProcess:
         retry_after_s: for the error of a check that could not be made.
     """
 
-    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float) -> None:
-        arguments = (str(folder), str(info.vocab_size), str(CPU_S), str(HANG_S), *map(str, info.eos_token_ids))
+    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float, limits: CheckLimits = CheckLimits()) -> None:
+        times = (str(limits.cpu_s), str(limits.hang_s))
+        arguments = (str(folder), str(info.vocab_size), *times, *map(str, info.eos_token_ids))
+        self._limits = limits
         self._command: Sequence[str] = (sys.executable, "-m", "engine.grammar.checking", *arguments)
         self._retry_after_s = retry_after_s
         self._lock = threading.Lock()
@@ -66,7 +76,7 @@ class GrammarProcess:
         """Waits for the check. Raises Overloaded: it could not be made, for a reason that is not the grammar's."""
         line, free, end = self._line()
         try:
-            line.settimeout(ANSWER_S)
+            line.settimeout(self._limits.answer_s)
             line.sendall(json.dumps({"kind": grammar.kind, "source": grammar.source}).encode() + b"\n")
             answer = _read(line)
         except (OSError, ValueError) as error:
@@ -82,7 +92,7 @@ class GrammarProcess:
         if ended is None:
             return Checked(answer["error"], answer["cpu_s"])
         if ended == SIGXCPU:
-            return Checked(f"takes more than {CPU_S} seconds of processor time to compile", answer["cpu_s"])
+            return Checked(f"takes more than {self._limits.cpu_s} seconds of processor time to compile", answer["cpu_s"])
         if ended in (SIGALRM, SIGKILL):
             raise self._failed(f"the check of the grammar was ended by {Signals(ended).name}")
         return Checked("cannot be compiled: it takes the compiler down", answer["cpu_s"])
@@ -114,7 +124,7 @@ class GrammarProcess:
                 one.close()
         self._finalize = weakref.finalize(self, _end, self._process, [ours for ours, _ in pairs])
         for ours, _ in pairs:
-            ours.settimeout(START_S)
+            ours.settimeout(self._limits.start_s)
             _read(ours)
             self._free.put(ours)
 
@@ -159,12 +169,12 @@ class GrammarChecker:
         retry_after_s: for the error of too many grammars, and of a check that could not be made.
     """
 
-    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float) -> None:
-        self.process = GrammarProcess(folder, info, retry_after_s)
+    def __init__(self, folder: Path, info: ModelInfo, retry_after_s: float, limits: CheckLimits = CheckLimits()) -> None:
+        self.process = GrammarProcess(folder, info, retry_after_s, limits)
         # Threads of its own: checks must not take those that tokenize.
         self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="grammar-checks")
-        limits = ApiSettings(max_concurrent=NUM_AT_ONCE, max_queued=MAX_WAITING, retry_after_s=retry_after_s)
-        self._turns = Admission(limits, "grammars")  # charged by the millisecond
+        queue_limits = ApiSettings(max_concurrent=NUM_AT_ONCE, max_queued=limits.max_waiting, retry_after_s=retry_after_s)
+        self._turns = Admission(queue_limits, "grammars")  # charged by the millisecond
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # refusals, by digest
         self._checks: dict[bytes, _Check] = {}
 

@@ -16,7 +16,6 @@ from deploy.api.tenants import Tenant, digest_of, is_key, read_tenants, salt_of,
 
 logger = logging.getLogger(__name__)
 
-REFRESH_S = 5.0
 
 _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 _TENANTS = re.compile(r"^tenants:(\s|$)", re.MULTILINE)
@@ -97,13 +96,15 @@ class KeyFiles:
     """The keys of callers and operators, read again when their files change.
 
     Raises InvalidField: a file cannot be used. Later that is only logged, once for each reason: the former keys stay, and
-    the files are tried again every REFRESH_S.
+    the files are tried again every ``refresh_s``.
     """
 
-    def __init__(self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1) -> None:
+    def __init__(
+        self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1, refresh_s: float = 5.0
+    ) -> None:
         self._files = keys_file, operators_file
         self._num_replicas = self._most = num_replicas
-        self._looked_s = float("-inf")
+        self._looked_s, self._refresh_s = float("-inf"), refresh_s
         self._seen: list[_Stamp | None] | None = self._stamps()  # None: the last try failed
         self._fault: str | None = None  # of the last try
         self.operators: ApiKeys | None = None
@@ -111,8 +112,8 @@ class KeyFiles:
         self._read()
 
     def refresh(self, now_s: float) -> bool:
-        """Looks at the files at most every REFRESH_S. Returns whether there are other keys."""
-        if now_s < self._looked_s + REFRESH_S:
+        """Looks at the files at most every ``refresh_s``. Returns whether there are other keys."""
+        if now_s < self._looked_s + self._refresh_s:
             return False
         self._looked_s = now_s
         before, self._seen = self._seen, self._stamps()

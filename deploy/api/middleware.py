@@ -46,7 +46,6 @@ _UNLIMITED = frozenset(
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
-_STALL_S = 120.0  # a client that reads nothing for this time is taken for gone
 
 
 class AnswerCutOff(OutriderError):
@@ -74,6 +73,7 @@ class Boundary:
         self._retry_after_s = settings.retry_after_s
         self._calls = calls
         self._max_calls = settings.max_calls
+        self._stall_timeout_s = settings.stall_timeout_s
         self._num_calls = 0  # with those whose tenant is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +97,7 @@ class Boundary:
                 if warning := _warning(state):
                     message["headers"].append((WARNING_HEADER.encode(), warning.encode("ascii")))
             try:
-                async with asyncio.timeout(_STALL_S):
+                async with asyncio.timeout(self._stall_timeout_s):
                     await send(message)
             except TimeoutError as error:
                 raise ClientGone from error

@@ -84,7 +84,7 @@ class Service:
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
-        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.most)
+        self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.most, settings.keys_refresh_s)
         self._budgets = Budgets(self.metrics.record_over_budget)
         self.calls = SharedLimit(settings.max_calls)
         self._bodies = BodyReader(settings)

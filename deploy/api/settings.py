@@ -41,6 +41,9 @@ class ApiSettings:
     max_sequences: int = 64  # of one call
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # fields of SamplingParams
     body_timeout_s: float = 30.0  # to receive the whole request body
+    stall_timeout_s: float = 120.0  # a client that reads nothing for this time is taken for gone
+    send_error_timeout_s: float = 5.0
+    keys_refresh_s: float = 5.0  # between looks at the files of keys
     request_timeout_s: float = float(_DEFAULTS.request_deadline_s)  # from the arrival of a call to the end of its answer
     engine_timeout_s: float = 2.0  # of calls to the cluster other than generation
     status_ttl_s: float = 1.0  # how long the cluster's status is cached

@@ -25,5 +25,5 @@ async def limited(
     path.write_text(
         f"tenants:\n  - name: limited\n    keys: [sk-one, sk-two]\n{fields}  - name: free\n    keys: [sk-free]\n"
     )
-    async with serving(script, api_keys_file=path) as (http, cluster):
+    async with serving(script, api_keys_file=path, keys_refresh_s=0.0) as (http, cluster):
         yield http, cluster

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-import deploy.api.call
-import deploy.api.middleware
 from cluster.types import Request
 from deploy.api.chat_template import ChatTemplate
 from deploy.api.tokenizer import Tokenizer
@@ -106,9 +104,9 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
         assert len(cluster.aborted) == 1
 
 
-async def test_a_caller_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy.api.call, "_SEND_ERROR_S", 0.02)
-    caller = Caller(answering(asyncio.Event()), request_timeout_s=0.5)  # a busy machine has begun the stream by then
+async def test_a_caller_that_does_not_read_is_not_waited_for() -> None:
+    # A busy machine has begun the stream by then.
+    caller = Caller(answering(asyncio.Event()), request_timeout_s=0.5, send_error_timeout_s=0.02)
     caller.reads = False
     await caller.start(chat_body(stream=True))
     assert caller.cluster.num_open == 0
@@ -140,31 +138,24 @@ async def test_a_stream_that_is_generated_gives_its_turn_away_however_slowly_it_
     assert reader.cluster.num_open == 0
 
 
-async def test_a_reader_of_a_stream_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
-    caller = Caller(answering(asyncio.Event()))
+async def test_a_reader_of_a_stream_that_takes_nothing_is_taken_for_gone() -> None:
+    caller = Caller(answering(asyncio.Event()), stall_timeout_s=0.02)
     caller.reads = False
     await caller.start(chat_body(stream=True))
     assert len(caller.cluster.aborted) == 1
 
 
 @pytest.mark.parametrize("body", [chat_body(model="none"), None])
-async def test_a_reader_that_takes_no_error_is_taken_for_gone(
-    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any] | None
-) -> None:
-    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
-    caller = Caller(body_timeout_s=0.02)
+async def test_a_reader_that_takes_no_error_is_taken_for_gone(body: dict[str, Any] | None) -> None:
+    caller = Caller(body_timeout_s=0.02, stall_timeout_s=0.02)
     caller.reads = False
     await caller.start(body)
     assert caller.status == (408 if body is None else 404)
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_a_reader_that_takes_no_end_of_a_stream_is_taken_for_gone(
-    monkeypatch: pytest.MonkeyPatch, include_usage: bool
-) -> None:
-    monkeypatch.setattr(deploy.api.middleware, "_STALL_S", 0.02)
-    caller = Caller(request_timeout_s=2.0)
+async def test_a_reader_that_takes_no_end_of_a_stream_is_taken_for_gone(include_usage: bool) -> None:
+    caller = Caller(request_timeout_s=2.0, stall_timeout_s=0.02)
     caller.stalls_at = b"data: [DONE]"
     await caller.start(chat_body(stream=True, stream_options={"include_usage": include_usage}))
     assert caller.body.endswith("data: [DONE]\n\n"), "the reader was waited for until the deadline of the call"

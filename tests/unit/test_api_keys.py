@@ -198,15 +198,14 @@ def test_an_operator_of_a_tenant_s_name_shares_no_cache_with_it(tmp_path: Path, 
     assert ApiKeys.from_file(file).tenants["chat"].salt == tenant.salt  # the control: a tenant's own does not change
 
 
-async def test_a_moved_line_shows_a_tenant_no_timelines_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.api.keys.REFRESH_S", 0.0)
+async def test_a_moved_line_shows_a_tenant_no_timelines_of_another(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-one\nsk-two\nsk-three\n")
 
     async def num_seen(key: str) -> int:
         return len((await http.get("/v1/outrider/dashboard", headers=auth(key))).json()["requests"])
 
-    async with serving(saying("the answer"), api_keys_file=path) as (http, _):
+    async with serving(saying("the answer"), api_keys_file=path, keys_refresh_s=0.0) as (http, _):
         await http.post(CHAT, json=chat_body(), headers=auth("sk-two"))
         path.write_text("sk-two\nsk-three\n")
         assert (await num_seen("sk-two"), await num_seen("sk-three")) == (1, 0)
@@ -244,10 +243,8 @@ def test_a_faulty_file_is_refused_without_showing_a_key(tmp_path: Path, text: st
 
 
 async def test_a_changed_file_is_read_again_and_a_faulty_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deploy.api.keys.REFRESH_S", 0.0)
-
     async def codes() -> list[int]:
         return [(await http.post(CHAT, json=chat_body(), headers=auth(key))).status_code for key in ("sk-one", "sk-new")]
 

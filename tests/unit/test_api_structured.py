@@ -20,7 +20,7 @@ from cluster.sampling_params import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from cluster.types import ModelInfo
 from deploy.api import grammar_checker
 from deploy.api.errors import ApiError
-from deploy.api.grammar_checker import Checked, GrammarChecker, GrammarProcess
+from deploy.api.grammar_checker import Checked, CheckLimits, GrammarChecker, GrammarProcess
 from deploy.api.schema import ChatRequest, CompletionRequest
 from deploy.api.structured import grammar_of
 from deploy.api.tokenizer import Tokenizer
@@ -158,11 +158,8 @@ TINY = ModelInfo(MODEL, 257, 256, (256,), "tiny")
 
 
 @pytest.mark.slow
-async def test_a_check_is_limited_in_processor_time_and_the_next_one_runs(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_checker, "CPU_S", 1)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+async def test_a_check_is_limited_in_processor_time_and_the_next_one_runs(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(cpu_s=1))
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
     await checker.check("guided_json", Grammar(GrammarKind.JSON_OBJECT))
     process = checker.process._process
@@ -175,12 +172,9 @@ async def test_a_check_is_limited_in_processor_time_and_the_next_one_runs(
 
 
 @pytest.mark.slow
-async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(tiny_model_folder: Path) -> None:
     """As a loaded machine, or one without memory, has it."""
-    monkeypatch.setattr(grammar_checker, "HANG_S", 0.001)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(hang_s=0.001))
     for _ in range(2):
         with pytest.raises(Overloaded, match="SIGALRM"):
             await checker.check("guided_json", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
@@ -194,10 +188,9 @@ async def test_a_check_that_hangs_or_is_killed_refuses_no_grammar(
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["(.{1,1000}){1,1000}", "(((((a*)*)*)*)*)*b", "(" * 5000 + ")" * 5000])
 async def test_a_hostile_pattern_is_checked_in_bounded_time_whatever_comes_of_it(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+    tiny_model_folder: Path, pattern: str
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "CPU_S", 1)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(cpu_s=1))
     try:
         await checker.check("guided_regex", Grammar(GrammarKind.REGEX, pattern))
     except ApiError as refused:
@@ -224,7 +217,7 @@ def test_the_late_error_of_a_check_leaves_the_next_process_alone(
 
     def read_late(line: socket.socket) -> dict[str, Any]:
         """Of the first check: its process ends, and another check has started the next one, before the error shows."""
-        if line.gettimeout() == grammar_checker.ANSWER_S and not first:
+        if line.gettimeout() == CheckLimits().answer_s and not first:
             first.append(process._process)
             first[0].kill()
             first[0].wait()
@@ -239,11 +232,8 @@ def test_the_late_error_of_a_check_leaves_the_next_process_alone(
 
 
 @pytest.mark.parametrize("command", ["sleep 60", "false", "/nowhere/python"])
-async def test_a_check_that_does_not_start_refuses_no_grammar(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setattr(grammar_checker, "START_S", 0.05)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+async def test_a_check_that_does_not_start_refuses_no_grammar(tiny_model_folder: Path, command: str) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(start_s=0.05))
     checker.process._command = ["sh", "-c", command]
     for _ in range(2):
         with pytest.raises(Overloaded):
@@ -320,9 +310,8 @@ async def test_next_is_the_tenant_whose_checks_took_the_least_time(tiny_model_fo
     assert held.begun.index("b2") < held.begun.index("a2")
 
 
-async def test_calls_with_one_grammar_share_its_check(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+async def test_calls_with_one_grammar_share_its_check(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(max_waiting=0))
     held = Held(checker)
     calls = [checking(checker, "a") for _ in range(64)]
     await held.wait_for(1)
@@ -373,11 +362,8 @@ async def test_a_check_ends_with_the_deadline_of_its_call(tiny_model_folder: Pat
         assert cluster.requests == []
 
 
-async def test_too_many_waiting_checks_are_refused_and_leave_room_for_other_tenants(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
-    checker = GrammarChecker(tiny_model_folder, TINY, retry_after_s=1.0)
+async def test_too_many_waiting_checks_are_refused_and_leave_room_for_other_tenants(tiny_model_folder: Path) -> None:
+    checker = GrammarChecker(tiny_model_folder, TINY, 1.0, CheckLimits(max_waiting=2))
     checker.set_tenants(("greedy", "other"))
     held = Held(checker)
     greedy = [checking(checker, source, "greedy") for source in "abcd"]
