@@ -13,7 +13,7 @@ from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
 from engine.telemetry import Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
-from router.estimates.survival import survivals
+from router.estimates.survival import FEW, survivals
 from router.plan import DrafterView
 
 Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
@@ -70,13 +70,14 @@ class DraftLearning:
     @observed
     def predict_taken(self, drafter: str, offers: Sequence[Offer]) -> None:
         """Of the proposals that were taken: their survival, at once or by `predict_survival`."""
+        unpredicted = self._unpredicted[drafter]
         for sequence, _, is_taken in offers:
             draft, proposal = sequence.draft, sequence.draft.proposal
-            if not is_taken or proposal is None or proposal.drafter in FREE_DRAFTERS:
+            if not is_taken or proposal is None or proposal.drafter != drafter:
                 continue  # the message had two of one request
             kind = draft.grammar_kind
             if kind is None and not draft.passed_over:
-                self._unpredicted[proposal.drafter].append((draft, proposal))
+                unpredicted.append((draft, proposal))
                 continue
             stats = self._telemetry.drafter(drafter)
             survival = stats.survival_under(kind, proposal.confidences)
@@ -120,11 +121,18 @@ class DraftLearning:
         unpredicted, self._unpredicted = self._unpredicted, defaultdict(list)
         with self.observing:
             known = [(c, of) for name, of in unpredicted.items() if (c := self._telemetry.drafter(name).known_calibration)]
-            taken = [one for _, of in known for one in of]
-            found = survivals([(calibration, [one.confidences for _, one in of]) for calibration, of in known])
-            for (draft, proposal), survival in zip(taken, found, strict=True):
-                if draft.proposal is proposal:  # no later message replaced it
-                    draft.set_survival(survival)
+            num = sum([len(of) for _, of in known])
+            rows = survivals([(c, [one.confidences for _, one in of]) for c, of in known]) if num > FEW else None
+            row = 0
+            for calibration, of in known:
+                for draft, proposal in of:
+                    if draft.proposal is not proposal:
+                        pass  # a later message has replaced it
+                    elif rows is None:
+                        draft.set_survival(calibration.of_few(proposal.confidences))
+                    else:
+                        draft.set_survival_row(rows, row)
+                    row += 1
 
     def candidates(self, draft: DraftState, drafts: Iterable[Proposal]) -> tuple[list[Candidate], float]:
         """Free drafts with their survival, and the tokens that are expected of the drafter's own; 0: not known."""

@@ -10,6 +10,7 @@ from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, NO_DRAFTS, PREDI
 from engine.acceptance import common_prefix_len, judge
 from engine.predicted_output import PredictedOutput
 from router.assignment import Chain
+from router.cost_model import Floats
 from router.estimates.drafter_stats import Judgement
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ class DraftState:
     expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
     held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
     proposal: Proposal | None = None  # extends the committed tokens
-    survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
     # Other proposals at hand, with their survival: those that are expected to bring less. They are judged, too.
     passed_over: list[Candidate] = field(default_factory=list)
     prediction: PredictedOutput | None = None  # of the output, by the caller
@@ -53,6 +53,12 @@ class DraftState:
     passed_judgements: tuple[Judgement, ...] = ()
     _drafts: bool = True  # whether forced tokens are proposed
     _num_overtaken: int = 0  # tokens of the present proposal that were committed before it came
+    # Calibrated survival of the prefixes of the proposal as it was when this was predicted: () if it is not known, or a row
+    # of what was predicted of many proposals together. Of its tokens ``num_behind`` have been committed since.
+    _survival: tuple[float, ...] = ()
+    survival_rows: Floats | None = None
+    survival_row: int = 0
+    num_behind: int = 0
     # Committed lengths, and when the drafter was sent each.
     _sent_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_AWAITED))
 
@@ -139,6 +145,18 @@ class DraftState:
 
     # ---- proposals
 
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Calibrated, of the prefixes of the proposal; (): not known."""
+        survival: Sequence[float] = self._survival
+        num = self.num_behind
+        if self.survival_rows is not None and self.proposal is not None:
+            survival = self.survival_rows[self.survival_row, : num + len(self.proposal.token_ids)].tolist()
+        return tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]] if num else survival)
+
+    def _know(self, survival: tuple[float, ...]) -> None:
+        self._survival, self.survival_rows, self.num_behind = survival, None, 0
+
     def offer(self, proposal: Proposal) -> bool:
         """Takes a sound proposal (`cluster.message_checks`) of the request's drafter. Returns whether it was taken. A late
         proposal is cut to its uncommitted part if the tokens committed meanwhile agree with it, else refused."""
@@ -158,7 +176,7 @@ class DraftState:
             self.passed_over = [one for one in self._candidates if one[0].drafter in FREE_DRAFTERS]
         self.proposal = proposal
         self._num_overtaken = lag
-        self.survival = ()
+        self._know(())
         self.awaiting_since_s = None
         return True
 
@@ -173,9 +191,13 @@ class DraftState:
 
     def set_survival(self, survival: tuple[float, ...]) -> None:
         """Sets the calibrated survival of the proposal just taken. A free draft stays where more is expected of it."""
-        self.survival = survival
+        self._know(survival)
         if self.passed_over:
             self._choose(0.0)
+
+    def set_survival_row(self, rows: Floats, row: int) -> None:
+        """As ``set_survival``, where no other draft is at hand."""
+        self.survival_rows, self.survival_row = rows, row  # of a proposal that was taken just now
 
     # ---- free drafts: what the grammar forces, and what the caller predicted
 
@@ -209,7 +231,8 @@ class DraftState:
         """Proposes one of these free drafts, which replace former ones, unless more is expected of the drafter's proposal.
         ``awaited_len``: tokens that are expected of the drafter's, while it is awaited."""
         own = [one for one in self._candidates if one[0].drafter not in FREE_DRAFTERS]
-        self.proposal, self.survival = own[0] if own else (None, ())
+        self.proposal, survival = own[0] if own else (None, ())
+        self._know(survival)
         self.passed_over = [*drafts]
         self._choose(awaited_len if self.proposal is None and self.awaiting_since_s is not None else 0.0)
         if self.proposal is not None and self.proposal.drafter in FREE_DRAFTERS:
@@ -231,7 +254,8 @@ class DraftState:
         best = max(candidates, key=lambda one: sum(one[1]), default=None)
         if best is None or best[0] is self.proposal or sum(best[1]) < least_len:
             return
-        self.proposal, self.survival = best
+        self.proposal = best[0]
+        self._know(best[1])
         self.passed_over = [one for one in candidates if one is not best]
         self._num_overtaken = 0
 
@@ -239,19 +263,21 @@ class DraftState:
         """Compares the present proposal with the tokens committed by a pass, none if that failed, and keeps its uncommitted
         part."""
         self.asked = self.drafter, self.budget, self.expects_draft
-        if self.has_free_drafts or self.passed_over or self.passed_judgements:
+        if self.passed_over or self.passed_judgements or self.grammar is not None or self.prediction is not None:
             self._judge_others(committed)
-        proposal, self.proposal = self.proposal, None
+        proposal = self.proposal
         if proposal is None or not committed:
-            self.judged = None
+            self.proposal = self.judged = None
             return
         self.judged = proposal, committed, self._num_overtaken
         self._num_overtaken = 0
         num, token_ids = len(committed), proposal.token_ids
-        if num < len(token_ids) and token_ids[:num] == committed:
+        # Most drafts end with a token that differs: the last committed one.
+        if num < len(token_ids) and token_ids[num - 1] == committed[-1] and token_ids[:num] == committed:
             self.proposal = _behind(proposal, num)
-            survival = self.survival
-            self.survival = tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]])
+            self.num_behind += num
+        else:
+            self.proposal = None
 
     def _judge_others(self, committed: tuple[int, ...]) -> None:
         """As ``judge``, of free drafts and of proposals that were passed over."""
@@ -261,6 +287,9 @@ class DraftState:
             self.prediction.advance(committed)
         passed, self.passed_over = self.passed_over, []
         self.passed_judgements = tuple([judge(one, committed) for one, _ in passed]) if committed else ()
+
+    def forget_judged(self) -> None:
+        self.judged = None
 
     @property
     def judgement(self) -> Judgement | None:

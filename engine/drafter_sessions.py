@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.errors import LinkClosed
 from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
-from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, Proposal, RoutingTable
+from cluster.types import FREE_DRAFTERS, Commit, DraftTerms, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.deferred_work import Later, at_once
 from engine.draft_learning import DraftLearning, Offer
@@ -107,8 +107,16 @@ class DrafterSessions:
         """Takes the sound message (`cluster.message_checks`) of a known link. Returns its faults: parts that contradict what
         the drafter was sent, and were ignored. ``after_pass``: it may have waited for the end of a pass."""
         name = link.peer.name
-        outbox, faults = self._outboxes[name], list[str]()
-        offers = [offer for one in message.proposals if (offer := self._offer(one, outbox, faults)) is not None]
+        outbox, faults, sequences = self._outboxes[name], list[str](), self._sequences
+        offers: list[Offer] = []
+        for proposal in message.proposals:
+            sequence = sequences.get(proposal.request_id)
+            if proposal.drafter != name:
+                faults.append(f"a proposal in the name of {proposal.drafter!r}")
+            elif sequence is None or proposal.request_id not in outbox.followed:
+                outbox.release(proposal.request_id)
+            else:
+                offers.append((sequence, proposal, sequence.draft.offer(proposal)))
         if message.levels or message.scores:
             levels = tuple([level for level in message.levels if self._is_own(level, name, faults)])
             scores = tuple([score for score in message.scores if self._is_possible(score, faults)])
@@ -118,17 +126,6 @@ class DrafterSessions:
         for request_id in message.resyncs:
             self._reopen(request_id, name, outbox)
         return tuple(faults)
-
-    def _offer(self, proposal: Proposal, outbox: DrafterOutbox, faults: list[str]) -> Offer | None:
-        """None: the drafter follows no such request."""
-        if proposal.drafter != outbox.link.peer.name:
-            faults.append(f"a proposal in the name of {proposal.drafter!r}")
-            return None
-        sequence = self._sequences.get(proposal.request_id)
-        if sequence is None or proposal.request_id not in outbox.followed:
-            outbox.release(proposal.request_id)
-            return None
-        return sequence, proposal, sequence.draft.offer(proposal)
 
     def offer_free(self, sequence: LiveSequence) -> None:
         """After a commit: proposes a free draft of the request where it is expected to bring most. A drafter on the target's
@@ -202,9 +199,11 @@ class DrafterSessions:
             for one in scorers if is_followed else ():
                 if one is not outbox and request_id in one.scoring:
                     one.extend(request_id)
-            if is_followed and outbox is not None:
-                outbox.extend(request_id)
-            if is_followed and outbox is not None and draft.budget.num_tokens:
+            if not is_followed or outbox is None:
+                draft.expect_nothing()
+                continue
+            outbox.extend(request_id)
+            if draft.budget.num_tokens:
                 draft.expect(now_s, draft.drafter in queried)
             else:
                 draft.expect_nothing()

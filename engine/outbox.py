@@ -85,11 +85,12 @@ class DrafterOutbox:
         while self._unopened or self._extended or self._budgets or self._releases:
             opened = self._next_to_open()
             later = self._unopened.keys() - opened
-            extended = [(key, self.followed[key]) for key in self._extended]
+            followed = self.followed
+            extended = [followed[key] for key in self._extended]
             message = DraftRound(
                 table_version,
-                tuple([self._opening(self.followed[key].sequence) for key in opened]),
-                tuple([Extend(key, one.num_sent, tuple(one.sequence.token_ids[one.num_sent :])) for key, one in extended]),
+                tuple([self._opening(followed[key].sequence) for key in opened]),
+                tuple([one.extension() for one in extended]),
                 tuple([Budget(key, terms) for key, terms in self._budgets.items() if key not in later]),
                 tuple(self._releases),
             )
@@ -97,7 +98,7 @@ class DrafterOutbox:
                 self.feed.feed(message)
             if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
                 return
-            for session in [self.followed[key] for key in opened] + [one for _, one in extended]:
+            for session in [*[followed[key] for key in opened], *extended]:
                 session.num_sent = len(session.sequence.token_ids)
             for request_id in opened:
                 del self._unopened[request_id]
@@ -155,6 +156,13 @@ class _Session:
 
     sequence: LiveSequence
     num_sent: int = 0
+
+    def extension(self) -> Extend:
+        sequence, start = self.sequence, self.num_sent
+        span = sequence.span  # whose tokens were committed last
+        num = len(sequence.token_ids) - start
+        new = span.chosen if len(span.chosen) == num else tuple(sequence.token_ids[start:])
+        return Extend(sequence.request.id, start, new)
 
 
 @dataclass(slots=True)

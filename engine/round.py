@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from cluster.client import DraftingEffect
 from cluster.errors import OutOfBlocks
@@ -273,14 +274,23 @@ class TargetLoop:
     def _plan(self, now_s: float) -> StepPlan:
         if not self._sequences:
             return StepPlan(spans=())
-        context = PassContext(self._drafters.views(), self._engine.capacity(), self._cost, now_s)
-        self._note_cached(context.capacity)
-        views = self._sequences.views()
-        plan = self._planner.plan(views, context)
+        capacity = self._engine.capacity()
+        known = cache(lambda: self._known(capacity, now_s))
+        drafts = self._sequences.drafts_at_hand(capacity.max_verify_len) if self._planner.expects else None
+        plan = None if drafts is None else self._planner.correct(drafts, capacity)
+        if plan is None:
+            self._note_cached(capacity)
+            plan = planned = self._planner.plan(*known())
+        else:
+            planned = plan
         self._drafters.note_plan(plan, now_s)
-        self._deferred.later(lambda: self._set_budgets(plan, views, context))
-        self._deferred.ahead(lambda: self._expect(plan, views, context))
+        self._deferred.later(lambda: self._set_budgets(planned, *known()))
+        self._deferred.ahead(lambda: self._expect(planned, *known()))
         return plan
+
+    def _known(self, capacity: Capacity, now_s: float) -> tuple[Sequence[SequenceView], PassContext]:
+        """What a plan is made of. The same until the pass is committed, for what is done beside it."""
+        return self._sequences.views(), PassContext(self._drafters.views(), capacity, self._cost, now_s)
 
     def _expect(self, plan: StepPlan, views: Sequence[SequenceView], context: PassContext) -> None:
         """Plans ahead of the pass. Where that fails, the next pass is planned after it."""
@@ -337,6 +347,8 @@ class TargetLoop:
         """To what learns of a pass, and to gateways."""
         commits = [(sequence, sequence.committed()) for sequence in committed]
         self.observer.published(ended, commits, is_last)
+        for sequence in committed:
+            sequence.forget_pass()
         self._gateways.publish(commits)
         self._gateways.flush()
 

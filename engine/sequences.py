@@ -1,15 +1,21 @@
 """The live requests of one target: their committed tokens, what is drafted for them, and when they end."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
 from engine.predicted_output import PredictedOutput
+from router.cost_model import Floats
+from router.drafting.ranking import DraftsAtHand
 from router.plan import SequenceView, SloProgress, Span
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
+
+_NO_SPAN = Span("", 0)
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar
@@ -32,7 +38,8 @@ class LiveSequence:
     awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
     awaits_adapter: bool = False  # as awaits_grammar: its files are read now
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
-    span: Span = field(default_factory=lambda: Span("", 0))  # of the last pass that chose tokens for it, or failed to
+    # Of the last pass that chose tokens for it, or failed to, until that is published.
+    span: Span = field(default_factory=lambda: _NO_SPAN)
     finish: FinishReason | None = None
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
     gateway: "GatewayOutbox | None" = None  # by which it came; its commits go there
@@ -93,6 +100,11 @@ class LiveSequence:
         counts, logprobs = (span.num_drafts, min(span.num_accepted, num)), span.logprobs[:num]
         prefill = self.prefill(first_s) if base_len == self.prompt_len and first_s is not None else None
         return Commit(span.request_id, base_len, span.chosen, *counts, drafter, logprobs, self.finish, None, prefill)
+
+    def forget_pass(self) -> None:
+        """Of the last commit, once it is published: else the next one frees these objects before it is launched."""
+        self.span = _NO_SPAN
+        self.draft.forget_judged()
 
     def view(self) -> SequenceView:
         draft = self.draft
@@ -172,6 +184,34 @@ class Sequences:
     def views(self) -> list[SequenceView]:
         return [s.view() for s in self._live.values() if not (s.awaits_grammar or s.awaits_adapter)]
 
+    def drafts_at_hand(self, max_verify_len: int) -> DraftsAtHand | None:
+        """``max_verify_len``: of one proposal. None: some request does more than decode, or awaits its proposal, or its
+        survival is not known."""
+        request_ids: list[str] = []
+        lens: list[int] = []
+        rows: Floats | None = None  # in which most proposals have their survival
+        places: list[int] = []
+        apart: dict[int, tuple[float, ...]] = {}  # survival of the others
+        for request_id, sequence in self._live.items():
+            draft, length = sequence.draft, len(sequence.token_ids)
+            if length - sequence.computed_len != 1 or draft.awaiting_since_s is not None or not sequence.running:
+                if sequence.awaits_grammar or sequence.awaits_adapter:
+                    continue
+                return None
+            num, place, proposal, own = 0, 0, draft.proposal, draft.survival_rows
+            if proposal is not None:
+                num = min(len(proposal.token_ids), sequence.last_len - 1 - length, max_verify_len)
+                if own is not None and not draft.num_behind and (own is rows or rows is None):
+                    rows, place = own, draft.survival_row
+                elif len(survival := draft.survival) < num:
+                    return None
+                else:
+                    apart[len(lens)] = survival
+            request_ids.append(request_id)
+            lens.append(num)
+            places.append(place)
+        return DraftsAtHand(request_ids, lens, _gathered(rows, places, apart, lens))
+
     def bind(self, spans: Iterable[Span]) -> None:
         """Sets the tokens of planned spans. A cached prefix may have shortened what is left to compute since the plan."""
         live = self._live
@@ -183,10 +223,10 @@ class Sequences:
             if end < len(token_ids):
                 span.token_ids, span.num_drafts, span.samples = tuple(token_ids[start:end]), 0, False
                 continue
-            span.num_compute = len(token_ids) - start
-            proposal = sequence.draft.proposal
-            drafts = proposal.token_ids[: span.num_drafts] if proposal is not None and span.num_drafts else ()
-            span.token_ids, span.num_drafts = (*token_ids[start:], *drafts), len(drafts)
+            proposal, num = sequence.draft.proposal, span.num_drafts
+            drafts = proposal.token_ids[:num] if proposal is not None and num else ()
+            span.num_compute, span.num_drafts = len(token_ids) - start, len(drafts)
+            span.token_ids = (token_ids[start], *drafts) if span.num_compute == 1 else (*token_ids[start:], *drafts)
 
     def prompt_commits(self, span: Span) -> list[Commit]:
         """Log-probabilities of prompt tokens that are not published yet: a pass after a preemption computes some again."""
@@ -227,3 +267,21 @@ class Sequences:
             sequence.first_token_s = now_s
         sequence.draft.judge(chosen)
         return sequence
+
+
+def _gathered(
+    rows: Floats | None, places: Sequence[int], apart: Mapping[int, tuple[float, ...]], lens: Sequence[int]
+) -> Floats:
+    """As of `DraftsAtHand`."""
+    width = max(lens, default=0)
+    if rows is not None and rows.shape[1] >= width:
+        values = rows.take(places, axis=0)
+    else:
+        values = np.zeros((len(lens), width))
+        if rows is not None:
+            values[:, : rows.shape[1]] = rows[places]
+    for i, survival in apart.items():
+        values[i, : lens[i]] = survival[: lens[i]]
+    if sum(lens) < values.size:
+        values[np.arange(values.shape[1]) >= np.array(lens)[:, None]] = -1.0
+    return values

@@ -9,7 +9,9 @@ from itertools import accumulate, chain
 from struct import pack
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cluster.types import record
 from router.cost_model import Floats
 from router.drafting.verification import PassContext, survivals
 from router.plan import SequenceView
@@ -44,15 +46,39 @@ class Ranking:
 
     def lens(self, num_first: int) -> list[int]:
         """How many tokens of each proposal are among the first. Ties go to earlier tokens, then to earlier proposals."""
-        if not num_first:
-            return [0] * len(self._lens)
-        least = np.partition(self._values, -num_first)[-num_first]
-        joined = self._values >= least
-        if np.count_nonzero(joined) > num_first:
-            equals = np.flatnonzero(self._values == least)
-            joined[equals[num_first - np.count_nonzero(joined) :]] = False
-        flags, ends = joined.tobytes(), accumulate(self._lens)
+        if num_first == len(self._values):
+            return self._lens
+        flags, ends = _greatest(self._values, num_first)[0].tobytes(), accumulate(self._lens)
         return [flags.count(1, end - num, end) for num, end in zip(self._lens, ends, strict=True)]
+
+
+@record
+class DraftsAtHand:
+    """All requests of a target, each with one committed token to compute, none of which awaits a proposal."""
+
+    request_ids: Sequence[str]
+    lens: Sequence[int]  # draft tokens that can be verified and committed of each
+    survival: Floats  # (requests, at least the longest of ``lens``), as of SequenceView; behind a shorter one -1
+
+    def likeliest(self, num_first: int) -> tuple[Sequence[int], float]:
+        """How many tokens of each are among the likeliest, and the survival of the next one; 0: there is none. Ties as of
+        `Ranking.lens`."""
+        if num_first >= sum(self.lens):
+            return self.lens, 0.0
+        joined, next_one = _greatest(self.survival, num_first)
+        lens: list[int] = np.add.reduce(joined, axis=1).tolist()
+        return lens, next_one
+
+
+def _greatest(values: Floats, num: int) -> tuple[NDArray[np.bool_], float]:
+    """Which of more than ``num`` values are the greatest, of equals the first; and the greatest of the others."""
+    ordered = np.sort(values, axis=None)
+    next_one = float(ordered[-num - 1])
+    least = float(ordered[-num]) if num else np.inf
+    joined = values >= least
+    if least == next_one:
+        joined.reshape(-1)[np.flatnonzero(values == least)[num - np.count_nonzero(joined) :]] = False
+    return joined, next_one
 
 
 def throughputs(

@@ -20,7 +20,7 @@ _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _EARLY = 200.0  # records that raise the prior log odds of the correction by 1
 _LEAST = 1e-3  # least probability of an outcome
 _FIRST_AT_ONCE = 16  # records
-_FEW = 8  # drafts up to which plain Python is faster than numpy
+FEW = 8  # drafts up to which plain Python is faster than numpy
 
 
 class OnlineSurvival:
@@ -59,17 +59,20 @@ class OnlineSurvival:
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Probability that each prefix of each draft survives; never rises along a draft."""
-        return survivals([(self, confidences)])
+        if len(confidences) <= FEW:
+            return [self.of_few(row) for row in confidences]
+        found = survivals([(self, confidences)]).tolist()
+        return [tuple(one[: len(row)]) for one, row in zip(found, confidences, strict=True)]
 
     def of_few(self, confidences: Sequence[float]) -> tuple[float, ...]:
         """Of one draft."""
         maps = self._maps = self._maps or self.table.tolist()
         survival, found = 1.0, []
         for confidence, at_position in zip(confidences, maps, strict=False):
-            survival *= at_position[round(confidence * _STEPS)]
+            survival *= at_position[int(confidence * _STEPS + 0.5)]
             found.append(survival)
         for confidence in confidences[len(maps) :]:
-            survival *= maps[-1][round(confidence * _STEPS)]
+            survival *= maps[-1][int(confidence * _STEPS + 0.5)]
             found.append(survival)
         return tuple(found)
 
@@ -131,31 +134,27 @@ class OnlineSurvival:
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
 
 
-def survivals(drafts: Sequence[tuple[OnlineSurvival, Sequence[Sequence[float]]]]) -> list[tuple[float, ...]]:
-    """``OnlineSurvival.survival`` of drafts under several calibrations of equal shape, one after the other."""
+def survivals(drafts: Sequence[tuple[OnlineSurvival, Sequence[Sequence[float]]]]) -> Floats:
+    """``OnlineSurvival.survival`` of drafts under several calibrations of equal shape, one after the other: a row each, of
+    the longest one's length. What stands behind the end of a shorter one means nothing."""
     rows = [row for _, confidences in drafts for row in confidences]
-    if len(rows) <= _FEW:
-        return [calibration.of_few(row) for calibration, confidences in drafts for row in confidences]
-    most = max(map(len, rows))
-    padded = rows if min(map(len, rows)) == most else [(*row, *(0.0,) * (most - len(row))) for row in rows]
+    lens = set(map(len, rows))
+    most = max(lens)
+    padded = rows if len(lens) == 1 else [(*row, *(0.0,) * (most - len(row))) for row in rows]
     given = np.frombuffer(pack(f"{len(rows) * most}d", *chain.from_iterable(padded))).reshape(len(rows), most)
-    at = np.rint(given * _STEPS).astype(np.intp)
-    at += _offsets(most, len(drafts[0][0].table))
+    at = (given * _STEPS + _offsets(most, len(drafts[0][0].table))).astype(np.intp)
     rates, start = np.empty(at.shape), 0
     for calibration, confidences in drafts:  # few drafters: each step of numpy takes long on the first call of a round
         stop = start + len(confidences)
         calibration.table.take(at[start:stop], out=rates[start:stop], mode="clip")
         start = stop
-    found = rates.cumprod(axis=1).tolist()
-    return (
-        list(map(tuple, found)) if padded is rows else [tuple(one[: len(row)]) for one, row in zip(found, rows, strict=True)]
-    )
+    return np.multiply.accumulate(rates, axis=1, out=rates)
 
 
 @cache
-def _offsets(num_tokens: int, num_positions: int) -> NDArray[np.intp]:
-    """In a flat table, of the positions of a draft."""
-    return np.minimum(np.arange(num_tokens), num_positions - 1) * (_STEPS + 1)
+def _offsets(num_tokens: int, num_positions: int) -> Floats:
+    """In a flat table, of the positions of a draft; and a half, by which steps are rounded."""
+    return np.minimum(np.arange(num_tokens), num_positions - 1) * (_STEPS + 1) + 0.5
 
 
 def _log_likelihood(predicted: Floats, is_right: NDArray[np.bool_]) -> float:

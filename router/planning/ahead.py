@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.types import record
-from router.drafting.ranking import Ranking
+from router.drafting.ranking import DraftsAtHand
 from router.drafting.verification import PassContext
-from router.plan import SequenceView, Span, StepPlan
-from router.planning.planner import Planner, best_left_out
+from router.plan import Capacity, SequenceView, Span, StepPlan
+from router.planning.planner import Planner
 
 FEWEST = 16  # requests: with fewer, drafts differ too much from those of the pass before, and a plan takes little time
 
@@ -55,19 +55,35 @@ class PlanAhead:
             spans = {span.request_id: span for span in ahead.spans}
             self._expected = _Expected(spans, num_drafted, num_verify, planner)
 
+    @property
+    def expects(self) -> bool:
+        return self._expected is not None
+
+    def correct(self, drafts: DraftsAtHand, capacity: Capacity) -> StepPlan | None:
+        """The expected plan, corrected. None: it must be made anew."""
+        expected, num = self._expected, len(drafts.request_ids)
+        if expected is None or not num:
+            return None
+        try:
+            spans = tuple([expected.spans[request_id] for request_id in drafts.request_ids])
+        except KeyError:
+            return None
+        num_drafted, usual = sum(drafts.lens), expected.num_drafted * num / len(expected.spans)
+        if not usual <= 2 * num_drafted <= 4 * usual:
+            return None
+        # Requests that have ended take their share along.
+        share = expected.num_verify * num // len(expected.spans)
+        num_verify = min(share, num_drafted, max(0, capacity.max_pass_tokens - num))
+        if num + num_verify // capacity.block_len > capacity.num_free_blocks:
+            return None
+        self._planner, self._expected = expected.planner, None
+        lens, best_left_out = drafts.likeliest(num_verify)
+        for span, num_drafts in zip(spans, lens, strict=True):
+            span.num_drafts = num_drafts
+        return StepPlan(spans, best_left_out=best_left_out)
+
     def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
-        expected = self._expected
-        if expected is not None and _is_as(expected, sequences):
-            # Requests that have ended take their share along.
-            share = expected.num_verify * len(sequences) // len(expected.spans)
-            ranking = Ranking(sequences, context, weighted=False)
-            lens = ranking.lens(min(share, ranking.num_tokens))
-            if len(sequences) + sum(lens) // context.capacity.block_len <= context.capacity.num_free_blocks:
-                self._planner, self._expected = expected.planner, None
-                spans = tuple([expected.spans[s.request_id] for s in sequences])
-                for span, num in zip(spans, lens, strict=True):
-                    span.num_drafts = num
-                return StepPlan(spans, best_left_out=best_left_out(sequences, lens))
+        """A new plan."""
         return self._planner.plan(sequences, context)
 
 
@@ -78,14 +94,3 @@ def _after(sequence: SequenceView, num_verified: int) -> SequenceView:
     left = sequence.max_new_tokens - num
     behind = replace(sequence, committed_len=length, computed_len=length - 1, max_new_tokens=left, awaiting_since_s=None)
     return behind if behind.running else replace(behind, running=True, cached_len=0)  # admitted: its prompt was cached
-
-
-def _is_as(expected: _Expected, sequences: Sequence[SequenceView]) -> bool:
-    num_drafted, spans = 0, expected.spans
-    for s in sequences:
-        is_ready = s.running and s.committed_len - s.computed_len == 1 and s.awaiting_since_s is None
-        if not is_ready or s.request_id not in spans:
-            return False
-        num_drafted += s.num_drafted
-    usual = expected.num_drafted * len(sequences) / len(spans)
-    return bool(sequences) and usual <= 2 * num_drafted <= 4 * usual

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import engine
@@ -148,3 +149,21 @@ def test_nothing_else_writes_the_drafting_state() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in fields:
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
                 assert owner != "draft", f"{path.name}:{node.lineno} writes {node.attr}"
+
+
+def test_survival_of_a_row_is_that_of_the_draft_alone() -> None:
+    """Of what was predicted of many proposals together; of what is left of one, given that the tokens before are right."""
+    row, alone = DraftState([1, 2], 2), DraftState([1, 2], 2)
+    for draft in (row, alone):
+        draft.switch(("d",))
+        assert draft.offer(Proposal("r", 2, (5, 6, 7, 8), (0.9,) * 4, "d"))
+    alone.set_survival((0.8, 0.4, 0.2, 0.1))
+    row.set_survival_row(np.array([[0.9] * 5, [0.8, 0.4, 0.2, 0.1, 0.05]]), 1)
+    assert row.survival == alone.survival == (0.8, 0.4, 0.2, 0.1)
+    for committed, left in (((5, 6), (0.5, 0.25)), ((7,), (0.5,))):
+        for draft in (row, alone):
+            draft.token_ids.extend(committed)
+            draft.judge(committed)
+        assert row.survival == alone.survival == pytest.approx(left)
+    assert row.offer(Proposal("r", 5, (9,), (0.5,), "d"))
+    assert row.survival == ()

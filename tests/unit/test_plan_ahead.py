@@ -4,13 +4,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from router.cost_model import TableCost
 from router.drafting.policies import VERIFICATION_POLICIES
-from router.drafting.verification import PassContext
+from router.drafting.ranking import DraftsAtHand, Ranking
+from router.drafting.verification import PassContext, useful_len
 from router.plan import Capacity, DrafterView, SequenceView, SloProgress, Span, StepPlan
-from router.planning import ahead as planning_ahead
 from router.planning.ahead import FEWEST, PlanAhead
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
@@ -40,8 +41,21 @@ def view(i: int, length: int, survival: Sequence[float] = (0.9, 0.8, 0.7), left:
     return SequenceView(f"r{i}", length, length - 1, len(survival), True, "d", None, left, tuple(survival))
 
 
-def planned(ahead: PlanAhead, sequences: Sequence[SequenceView], capacity: Capacity = CAPACITY) -> StepPlan:
-    return ahead.plan(sequences, replace(CONTEXT, capacity=capacity))
+def at_hand(sequences: Sequence[SequenceView]) -> DraftsAtHand | None:
+    """As `engine.sequences.Sequences.drafts_at_hand`."""
+    if any(not s.running or s.num_left != 1 or s.awaiting_since_s is not None for s in sequences):
+        return None
+    lens = [useful_len(s, CAPACITY) for s in sequences]
+    rows = [[*s.survival[:num], *[-1.0] * (8 - num)] for s, num in zip(sequences, lens, strict=True)]
+    return DraftsAtHand([s.request_id for s in sequences], lens, np.array(rows))
+
+
+def planned(
+    ahead: PlanAhead, sequences: Sequence[SequenceView], capacity: Capacity = CAPACITY, context: PassContext = CONTEXT
+) -> StepPlan:
+    drafts = at_hand(sequences)
+    corrected = None if drafts is None else ahead.correct(drafts, capacity)
+    return corrected or ahead.plan(sequences, replace(context, capacity=capacity))
 
 
 def expecting() -> tuple[PlanAhead, Counting]:
@@ -137,6 +151,24 @@ def test_other_policies_choose_from_the_drafts_at_hand(verification: str) -> Non
     assert planned(ahead, after) == alone.plan(after, CONTEXT)
 
 
+@pytest.mark.parametrize("levels", [3, 1000])
+def test_the_likeliest_drafts_are_those_of_a_ranking(levels: int) -> None:
+    """Of proposals of any length, also where many are equally likely."""
+    rng = random.Random(levels)
+    for _ in range(50):
+        views = []
+        for i in range(rng.randrange(1, 20)):
+            survival = sorted((rng.randrange(1, levels) / levels for _ in range(rng.randrange(8))), reverse=True)
+            views.append(view(i, 100, survival, left=rng.choice((2, 5, 50))))
+        drafts, ranking = at_hand(views), Ranking(views, CONTEXT)
+        assert drafts is not None
+        for num in range(ranking.num_tokens + 1):
+            lens, next_one = drafts.likeliest(num)
+            assert lens == ranking.lens(num)
+            rest = [s for one, taken, all_ in zip(views, lens, drafts.lens, strict=True) for s in one.survival[taken:all_]]
+            assert next_one == max(rest, default=0.0)
+
+
 def test_few_requests_and_objectives_are_planned_after_the_pass() -> None:
     for before in (
         [view(i, 100) for i in range(FEWEST - 1)],
@@ -168,7 +200,7 @@ def test_a_plan_advances_the_policies_once(is_corrected: bool) -> None:
     planner = PlanAhead(ahead)
     for i in range(40):
         views = [view(k, 100 + 2 * i, (0.9,) * (3 if is_corrected or i % 2 else 1)) for k in range(NUM)]
-        plan = planner.plan(views, context)
+        plan = planned(planner, views, context=context)
         alone.plan(views, context)
         planner.expect(plan, views, context)
     planned_last = planner._planner
@@ -181,11 +213,18 @@ def test_a_plan_advances_the_policies_once(is_corrected: bool) -> None:
 def test_corrected_plans_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside drafters that crash and hang, and requests that are aborted."""
     corrected: list[bool] = []
-    is_as = planning_ahead._is_as
-    monkeypatch.setattr(planning_ahead, "FEWEST", 1)
-    monkeypatch.setattr(planning_ahead, "_is_as", lambda *of: corrected.append(is_as(*of)) or corrected[-1])
+    correct = PlanAhead.correct
+
+    def counted(planner: PlanAhead, drafts: DraftsAtHand, capacity: Capacity) -> StepPlan | None:
+        plan = correct(planner, drafts, capacity)
+        corrected.append(plan is not None)
+        return plan
+
+    monkeypatch.setattr("router.planning.ahead.FEWEST", 1)
+    monkeypatch.setattr("router.estimates.drafter_stats.MIN_RECORDS", 0)
+    monkeypatch.setattr(PlanAhead, "correct", counted)
     num_aborted = 0
-    for seed in range(16):
+    for seed in range(20):
         faulty = seed % 2
         cluster = SimulatedCluster(seed, Faults(), crash=0.01 * faulty, hang=0.01 * faulty, num_drafters=1)
         cluster.loop._deferred._is_asynchronous = True  # as on a GPU

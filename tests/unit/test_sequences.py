@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cluster.message_checks import proposal_fault
@@ -133,3 +134,58 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 def test_a_confidence_that_is_no_probability_is_refused_on_receipt(confidence: float) -> None:
     assert proposal_fault(Proposal("r", 3, (7,), (0.5,), "d"), vocab_size=100) is None
     assert proposal_fault(Proposal("r", 3, (7,), (confidence,), "d"), vocab_size=100) is not None
+
+
+def decoding(num_tokens: list[int]) -> tuple[Sequences, list[LiveSequence]]:
+    """A request for each, with so many draft tokens at hand; of those, rows of what was predicted together."""
+    sequences, rates = Sequences(MODEL), np.linspace(0.9, 0.3, max(num_tokens))
+    rows = np.tile(np.cumprod(rates), (len(num_tokens), 1))
+    for i, num in enumerate(num_tokens):
+        one = sequences.add(Request(f"r{i}", (1, 2, 3), SamplingParams(max_tokens=3 + 4 * (i % 2)), 0.0))
+        one.admit(2, 0.0)
+        one.draft.switch(("d",))
+        if num:
+            one.draft.offer(Proposal(f"r{i}", 3, (5,) * num, (0.5,) * num, "d"))
+            one.draft.set_survival_row(rows, i)
+    return sequences, list(sequences)
+
+
+@pytest.mark.parametrize("longest", [4, 9])
+def test_drafts_at_hand_are_those_of_the_views(longest: int) -> None:
+    """Whatever was predicted apart or is left of a longer draft, however long it is, and wherever a request ends."""
+    sequences, live = decoding([4, 0, 1, 3, 4, 4])
+    live[3].draft.set_survival((0.7, 0.6, 0.5))
+    live[4].token_ids.append(5)
+    live[4].computed_len += 1
+    live[4].draft.judge((5,))
+    live[5].draft.offer(Proposal("r5", 3, (5,) * longest, (0.5,) * longest, "d"))
+    live[5].draft.set_survival_row(np.full((2, longest), 0.25), 1)
+    found = sequences.drafts_at_hand(64)
+    assert found is not None
+    assert [len(view.survival) for view in sequences.views()] == [4, 0, 1, 3, 3, longest]
+    for view, request_id, num, row in zip(sequences.views(), found.request_ids, found.lens, found.survival, strict=True):
+        assert (request_id, num) == (view.request_id, min(view.num_drafted, view.max_new_tokens - 1))
+        assert tuple(row[:num]) == view.survival[:num]
+        assert set(row[num:]) <= {-1.0}
+    shortened = sequences.drafts_at_hand(2)
+    assert shortened is not None
+    assert max(shortened.lens) == 2
+
+
+@pytest.mark.parametrize("change", ["awaits", "prompt", "preempted", "unknown"])
+def test_drafts_are_not_at_hand_where_a_request_does_more_than_decode(change: str) -> None:
+    sequences, live = decoding([2, 2])
+    assert sequences.drafts_at_hand(64) is not None
+    if change == "awaits":
+        live[1].draft.expect(0.0, is_queried=True)
+    elif change == "prompt":
+        live[1].computed_len = 1
+    elif change == "preempted":
+        live[1].preempt()
+    else:
+        live[1].draft.set_survival(())
+    assert sequences.drafts_at_hand(64) is None
+    live[1].awaits_grammar, live[1].running = True, False
+    found = sequences.drafts_at_hand(64)
+    assert found is not None
+    assert found.request_ids == ["r0"], "who waits for a grammar is not planned"
