@@ -11,6 +11,7 @@ Decisions use one thread and never wait. The ``cpu`` figures are that thread's p
 disturbs less. Garbage collection is off.
 """
 
+import gc
 import random
 import statistics
 import time
@@ -19,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from benchmarks.report import BenchOptions, BenchResult, Table
-from benchmarks.round_python import PASS_S, Gap, gap_ms, plain_python_ms, python_times, without_collection
+from benchmarks.round_python import PASS_S, Gap, gap_ms, plain_python_ms, python_times
 from cluster.config import DraftLengthConfig, PolicyConfig
+from cluster.cpu_scheduling import without_collection
 from cluster.types import Commit, RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
@@ -137,6 +139,7 @@ def slot_times(num_slots: int) -> DecisionTimes:
     traffic = Traffic(random.Random(_SEED))
     router = Router(build_policy(PolicyConfig()), traffic.pool, DriftDetector(SLOT_S))
     times = DecisionTimes()
+    gc.collect()
     with without_collection():
         for slot in range(_WARM_UP_SLOTS + num_slots):
             if slot == _WARM_UP_SLOTS:
@@ -155,6 +158,7 @@ def plan_times(num_plans: int, num_prompts: int = 0) -> DecisionTimes:
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
     times, context = DecisionTimes(), PassContext(drafters, capacity, step_cost(), now_s=0.0)
+    gc.collect()
     with without_collection():
         for i in range(num_plans):
             with times.one():
@@ -171,6 +175,7 @@ def round_times(num_rounds: int) -> DecisionTimes:
     draft_lens = {f"d{j}": DRAFT_LEN for j in range(NUM_DRAFTERS)}
     planner, lengths = StepPlanner(), build_draft_lengths(DraftLengthConfig(), draft_lens)
     times, cost = DecisionTimes(), step_cost()
+    gc.collect()
     with without_collection():
         for i in range(num_rounds):
             views = {f"d{j}": _drafter_view(rng) for j in range(NUM_DRAFTERS)}

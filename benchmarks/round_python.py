@@ -12,10 +12,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from cluster.config import DraftLengthConfig
+from cluster.cpu_scheduling import without_collection
 from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, Link, Mailbox, Received
@@ -88,6 +88,7 @@ def gap_ms(num_requests: int, num_rounds: int, cost: CostModel) -> Gap:
 
 def _drafted(rounds: "_Rounds", num_rounds: int) -> Iterator[float]:
     """Behind each round after the first ones: the processor time at which it began."""
+    gc.collect()
     with without_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
@@ -106,6 +107,7 @@ def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_
     names = [_SLOW] if has_drafter else []
     rounds = _Rounds(num_requests, cost, names, colocated=True)
     times_s, last_sent_s = [], 0.0
+    gc.collect()
     with without_collection():
         for number in range(_WARM_UP + num_rounds):
             rounds.answer()
@@ -120,17 +122,6 @@ def plain_python_ms(num_requests: int, num_rounds: int, cost: CostModel, *, has_
                 rounds.loop.telemetry.take_observations()
     assert rounds.last_sent_s == last_sent_s, "the drafter was queried while rounds were timed"
     return 1e3 * statistics.median(times_s)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Garbage is collected before, and not meanwhile."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class _Inbox(Mailbox):

@@ -11,7 +11,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,16 @@ def freeze_startup_objects() -> None:
     stops every loop for a tenth of a second. Called once, when everything is loaded."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """While many objects that live on are made, of which collections would find none to free."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def switch_threads_quickly() -> None:

@@ -1,19 +1,24 @@
 """Limits on the size and the speed of request bodies."""
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from typing import Annotated, Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from fastapi import Request
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from deploy.api.anthropic_fields import MessagesRequest
-from deploy.api.body import MAX_FAULTS, parse_body
+from deploy.api.body import AT_ONCE_BYTES, MAX_FAULTS, BodyReader, parse_body
 from deploy.api.errors import ApiError
+from deploy.api.fields import Strict
 from deploy.api.messages import MAX_PARTS
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, DetokenizeRequest
+from deploy.api.settings import ApiSettings
 from tests.support.api import chat_body, completion_body, serving
 from tests.support.asgi import CHAT, Caller
 
@@ -71,6 +76,34 @@ async def test_a_caller_that_hangs_up_amid_its_body_gets_nothing() -> None:
     caller.put(type="http.disconnect")
     await call
     assert caller.sent == []
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop_and_without_collections() -> None:
+    has_turned, collects, loop = threading.Event(), list[bool](), asyncio.get_running_loop()
+
+    def check(text: str) -> str:
+        collects.append(gc.isenabled())
+        if len(text) > AT_ONCE_BYTES:
+            loop.call_soon_threadsafe(has_turned.set)
+            assert has_turned.wait(60.0), "the event loop stands still"
+        return text
+
+    class Body(Strict):
+        prompt: Annotated[str, AfterValidator(check)]
+
+    def read(num_chars: int) -> Coroutine[Any, Any, Body]:
+        sent = json.dumps({"prompt": "a" * num_chars}).encode()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": sent, "more_body": False}
+
+        headers = [(b"content-type", b"application/json")]
+        return BodyReader(ApiSettings()).read(Request({"type": "http", "headers": headers}, receive), Body)
+
+    await read(10)
+    assert len((await read(AT_ONCE_BYTES + 1)).prompt) == AT_ONCE_BYTES + 1
+    assert collects == [True, False]
+    assert gc.isenabled()
 
 
 MANY = 4 * MAX_PARTS
