@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from drafters.protocol import Demand, Draft
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from engine.vllm.environment import prepare_environment
+from router.plan import Span
 from tests.support.dspark import write_speculators
 from tests.support.target_driver import play, play_with_drafter
 from tests.support.tiny_model import write_tiny_model
@@ -187,3 +189,26 @@ def test_a_proposer_that_fails_on_one_rank_costs_its_drafts_alone(target: Path, 
         assert played_after.outputs == plain
         with pytest.raises(RuntimeError, match="not called after an error"):
             engine.draft(DRAFT_LEN)
+
+
+def fall_silent(worker: Any) -> None:
+    """The last rank never answers when it is asked for drafts."""
+    if worker.rank:
+        worker.draft = lambda num_tokens: Event().wait()
+
+
+def test_a_rank_that_never_answers_ends_the_engine(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once vLLM's own time-out for a pass is over: the rank may still wait in a collective that a later pass would join."""
+    with closing(make_vllm(target, proposer={"method": "draft_model", "model": str(target)}, num_ranks=2, **SIZE)) as engine:
+        assert isinstance(engine, Proposing)
+        (request,) = asked(temperature=0.0, num=1).values()
+        engine.open(request, request.prompt_token_ids)
+        spans = [Span.bound(request.id, 0, request.prompt_token_ids)]
+        engine.execute(spans)
+        cast(Any, engine)._core.model_executor.collective_rpc(fall_silent)
+        monkeypatch.setattr("vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 1, raising=False)
+        with pytest.raises(TimeoutError, match="draft timed out"):
+            engine.draft(DRAFT_LEN)
+        with pytest.raises(RuntimeError, match="computes nothing after an error"):
+            engine.execute(spans)
+        assert engine.draft(DRAFT_LEN) == {}, "it is not asked again"
