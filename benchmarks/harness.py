@@ -26,6 +26,7 @@ from engine.dtypes import AS_SHIPPED
 from engine.factory import load_model
 from engine.feature_feed import FeatureFeeds
 from engine.forward import CausalModel
+from engine.loading import proposer_of
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
@@ -102,6 +103,8 @@ class Harness:
         self.folder = folder = ensure_model(model)
         self._shape = config = load_config(folder)
         self.has_ranks = engine == "native" and dtype != AS_SHIPPED  # vLLM's own ranks are not measured
+        runner_v1 = engine == "vllm" and os.environ.get(RUNNER_V2) != "1"
+        self.has_proposers = runner_v1 and config.num_layers > 3  # vLLM's EAGLE-3 reads three
         self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype))
         self._max_tokens, self._dtype = max_tokens, dtype
         self.info = ModelInfo(
@@ -235,14 +238,17 @@ class Harness:
         prepare_environment()
         from engine.vllm.target import VllmTarget
 
+        proposer = proposer_of(circumstances.companions)
+        num_bytes = (num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4) * (2 if proposer else 1)  # its layers'
         limits = VllmLimits(
             dtype="float32",
             max_model_len=self.info.max_model_len,
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             block_len=VLLM_BLOCK_LEN,
-            kv_cache_bytes=(num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4),
+            kv_cache_bytes=num_bytes,
             prefix_cache=circumstances.prefix_cache,
+            proposer=proposer,
         )
         eos_token_ids, layers = self.info.eos_token_ids, feature_layers(circumstances.companions, self.folder)
         return VllmTarget(self.folder, limits, eos_token_ids, layers)

@@ -14,18 +14,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from benchmarks.comparison import TIE_MARGIN, RunComparison, Verdict, compare
 from benchmarks.fault_injection import TruncatedDrafter, truncate_by_content
 from benchmarks.harness import DRAFT_LEN, PATIENT, PRECIOUS_ROWS, Harness, Run, RunConditions
-from benchmarks.made_drafters import under_another_vocabulary, write_eagle3
+from benchmarks.made_drafters import under_another_vocabulary, write_reader
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.config import DEFAULT_DRAFTERS, DrafterConfig, DraftLengthConfig, HiddenStateOptions, ModelOptions
+from cluster.config import (
+    DEFAULT_DRAFTERS,
+    DrafterConfig,
+    DraftLengthConfig,
+    HiddenStateKind,
+    HiddenStateOptions,
+    ModelOptions,
+    VllmOptions,
+)
 from cluster.types import Request
 from drafters.protocol import Drafter
 from engine.vllm.environment import RUNNER_V2
@@ -148,13 +156,22 @@ def scenarios(rig: Harness, model: str, made: Path) -> Mapping[str, RunCondition
     def alone(config: DrafterConfig) -> RunConditions:
         return RunConditions(companions=(config,)) if config.is_colocated else RunConditions(pool(config))
 
-    path = str(write_eagle3(made / "eagle3", rig.folder))
-    eagle3 = HiddenStateOptions(kind="eagle3", path=path, dtype="float32", min_survival=0.0)
-    others = [*beyond_defaults(model), DrafterConfig(name="eagle3", options=eagle3)]
+    def reader(kind: HiddenStateKind) -> DrafterConfig:
+        path = str(write_reader(made / kind, kind, rig.folder))
+        return DrafterConfig(name=kind, options=HiddenStateOptions(kind=kind, path=path, dtype="float32", min_survival=0.0))
+
+    def apart(config: DrafterConfig) -> RunConditions:
+        return RunConditions(companions=(config.model_copy(update={"remote": True}),))
+
+    others = [*beyond_defaults(model), reader("eagle3")]
+    # Those whose stages and heads drafters with every row share.
+    more = [reader(kind) for kind in get_args(HiddenStateKind) if kind not in [config.name for config in others]]
+    hosted = VllmOptions(speculative={"method": "eagle3", "model": str(made / "eagle3")})
+    proposers = [DrafterConfig(name="vllm", options=hosted)] if rig.has_proposers else []
     colocated = [config for config in others if config.is_colocated]
     two_ranks = {f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in colocated}
     readers = [config for config in colocated if isinstance(config.options, HiddenStateOptions)]
-    remote = {f"remote {one.name}": RunConditions(companions=(one.model_copy(update={"remote": True}),)) for one in readers}
+    remote = {f"remote {one.name}": apart(one) for one in readers}
     reading = {one.name: alone(one) for one in readers} | remote
     losing = {f"{name}, a rank dies": replace(one, num_ranks=2, lose_rank=True) for name, one in reading.items()}
     lanes = {f"{one.name} in a lane": replace(alone(one), divided=True) for one in colocated}
@@ -163,9 +180,9 @@ def scenarios(rig: Harness, model: str, made: Path) -> Mapping[str, RunCondition
     return {
         "no drafts, small batches": RunConditions(max_num_sequences=SMALL_BATCH),
         **{config.name: RunConditions(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
-        **{f"pool's {config.name}": alone(config) for config in others},
+        **{f"pool's {config.name}": alone(config) for config in (*others, *more, *proposers)},
         **planning(mixed),
-        **remote,
+        **(remote | {f"remote {one.name}": apart(one) for one in more}),
         **{f"{name}, tensor link cut": replace(one, cut=True) for name, one in remote.items()},
         **(lanes | losing if rig.has_ranks else {}),
         "other vocabulary": RunConditions(lambda: {"other": under_another_vocabulary(rig.folder, rig.info)}),

@@ -5,13 +5,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.harness import DRAFT_LEN
+from cluster.config import HiddenStateKind
 from cluster.types import ModelInfo
 from drafters.hidden_states.checkpoint import GivenRows, new_network, save_speculators
-from drafters.hidden_states.config import EagleConfig
+from drafters.hidden_states.config import BlockConfig, EagleConfig, NetworkConfig
 from drafters.model import ModelDrafter
 from drafters.other_vocabulary import OtherVocabulary
 from drafters.small_model import SmallModel
@@ -58,18 +60,24 @@ def under_another_vocabulary(folder: Path, target: ModelInfo, share: float = 0.5
     )
 
 
-def write_eagle3(folder: Path, target: Path) -> Path:
-    """An untrained EAGLE-3 in ``folder`` for the model in ``target``, right where chance helps."""
+def write_reader(folder: Path, kind: HiddenStateKind, target: Path) -> Path:
+    """An untrained drafter of hidden states in ``folder`` for the model in ``target``, right where chance helps."""
     model = load_config(target)
     last = model.num_layers - 2
-    config = EagleConfig(
-        kind="eagle3",
-        shape=replace(model.truncated(1), tied_embeddings=False),
-        target_layer_ids=tuple(sorted({0, last // 2, last})),
-        target_hidden_size=model.hidden_size,
-        num_target_layers=model.num_layers,
-        draft_len=DRAFT_LEN,
-    )
+    shared: dict[str, Any] = {
+        "kind": kind,
+        "shape": replace(model.truncated(1), tied_embeddings=False),
+        "target_layer_ids": tuple(sorted({0, last // 2, last})),
+        "target_hidden_size": model.hidden_size,
+        "num_target_layers": model.num_layers,
+    }
+    config: NetworkConfig
+    if kind in ("eagle3", "peagle"):
+        config = EagleConfig(**shared, draft_len=DRAFT_LEN, mask_token_id=0 if kind == "peagle" else None)
+    else:
+        is_dspark = kind == "dspark"
+        shared |= {"markov_rank": 8 * is_dspark, "has_confidence": is_dspark, "anchor_predicts": is_dspark}
+        config = BlockConfig(**shared, block_size=DRAFT_LEN + (not is_dspark), mask_token_id=0)
     with open_weights(target, model, torch.float32) as weights:
         rows = GivenRows(weights.embedding().clone(), weights.head().clone())
     shape = json.loads((target / "config.json").read_text())

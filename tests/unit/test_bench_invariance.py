@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks import invariance
 from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second, truncate_by_content
 from benchmarks.harness import Harness, RunConditions
 from benchmarks.report import BenchOptions, BenchResult
-from cluster.config import DrafterConfig, HiddenStateOptions
+from cluster.config import DrafterConfig, HiddenStateKind, HiddenStateOptions
 from cluster.sampling_params import SamplingParams
 from drafters import shipped
 from drafters.ngram import NgramDrafter
@@ -64,6 +65,8 @@ def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
     rows = _rows(result)
     assert result.figures["num_runs"] == 2 * invariance.NUM_PROMPTS_QUICK * len(rows)
     assert {"ngram", "suffix", "model", "other vocabulary", "remote eagle3, a rank dies", invariance.SELF} <= rows.keys()
+    of_kinds = {f"{where} {kind}" for where in ("pool's", "remote") for kind in get_args(HiddenStateKind)}
+    assert of_kinds <= rows.keys()
     planned = {f"draft_length {kind}" for kind in router.drafting.policies.DRAFT_LENGTHS} - {"draft_length outrider"}
     planned |= {f"verify {name}" for name in VERIFICATION_POLICIES} - {"verify all"}
     planned |= {f"overlap {name}" for name in OVERLAP_POLICIES} - {"overlap gain"}
