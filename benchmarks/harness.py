@@ -102,9 +102,10 @@ class Harness:
     ) -> None:
         self.folder = folder = ensure_model(model)
         self._shape = config = load_config(folder)
-        self.has_ranks = engine == "native" and dtype != AS_SHIPPED  # vLLM's own ranks are not measured
+        self.has_lanes = engine == "native" and dtype != AS_SHIPPED
         runner_v1 = engine == "vllm" and os.environ.get(RUNNER_V2) != "1"
         self.has_proposers = runner_v1 and config.num_layers > 3  # vLLM's EAGLE-3 reads three
+        self.has_ranks = self.has_lanes or (runner_v1 and config.num_heads % 2 == 0)  # else vLLM cannot divide it
         self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype))
         self._max_tokens, self._dtype = max_tokens, dtype
         self.info = ModelInfo(
@@ -246,7 +247,8 @@ class Harness:
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             block_len=VLLM_BLOCK_LEN,
-            kv_cache_bytes=num_bytes,
+            kv_cache_bytes=num_bytes // circumstances.num_ranks,
+            tensor_parallel=circumstances.num_ranks,
             prefix_cache=circumstances.prefix_cache,
             proposer=proposer,
         )
@@ -307,9 +309,9 @@ class Alternating(PartitionChoice):
 
 
 def _end_last_rank() -> None:
-    """Of the ranks that are processes of this one."""
+    """Of two ranks, where vLLM's first one is a process of its own, too."""
     for process in multiprocessing.active_children():
-        if process.name.startswith("rank-"):
+        if process.name.startswith(("rank-", "VllmWorker-1")):
             process.kill()
 
 
