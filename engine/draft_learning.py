@@ -13,7 +13,7 @@ from engine.feature_feed import FeatureFeed
 from engine.sequences import LiveSequence
 from engine.telemetry import Telemetry
 from router.estimates.drafter_stats import DrafterStats, Judgement
-from router.estimates.survival import FEW, survivals
+from router.estimates.survival import FEW, SurvivalRows, survivals
 from router.plan import DrafterView
 
 Offer = tuple[LiveSequence, Proposal, bool]  # a proposal for a request, and whether it was taken
@@ -122,7 +122,9 @@ class DraftLearning:
         with self.observing:
             known = [(c, of) for name, of in unpredicted.items() if (c := self._telemetry.drafter(name).known_calibration)]
             num = sum([len(of) for _, of in known])
-            rows = survivals([(c, [one.confidences for _, one in of]) for c, of in known]) if num > FEW else None
+            rows = None
+            if num > FEW:
+                rows = SurvivalRows(survivals([(c, [one.confidences for _, one in of]) for c, of in known]))
             row = 0
             for calibration, of in known:
                 for draft, proposal in of:

@@ -10,8 +10,8 @@ from cluster.types import FORCED, FREE_DRAFTERS, MAX_DRAFT_LEN, NO_DRAFTS, PREDI
 from engine.acceptance import common_prefix_len, judge
 from engine.predicted_output import PredictedOutput
 from router.assignment import Chain
-from router.cost_model import Floats
 from router.estimates.drafter_stats import Judgement
+from router.estimates.survival import SurvivalRows
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
@@ -56,7 +56,7 @@ class DraftState:
     # Calibrated survival of the prefixes of the proposal as it was when this was predicted: () if it is not known, or a row
     # of what was predicted of many proposals together. Of its tokens ``num_behind`` have been committed since.
     _survival: tuple[float, ...] = ()
-    survival_rows: Floats | None = None
+    survival_rows: SurvivalRows | None = None
     survival_row: int = 0
     num_behind: int = 0
     # Committed lengths, and when the drafter was sent each.
@@ -151,7 +151,7 @@ class DraftState:
         survival: Sequence[float] = self._survival
         num = self.num_behind
         if self.survival_rows is not None and self.proposal is not None:
-            survival = self.survival_rows[self.survival_row, : num + len(self.proposal.token_ids)].tolist()
+            survival = self.survival_rows.lists[self.survival_row][: num + len(self.proposal.token_ids)]
         return tuple([s / max(survival[num - 1], 1e-9) for s in survival[num:]] if num else survival)
 
     def _know(self, survival: tuple[float, ...]) -> None:
@@ -195,7 +195,7 @@ class DraftState:
         if self.passed_over:
             self._choose(0.0)
 
-    def set_survival_row(self, rows: Floats, row: int) -> None:
+    def set_survival_row(self, rows: SurvivalRows, row: int) -> None:
         """As ``set_survival``, where no other draft is at hand."""
         self.survival_rows, self.survival_row = rows, row  # of a proposal that was taken just now
 

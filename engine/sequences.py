@@ -11,6 +11,7 @@ from engine.draft_state import DraftState
 from engine.predicted_output import PredictedOutput
 from router.cost_model import Floats
 from router.drafting.ranking import DraftsAtHand
+from router.estimates.survival import SurvivalRows
 from router.plan import SequenceView, SloProgress, Span
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
@@ -189,7 +190,7 @@ class Sequences:
         survival is not known."""
         request_ids: list[str] = []
         lens: list[int] = []
-        rows: Floats | None = None  # in which most proposals have their survival
+        rows: SurvivalRows | None = None  # in which most proposals have their survival
         places: list[int] = []
         apart: dict[int, tuple[float, ...]] = {}  # survival of the others
         for request_id, sequence in self._live.items():
@@ -210,7 +211,7 @@ class Sequences:
             request_ids.append(request_id)
             lens.append(num)
             places.append(place)
-        return DraftsAtHand(request_ids, lens, _gathered(rows, places, apart, lens))
+        return DraftsAtHand(request_ids, lens, _gathered(None if rows is None else rows.values, places, apart, lens))
 
     def bind(self, spans: Iterable[Span]) -> None:
         """Sets the tokens of planned spans. A cached prefix may have shortened what is left to compute since the plan."""

@@ -1,7 +1,7 @@
 """Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from math import exp
 from struct import pack
@@ -132,6 +132,18 @@ class OnlineSurvival:
         found_before = np.interp(xs, _GRID, before)
         ys = (self._true[position] + self._doubt * found_before) / (weight + self._doubt)
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
+
+
+class SurvivalRows:
+    """Of drafts that were predicted together: an array [drafts, longest], and its rows as lists where they are read."""
+
+    def __init__(self, values: Floats) -> None:
+        self.values = values
+
+    @cached_property
+    def lists(self) -> list[list[float]]:
+        found: list[list[float]] = self.values.tolist()
+        return found
 
 
 def survivals(drafts: Sequence[tuple[OnlineSurvival, Sequence[Sequence[float]]]]) -> Floats:

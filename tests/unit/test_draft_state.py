@@ -9,6 +9,7 @@ import pytest
 import engine
 from cluster.types import NO_DRAFTS, DraftTerms, Proposal
 from engine.draft_state import MAX_AWAITED, DraftState
+from router.estimates.survival import SurvivalRows
 
 
 def start(*committed: int) -> DraftState:
@@ -158,7 +159,7 @@ def test_survival_of_a_row_is_that_of_the_draft_alone() -> None:
         draft.switch(("d",))
         assert draft.offer(Proposal("r", 2, (5, 6, 7, 8), (0.9,) * 4, "d"))
     alone.set_survival((0.8, 0.4, 0.2, 0.1))
-    row.set_survival_row(np.array([[0.9] * 5, [0.8, 0.4, 0.2, 0.1, 0.05]]), 1)
+    row.set_survival_row(SurvivalRows(np.array([[0.9] * 5, [0.8, 0.4, 0.2, 0.1, 0.05]])), 1)
     assert row.survival == alone.survival == (0.8, 0.4, 0.2, 0.1)
     for committed, left in (((5, 6), (0.5, 0.25)), ((7,), (0.5,))):
         for draft in (row, alone):

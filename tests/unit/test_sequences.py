@@ -10,6 +10,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal, Request
 from engine.sequences import LiveSequence, Sequences
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
+from router.estimates.survival import SurvivalRows
 from router.plan import Span
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -139,7 +140,7 @@ def test_a_confidence_that_is_no_probability_is_refused_on_receipt(confidence: f
 def decoding(num_tokens: list[int]) -> tuple[Sequences, list[LiveSequence]]:
     """A request for each, with so many draft tokens at hand; of those, rows of what was predicted together."""
     sequences, rates = Sequences(MODEL), np.linspace(0.9, 0.3, max(num_tokens))
-    rows = np.tile(np.cumprod(rates), (len(num_tokens), 1))
+    rows = SurvivalRows(np.tile(np.cumprod(rates), (len(num_tokens), 1)))
     for i, num in enumerate(num_tokens):
         one = sequences.add(Request(f"r{i}", (1, 2, 3), SamplingParams(max_tokens=3 + 4 * (i % 2)), 0.0))
         one.admit(2, 0.0)
@@ -159,7 +160,7 @@ def test_drafts_at_hand_are_those_of_the_views(longest: int) -> None:
     live[4].computed_len += 1
     live[4].draft.judge((5,))
     live[5].draft.offer(Proposal("r5", 3, (5,) * longest, (0.5,) * longest, "d"))
-    live[5].draft.set_survival_row(np.full((2, longest), 0.25), 1)
+    live[5].draft.set_survival_row(SurvivalRows(np.full((2, longest), 0.25)), 1)
     found = sequences.drafts_at_hand(64)
     assert found is not None
     assert [len(view.survival) for view in sequences.views()] == [4, 0, 1, 3, 3, longest]
