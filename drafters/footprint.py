@@ -32,6 +32,7 @@ from engine.dtypes import AS_SHIPPED, choose_dtype, held_dtype
 from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
 from engine.models.manifest import shipped_tensors
+from router.papers.faser_exit import DEPTHS, VOCABULARY_LEN
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -106,7 +107,9 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
     in_memory = PROCESS_BYTES + TORCH_BYTES + (VLLM_BYTES if target.engine == "vllm" else 0)
     own = Footprint(
         whole.stored_bytes,
-        int(whole.weight_bytes * facts.weight_share) + adapter_bytes(config, folder, DTYPE_BYTES[dtype]),
+        int(whole.weight_bytes * facts.weight_share)
+        + adapter_bytes(config, folder, DTYPE_BYTES[dtype])
+        + exit_bytes(config, folder, dtype),
         target.kv_cache_bytes + hidden_state_bytes(config, facts) * num_tokens,
         0 if on_gpu else target.max_num_sequences * longest * TOKEN_BYTES,
         CUDA_BYTES if on_gpu else in_memory,
@@ -128,6 +131,18 @@ def adapter_bytes(config: Config, folder: Path, element: int) -> int:
     width = sum((_EMBEDDING_PLACES if name.endswith(_EMBEDDING) else 1) * sum(shape) for name, shape in matrices.items())
     rank = int(target.vllm.get("max_lora_rank", VLLM_LORA_RANK))
     return target.num_adapters * rank * width * element * (1 if target.device == "cuda" else 2)
+
+
+def exit_bytes(config: Config, folder: Path, dtype: str) -> int:
+    """Of early exit on the first rank: a copy of the head, unless it is the embedding there, the reduced head, a lens for
+    each depth between layers, and the sums that it is fitted by, in fp32."""
+    if config.target.early_exit == "off":
+        return 0
+    model, element = load_config(folder), max(2, DTYPE_BYTES[dtype])
+    size, is_shared = model.hidden_size, model.tied_embeddings and config.target.tensor_parallel == 1
+    head = 0 if is_shared and dtype != AS_SHIPPED else model.vocab_size * size * (2 if is_shared else element)
+    fits = (len(DEPTHS) - 1) * (size * size * element + (2 * size + 1) * (size + 1) * 4)
+    return head + VOCABULARY_LEN * size * element + fits
 
 
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:

@@ -10,6 +10,9 @@ wrongly costs speed and no token.
     exit pass       rows leave by the thresholds of `router.papers.faser_exit`, for passes of about this size
     control pass    as a plain pass, and timed as exit passes are
     else            the plain path; every so often a learning pass
+
+On a GPU checks run beside the pass (`engine.cuda.exit_scores`), so rows leave LAG layers after they were looked at, and none
+before the head, whose time they hardly change there. Sampling still waits once; each check is one more wait of the host.
 """
 
 import time
@@ -21,19 +24,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cluster.errors import InvalidField
 from engine.batch_layout import StayingRows
-from engine.exit_lens import VOCABULARY_LEN, LensFit, ReducedScores, lens_product
+from engine.exit_lens import (
+    LAG,
+    ExitScores,
+    LensFit,
+    PendingMargins,
+    exit_scores,
+    lens_product,
+    runs_beside,
+)
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.forward import CausalModel
 from engine.ops import Linear
 from engine.sampling import SamplingState
 from router.cost_model import CostModel
 from router.estimates.trial import Trial
-from router.papers.faser_exit import ExitPlan, ExitPrices, ExitSamples, WrongExits, choose_thresholds
+from router.papers.faser_exit import (
+    DEPTHS,
+    VOCABULARY_LEN,
+    ExitPlan,
+    ExitPrices,
+    ExitSamples,
+    WrongExits,
+    choose_thresholds,
+)
 from router.plan import Span
 
-DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
 LENS_ROWS = (16, 32)  # per hidden dimension, after which lenses are fitted; until the first, all passes are learning passes
 LATER_LENS_ROWS = 32  # of a learning pass after the first fit, at least: all 128 add 4% to its time (level amx)
 NUM_SAMPLES = 256  # spans that thresholds are chosen by, the newest ones
@@ -79,23 +96,26 @@ class EarlyExit:
     Args:
         cost: measured times of passes, uncorrected: corrections would see the passes that exits made shorter.
         head: of the whole model, [vocab, hidden] in the dtype.
-
-    Raises InvalidField: the model is not on a CPU.
     """
 
     def __init__(self, model: CausalModel, cost: CostModel, head: torch.Tensor) -> None:
-        if model.device.type != "cpu":
-            reason = f"is built for CPUs, not for {model.device.type}: set it to off"
-            raise InvalidField("target.early_exit", "auto", reason)
         num_layers, hidden_size = model.config.num_layers, model.config.hidden_size
         self._model = model
         self._cost = cost
-        depths = sorted({max(1, round(share * num_layers)) for share in DEPTHS})
-        self.checks = [ExitCheck(d, LensFit(hidden_size) if d < num_layers else None) for d in depths]
-        self._remaining = tuple(_remaining(model, depth) for depth in depths)
+        self.lag = LAG if runs_beside(model) else 0
+        depths = [num_layers]
+        for depth in sorted({max(1, round(share * num_layers)) for share in DEPTHS} - {num_layers}, reverse=True):
+            if depth + self.lag < depths[0]:  # one check at a time
+                depths.insert(0, depth)
+        fits = (LensFit(hidden_size, model.device) if depth < num_layers else None for depth in depths)
+        self.checks = [ExitCheck(depth, fit) for depth, fit in zip(depths, fits, strict=True)]
+        leave_after = [depth + self.lag for depth in depths]
+        self._remaining = tuple(_remaining(model, depth) if depth <= num_layers else 0.0 for depth in leave_after)
         self._head = head
-        self._unit = torch.ones(hidden_size)
-        self._scores: ReducedScores | None = None
+        if self.lag:
+            exit_scores(model, head, np.arange(min(len(head), VOCABULARY_LEN)))  # compiles its kernels before it serves
+        self._unit = torch.ones(hidden_size, device=model.device)
+        self._scores: ExitScores | None = None
         self._token_counts = np.zeros(model.config.vocab_size, np.int64)
         self._num_lens_rows = 0
         self._fits_due = deque(multiple * hidden_size for multiple in LENS_ROWS)
@@ -120,7 +140,8 @@ class EarlyExit:
         self._num_since += 1
         if self._num_since >= self._period(plan, trial):
             self._num_since = 0
-            return PassWatch(self, spans, states, None, last_threshold=None if trial.is_paused else plan.thresholds[-1])
+            last = None if trial.is_paused or self.lag else plan.thresholds[-1]
+            return PassWatch(self, spans, states, None, last_threshold=last)
         if plan.is_off:
             return None
         leaves = trial.next()
@@ -164,12 +185,13 @@ class EarlyExit:
         """Hidden states at unit scale, in the dtype. ``residual`` is overwritten."""
         return self._model.ops.add_norm(residual, delta, self._unit)
 
-    def margins(self, check: ExitCheck, hidden: torch.Tensor, rows: "WatchedRows") -> NDArray[np.float32] | None:
-        """Of the draft token behind each of the rows, whose normalised hidden states are ``hidden``. None: not known yet."""
+    def begin(
+        self, check: ExitCheck, residual: torch.Tensor, delta: torch.Tensor | None, rows: WatchedRows
+    ) -> PendingMargins | None:
+        """Margins of the draft token behind each of the rows. None: not known yet."""
         if self._scores is None or (check.lens is None and check.depth < self._model.config.num_layers):
             return None
-        x = hidden if check.lens is None else check.lens(hidden)
-        return self._scores.margins(x, rows.drafts, rows.keys, rows.temperatures)
+        return self._scores.begin(residual, delta, check.lens, rows)
 
     def learn_rows(self, token_ids: Sequence[int], hidden: Mapping[int, torch.Tensor]) -> None:
         """Adds rows of a learning pass to the lenses. ``hidden``: normalised states of all its rows, by depth."""
@@ -213,7 +235,7 @@ class EarlyExit:
 
     def _fit(self) -> None:
         frequent = np.argsort(-self._token_counts, kind="stable")[:VOCABULARY_LEN]
-        self._scores = ReducedScores(self._model, self._head, np.sort(frequent))
+        self._scores = exit_scores(self._model, self._head, np.sort(frequent))
         for check in self.checks:
             if check.fit is not None:
                 check.lens = lens_product(self._model, check.fit.solve())
@@ -233,19 +255,23 @@ class PassWatch:
     trial: Trial | None = None  # that is told the time of the pass
     unchecked: frozenset[str] = frozenset()  # requests whose rows all stay
     last_threshold: float | None = None  # of a learning pass, before the head
-    depths: tuple[int, ...] = field(init=False)  # of its checks
+    depths: tuple[int, ...] = field(init=False)  # of its checks, and where rows leave
     span_lens: NDArray[np.int64] = field(init=False)  # rows that stay
     num_watched: int = field(init=False, default=0)  # rows that are checked
     _rows: WatchedRows = field(init=False)
     _margins: NDArray[np.float32] = field(init=False)  # [spans, checks, MAX_DRAFTS]
     _hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # of a learning pass, normalised, all rows
+    _due: dict[int, tuple[int, PendingMargins]] = field(default_factory=dict)  # checks under way, by where rows leave
+    _learned: list[tuple[int, PendingMargins]] = field(default_factory=list)  # of a learning pass beside it
     _started_s: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.span_lens = np.array([len(span.token_ids) for span in self.spans])
         checks = self.exits.checks
         thresholds = (0.0,) * len(checks) if self.plan is None else self.plan.thresholds
-        self.depths = tuple([c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None])
+        begin = {c.depth for c, threshold in zip(checks, thresholds, strict=True) if threshold is not None}
+        lag = 0 if self.plan is None else self.exits.lag
+        self.depths = tuple(sorted(begin | {depth + lag for depth in begin}))
         if not self.depths:
             return  # a control pass must cost what a plain one costs
         self._rows = watched_rows(self.spans, self.states, self.unchecked)
@@ -253,23 +279,35 @@ class PassWatch:
         self._margins = np.full((len(self.spans), len(checks), MAX_DRAFTS), -np.inf, np.float32)
 
     def look(self, depth: int, residual: torch.Tensor, delta: torch.Tensor | None) -> StayingRows | None:
-        number, check = next((i, c) for i, c in enumerate(self.exits.checks) if c.depth == depth)
-        rows, threshold = self._rows, self.last_threshold if check is self.exits.checks[-1] else None
+        if depth in self._due:
+            return self._end(*self._due.pop(depth), residual.device)
+        number = next((i for i, check in enumerate(self.exits.checks) if check.depth == depth), None)
+        if number is None:  # nothing was checked that could leave here
+            return None
+        check = self.exits.checks[number]
         if self.plan is None:
             self._hidden[depth] = residual if delta is None else self.exits.normalised(residual.clone(), delta)
-        else:
-            threshold = self.plan.thresholds[number]
-        if not len(rows.at):
+        pending = self.exits.begin(check, residual, delta, self._rows) if len(self._rows.at) else None
+        if pending is None:
             return None
-        start_s, at = time.perf_counter(), torch.from_numpy(rows.at)
-        hidden = residual[at] if delta is None else self.exits.normalised(residual[at], delta[at])
-        margins = self.exits.margins(check, hidden, rows)
-        if margins is None:
-            return None
+        if not self.exits.lag:
+            return self._end(number, pending, residual.device)
         if self.plan is None:
-            self.exits.learn_time(check, time.perf_counter() - start_s, len(rows.at))
-            self._margins[rows.span, number, rows.index] = margins
-        return None if threshold is None else self._leave(margins > threshold, residual.device)
+            self._learned.append((number, pending))
+        else:
+            self._due[depth + self.exits.lag] = number, pending
+        return None
+
+    def _end(self, number: int, pending: PendingMargins, device: torch.device) -> StayingRows | None:
+        """Of a check: rows leave, or are learned from."""
+        check, rows, margins = self.exits.checks[number], self._rows, pending.wait()
+        threshold = self.last_threshold if check is self.exits.checks[-1] else None
+        if self.plan is not None:
+            threshold = self.plan.thresholds[number]
+        else:
+            self.exits.learn_time(check, margins.seconds, len(rows.at))
+            self._margins[rows.span, number, rows.index] = margins.values
+        return None if threshold is None else self._leave(margins.values > threshold, device)
 
     def _leave(self, expects_other: NDArray[np.bool_], device: torch.device) -> StayingRows | None:
         """The rows behind the first one of each span that expects another token leave."""
@@ -304,6 +342,8 @@ class PassWatch:
                 num_rows = sum([len(span.token_ids) for span in self.spans])
                 self.trial.note(not self.plan.is_off, seconds * (1.0 + num_lost / num_tokens) / num_rows)
             return
+        for number, pending in self._learned:
+            self._end(number, pending, torch.device("cpu"))
         token_ids = [token_id for span in self.spans for token_id in span.token_ids]
         watched = np.flatnonzero(self._margins[:, -1, 0] > -np.inf).tolist()
         if watched:

@@ -5,77 +5,140 @@ fitted here by ridge regression on rows that were computed to the end. Without i
 of a small model (docs/measurements/early-exit.md). After the last layer x is exact.
 """
 
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.exit_rows import WatchedRows
 from engine.forward import CausalModel
 from engine.models.weights import LinearWeight
 from engine.noise import gumbel
-from engine.ops import Linear
+from engine.ops import FusedSampling, Linear
 
-VOCABULARY_LEN = 1024  # the most frequent tokens; of them, the best competes with the drafted token
 _RIDGE = 0.02  # times the number of rows
+
+
+LAG = 2  # layers that a GPU computes beside a check: the thread of the pass waits for the check, the device does not
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """Of watched rows, [rows], and the seconds that the check took."""
+
+    values: NDArray[np.float32]
+    seconds: float
+
+    def wait(self) -> "Margins":
+        return self
+
+
+class PendingMargins(Protocol):
+    def wait(self) -> Margins: ...
+
+
+class ExitScores(Protocol):
+    """Checks rows of a pass. Not thread-safe."""
+
+    def begin(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, lens: Linear | None, rows: WatchedRows
+    ) -> PendingMargins:
+        """Of the hidden states ``residual`` + ``delta``, [rows of the pass, hidden]: without a delta they are normalised.
+        Neither is modified, nor needed once this returns and the stream of the caller has gone on."""
+
+
+def runs_beside(model: CausalModel) -> bool:
+    """Whether checks of this model run beside its passes: on a GPU."""
+    return isinstance(model.ops.gumbel_argmax(np.arange(model.config.vocab_size)), FusedSampling)
+
+
+def exit_scores(model: CausalModel, head: torch.Tensor, token_ids: NDArray[np.int64]) -> ExitScores:
+    """For the device of the model. ``head``: of the whole model. ``token_ids``: the reduced vocabulary, ascending."""
+    if not runs_beside(model):
+        return ReducedScores(model, head, token_ids)
+    from engine.cuda.exit_scores import DeviceScores, InTurn, SideStream
+    from engine.cuda.sampling import CudaGumbelArgmax
+
+    kernel = model.ops.gumbel_argmax(token_ids)
+    assert isinstance(kernel, CudaGumbelArgmax), "the fused kernel is CUDA's"
+    if model.device.type != "cuda":
+        return DeviceScores(model, head, token_ids, kernel, InTurn())
+    scores = DeviceScores(model, head, token_ids, kernel, SideStream(model.device))
+    scores.warm_up()
+    return scores
 
 
 class LensFit:
     """Sums for the regression of one lens. ``hidden_size``: d."""
 
-    def __init__(self, hidden_size: int) -> None:
-        self._gram = torch.zeros(hidden_size + 1, hidden_size + 1)
-        self._cross = torch.zeros(hidden_size + 1, hidden_size)
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        self._gram = torch.zeros(hidden_size + 1, hidden_size + 1, device=device)
+        self._cross = torch.zeros(hidden_size + 1, hidden_size, device=device)
+        self._num_rows = 0
 
     def add(self, hidden: torch.Tensor, final: torch.Tensor) -> None:
         """Adds rows: normalised hidden states and final ones, both [rows, d]."""
         inputs = F.pad(hidden.float(), (0, 1), value=1.0)
         self._gram.addmm_(inputs.T, inputs)
         self._cross.addmm_(inputs.T, final.float())
+        self._num_rows += len(hidden)
 
     def solve(self) -> LinearWeight:
         """A [d, d] and b [d], fp32."""
-        num_rows = float(self._gram[-1, -1])
-        ridge = _RIDGE * num_rows * torch.eye(len(self._gram))
+        ridge = _RIDGE * self._num_rows * torch.eye(len(self._gram), device=self._gram.device)
         solution = torch.linalg.solve(self._gram + ridge, self._cross)
         return LinearWeight(solution[:-1].T.contiguous(), solution[-1].clone())
 
 
 class ReducedScores:
-    """Margins of drafted tokens over ``token_ids``, ascending, from estimates of final hidden states."""
+    """``ExitScores`` on a CPU, within the pass. Margins of drafted tokens over ``token_ids``, ascending, from estimates of
+    final hidden states."""
 
     def __init__(self, model: CausalModel, head: torch.Tensor, token_ids: NDArray[np.int64]) -> None:
         self.token_ids = token_ids
         self._rows = head
-        self._dtype = model.dtype
+        self._model, self._dtype = model, model.dtype
+        self._unit = torch.ones(model.config.hidden_size)
         self._head = model.ops.linear(LinearWeight(head[torch.from_numpy(token_ids)].to(model.dtype)))
         self._kernel = model.ops.gumbel_argmax(token_ids)
 
-    def margins(
-        self, x: torch.Tensor, drafts: NDArray[np.int64], keys: NDArray[np.int64], temperatures: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
-        """(z_u - z_draft) / T + G(u) - G(draft) of the best token u of the reduced vocabulary, [rows]; 0 where u is the
-        drafted token. ``x`` [rows, hidden] in the dtype, ``keys`` of the noise. At temperature 0
-        without noise and with T = 1.
-        """
-        logits = self._head(x)
-        divisors = np.where(temperatures > 0, temperatures, np.float32(1.0))
+    def begin(self, residual: torch.Tensor, delta: torch.Tensor | None, lens: Linear | None, rows: WatchedRows) -> Margins:
+        start_s, at = time.perf_counter(), torch.from_numpy(rows.at)
+        hidden = residual[at] if delta is None else self._model.ops.add_norm(residual[at], delta[at], self._unit)
+        x = hidden if lens is None else lens(hidden)
+        return Margins(self.margins(x, rows), time.perf_counter() - start_s)
+
+    def margins(self, x: torch.Tensor, rows: WatchedRows) -> NDArray[np.float32]:
+        """``margins_of`` the rows whose final hidden states are ``x``, [rows, hidden] in the dtype."""
+        logits, keys, temperatures = self._head(x), rows.keys, rows.temperatures
         noise = temperatures > 0
-        has_noise = bool(noise.any())
-        if has_noise and self._kernel is not None:
+        if noise.any() and self._kernel is not None:
             columns = np.searchsorted(self.token_ids, self._kernel(logits, keys, temperatures)[0])
         else:
-            scores = logits.float().numpy() / divisors[:, None]
-            if has_noise:
-                scores[noise] += gumbel(keys[noise, None], self.token_ids[None])
+            scores = logits.float().numpy() / np.where(noise, temperatures, np.float32(1.0))[:, None]
+            scores[noise] += gumbel(keys[noise, None], self.token_ids[None])
             columns = scores.argmax(1)
         best = self.token_ids[columns]
         z_best = logits.gather(1, torch.from_numpy(columns)[:, None]).squeeze(1).float()
-        own = F.embedding(torch.from_numpy(drafts), self._rows).float()
+        own = F.embedding(torch.from_numpy(rows.drafts), self._rows).float()
         z_draft = (x.float() * own).sum(-1).to(self._dtype).float()
-        margins = (z_best - z_draft).numpy() / divisors
-        if has_noise:
-            margins += np.where(noise, gumbel(keys, best) - gumbel(keys, drafts), np.float32(0.0))
-        return np.where(best == drafts, np.float32(0.0), margins).astype(np.float32)
+        return margins_of(rows, best, z_best.numpy(), z_draft.numpy())
+
+
+def margins_of(
+    rows: WatchedRows, best: NDArray[np.int64], z_best: NDArray[np.floating], z_draft: NDArray[np.floating]
+) -> NDArray[np.float32]:
+    """(z_u - z_draft) / T + G(u) - G(draft) of the best token u of the reduced vocabulary, [rows]; 0 where u is the drafted
+    token. At temperature 0 without noise and with T = 1."""
+    has_noise, drafts = rows.temperatures > 0, rows.drafts
+    margins = (z_best - z_draft) / np.where(has_noise, rows.temperatures, np.float32(1.0))
+    noise = gumbel(rows.keys[has_noise], best[has_noise]) - gumbel(rows.keys[has_noise], drafts[has_noise])
+    margins[has_noise] += noise
+    return np.where(best == drafts, np.float32(0.0), margins).astype(np.float32)
 
 
 def lens_product(model: CausalModel, weight: LinearWeight) -> Linear:

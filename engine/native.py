@@ -113,11 +113,10 @@ class NativeTarget:
             return ()
         for span in spans:
             self._check(span)
-        watch = self._watch(spans)
         with self._ledger_lock:
             checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
-            self._compute(spans, watch)
+            self._compute(spans, self._watch(spans))
             self._model.synchronize()  # callers time passes, and a pass without sampled rows reads nothing back
         except BaseException:
             with self._ledger_lock:

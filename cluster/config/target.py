@@ -184,8 +184,6 @@ class TargetConfig(Replicated):
             return early_exit
         if info.data.get("engine") == "vllm":
             raise ValueError("must be off on the vllm engine, got 'auto': its passes cannot be stopped between layers")
-        if info.data.get("device") == "cuda":
-            raise ValueError("must be off on cuda, got 'auto': rows leave passes on CPUs only so far")
         return early_exit
 
     @model_validator(mode="after")

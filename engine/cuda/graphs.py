@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch_layout import PackedSpan, pack
-from engine.forward import CausalModel, PassStates
+from engine.forward import CausalModel, PassStates, RowWatch
 from engine.kv_cache import KvCache
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
@@ -85,6 +85,14 @@ class GraphedModel(CausalModel):
             return super().forward_with_hidden_states(spans, cache, layers)
         states = self._graphs.run(*self._replayed(rows_as_spans(spans), padded_rows, cache, layers))
         return PassStates(*(x[:num_rows] for x in states))
+
+    def forward_watched(
+        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...], watch: RowWatch
+    ) -> PassStates:
+        """What rows leave is not recorded; a pass that is only timed is a plain one."""
+        if watch.depths:
+            return super().forward_watched(spans, cache, layers, watch)
+        return self.forward_with_hidden_states(spans, cache, layers)
 
     @torch.inference_mode()
     def warm_up(self, cache: KvCache) -> None:

@@ -46,7 +46,7 @@ class CudaGumbelArgmax:
     def __init__(self, token_ids: NDArray[np.int64], launch: Launch = launch) -> None:
         self._token_ids = np.ascontiguousarray(token_ids, np.int64)
         self._columns = Columns(self._token_ids)
-        self._launch = launch
+        self.launch = launch
         self._num_columns = len(token_ids)
         blocks, starts = np.unique(self._token_ids // BLOCK_LEN, return_index=True)
         self._num_blocks = len(blocks)
@@ -129,7 +129,7 @@ class CudaGumbelArgmax:
         num_likely = num_filtered * self._num_columns
         self._reserve(num_edited + num_likely + num_rows * self._num_blocks, device)
         found = torch.empty(num_rows, 5, dtype=torch.float64, device=device)
-        self._launch(
+        self.launch(
             peaks_kernel,
             (num_rows, triton.cdiv(self._num_blocks, _PART)),
             logits,
@@ -145,7 +145,7 @@ class CudaGumbelArgmax:
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
-        self._launch(
+        self.launch(
             choose_kernel,
             (num_rows,),
             logits,

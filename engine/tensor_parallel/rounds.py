@@ -5,7 +5,6 @@ The ranks run the same ``NativeTarget`` on the same calls, so that ledgers, samp
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.errors import OutOfBlocks, RankLost
+from cluster.errors import RankLost
 from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
@@ -142,8 +141,7 @@ class Follower:
             if received.ends:
                 return
             self._engine.exit_early(FollowingWatch(self._ranks, received.depths) if received.depths else None)
-            with suppress(OutOfBlocks):  # as on rank 0, which plans again
-                self._engine.execute(received.spans)
+            self._engine.execute(received.spans)  # which has blocks for them: rank 0 has reserved as many
             self._is_waiting = True
 
     def stalled_s(self) -> float:

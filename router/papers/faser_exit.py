@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from cluster.types import record
 
+DEPTHS = (0.8, 0.9, 1.0)  # of the layers, where checks may lie; L_init is the first that pays
+VOCABULARY_LEN = 1024  # the most frequent tokens; of them, the best competes with the drafted token
 NUM_SWEEPS = 2
 # Candidate thresholds: these quantiles of the margins of accepted draft tokens, so 0.95 loses one in twenty there.
 QUANTILES = (0.6, 0.75, 0.85, 0.9, 0.94, 0.96, 0.98, 0.99, 1.0)

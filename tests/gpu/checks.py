@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,10 +31,12 @@ from drafters.hidden_states.checkpoint import load_network
 from drafters.hidden_states.drafter import HiddenStateDrafter
 from drafters.protocol import Demand, Draft
 from drafters.small_model import Question, SmallModel
-from engine import factory
+from engine import early_exit, factory
 from engine.batch_layout import PackedSpan, pack
 from engine.cuda.ops import CudaOps
 from engine.device import to_device, to_host
+from engine.exit_lens import ReducedScores, exit_scores
+from engine.exit_rows import WatchedRows
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
@@ -50,6 +53,7 @@ from tests.support.dspark import make_dspark, target_rows, write_dspark, write_s
 from tests.support.families import FAMILIES, write_family
 from tests.support.operator_parity import check_operators, config_of
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
+from tests.support.planned_exits import PlannedExits
 from tests.support.target_driver import play
 from tests.support.tiny_model import write_tiny_model
 from tests.support.triton_aot import DTYPES, Case
@@ -429,6 +433,32 @@ def parts_of_a_device_compute_at_once(place: Place, folder: Path) -> None:
     assert max(first_s, second_s) < 1.5 * max(alone_s, whole_s), "the lanes compute by turns"
 
 
+def rows_leave_beside_a_pass(place: Place, folder: Path) -> None:
+    """Margins are those of a CPU, also while the device is busy; and rows that leave change no token."""
+    write_tiny_model(folder / "model", num_layers=6, hidden_size=64)
+    plainly = load_model(folder / "model", "float32")
+    with mock.patch.object(early_exit, "DEPTHS", (0.5, 1.0)):
+        model = loaded(place, folder / "model")
+        rng, ids = np.random.default_rng(1), np.arange(0, 250, 3)
+        drafts, temperatures = np.array([4, 5, 200]), np.array([0.0, 0.7, 1.3], np.float32)
+        rows = WatchedRows(np.array([0, 1, 5]), drafts, drafts, drafts, rng.integers(0, 2**60, 3), temperatures)
+        states = [torch.from_numpy(rng.normal(size=(9, 64)).astype(np.float32)) for _ in range(2)]
+        expected = ReducedScores(plainly, plainly.embedding, ids).begin(states[0], states[1], None, rows).wait()
+        scores, there = exit_scores(model, model.embedding, ids), [one.to(place.device) for one in states]
+        busy = torch.randn(1024, 1024, device=place.device)
+        for _ in range(20 if place.is_gpu else 1):
+            busy = torch.tanh(busy @ busy)
+            pending = scores.begin(there[0].clone(), there[1].clone(), None, rows)
+            busy = torch.tanh(busy @ busy)
+            np.testing.assert_allclose(pending.wait().values, expected.values, rtol=1e-3, atol=1e-3)
+        exits = PlannedExits(model, exit_scores(model, model.embedding, np.arange(model.config.vocab_size)))
+    size = (7, 24) if place.is_gpu else (2, 3)
+    target = target_of(model)
+    target.exit_early(exits)
+    assert played(target, *size) == played(target_of(plainly), *size)
+    assert exits.num_left or not place.is_gpu
+
+
 CHECKS = [
     _named(kernels_launch),
     _named(operators_equal_plain_torch),
@@ -448,6 +478,7 @@ CHECKS = [
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"shares_embedding": False}),
     _named(dspark_drafts_what_it_drafts_on_a_cpu, {"anchor_input": True, "anchor_input_rank": 4}),
     _named(parts_of_a_device_compute_at_once),
+    _named(rows_leave_beside_a_pass),
     _named(a_sender_of_hidden_states_outlives_its_receiver),
     *(_named(kind_drafts_what_it_drafts_on_a_cpu, kind) for kind in get_args(HiddenStateKind)),
     _named(ranks_over_nccl_say_what_one_target_says, 1),

@@ -9,8 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from engine.models.config import DecoderConfig, RopeConfig
@@ -107,8 +110,10 @@ def compile_all(case: Case, device: int = 0) -> list[Compiled]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
+    from engine.cuda import exit_scores
     from engine.cuda.compile_check import try_out
     from engine.cuda.ops import CudaOps
+    from engine.exit_rows import WatchedRows
 
     class NoDevice:
         def get_current_target(self) -> GPUTarget:
@@ -127,8 +132,16 @@ def compile_all(case: Case, device: int = 0) -> list[Compiled]:
         found.append(Compiled(kernel.__name__, compiled.metadata.shared, len(compiled.asm["cubin"])))
 
     driver.set_active(NoDevice())
-    dtype = DTYPES[case.dtype]
-    try_out(CudaOps(case.config, dtype, compile_only), case.config, dtype, torch.device("meta"), case.block_len)
+    dtype, meta = DTYPES[case.dtype], torch.device("meta")
+    ops = CudaOps(case.config, dtype, compile_only)
+    try_out(ops, case.config, dtype, meta, case.block_len)
+    head, token_ids = torch.empty(1000, case.hidden_size, dtype=dtype, device=meta), np.arange(0, 1000, 3)
+    model = SimpleNamespace(config=case.config, dtype=dtype, ops=ops)
+    scores = exit_scores.DeviceScores(model, head, token_ids, ops.gumbel_argmax(token_ids), exit_scores.InTurn())
+    residual, ints = torch.empty(4, case.hidden_size, device=meta), np.arange(2)
+    for delta in (None, residual.to(dtype)):
+        with patch.object(exit_scores, "begin_to_host", lambda scored: scored):
+            scores.begin(residual, delta, None, WatchedRows(ints, ints, ints, ints, ints, np.ones(2, np.float32)))
     return found
 
 

@@ -120,7 +120,6 @@ zzz: 1
             3,
             "must be off on the vllm engine, got 'auto': its passes cannot be stopped between layers",
         ),
-        ("target:\n  early_exit: auto\n  device: cuda", "target.early_exit", 2, "must be off on cuda, got 'auto'"),
         ("slo: {default: fast}", "slo", 1, "default must be one of classes (there are none), got 'fast'"),
         ("slo:\n  classes: {custom: {}}", "slo", 1, "classes must not be named 'custom'"),
         ("slo:\n  classes:\n    fast: {tpot_ms: 0}", "slo.classes.fast.tpot_ms", 3, "greater than or equal to 0.001, got 0"),

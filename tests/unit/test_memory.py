@@ -254,6 +254,17 @@ def test_wider_weights_for_want_of_a_compiler_are_counted_and_named(
         check_memory(config)
 
 
+@pytest.mark.parametrize(("tied", "num_ranks", "num_heads"), [(True, 1, 0), (False, 1, 1), (True, 2, 1)])
+def test_early_exit_counts_with_the_head_that_it_holds(tied: bool, num_ranks: int, num_heads: int, tmp_path: Path) -> None:
+    """Whole on the first rank, which has a shard: beside two lenses of 48 x 48, their sums, and a head of 1,024 tokens."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    folder = write_tiny_model(tmp_path / "model", **sizes)
+    whole = config_of(folder, dtype="float32", tensor_parallel=num_ranks)
+    exits = whole.model_copy(update={"target": whole.target.model_copy(update={"early_exit": "auto"})})
+    own = 4 * (1024 * 48 + 2 * (48 * 48 + 49 * 97))
+    assert target_footprint(exits).weight_bytes - target_footprint(whole).weight_bytes == own + num_heads * 4 * 257 * 48
+
+
 def test_places_of_adapters_count(tiny_model_folder: Path) -> None:
     shapes = footprint._shapes(tiny_model_folder)
     matrices = [sum(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name]

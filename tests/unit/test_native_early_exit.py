@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.errors import OutOfBlocks
 from cluster.sampling_params import SamplingParams
 from engine import early_exit
 from engine.batch_layout import PackedSpan, StayingRows
@@ -206,12 +207,29 @@ def test_margins_after_the_last_layer_tell_what_will_be_chosen(family: str, tmp_
         hidden = model.forward([PackedSpan(span.base_len, span.token_ids, target._ledger.block_table("a"))], target._cache)
         target._ledger.commit(checkpoint, 0)
         scores = ReducedScores(model, head_of(model, tmp_path / "model"), np.arange(VOCABULARY))
-        margins = scores.margins(hidden[:3], rows.drafts, rows.keys, rows.temperatures)
+        margins = scores.margins(hidden[:3], rows)
         assert margins[:2].tolist() == [0.0, 0.0]
         assert margins[2] > 0
         logits = model.logits(hidden[2:3])[0]
         if sampling.temperature == 0.0:
             assert margins[2] == pytest.approx((logits[expected[3]] - logits[drafts[2]]).item(), abs=1e-4)
+
+
+def test_a_pass_without_blocks_takes_no_turn_of_a_trial(model: CausalModel) -> None:
+    """It is planned again, and computed then: the pass with exits, or without, must not be skipped."""
+    small = NativeTarget(model, replace(LIMITS, num_blocks=4, max_model_len=60))
+    caller, rival = (Caller(small, request(name, SAMPLINGS["greedy"], 25)) for name in "ab")
+    for one in (caller, rival):
+        one.run(one.span())
+    exits = RandomExits(random.Random(1))
+    small.exit_early(exits)
+    spans = [one.span((5,) * 20) for one in (caller, rival)]
+    with pytest.raises(OutOfBlocks):
+        small.execute(spans)
+    assert exits.watches == []
+    caller.run(caller.span((5,)))
+    assert len(exits.watches) == 1
+    small.check_integrity()
 
 
 def test_requests_whose_logits_are_edited_are_not_watched(model: CausalModel) -> None:

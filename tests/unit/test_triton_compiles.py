@@ -17,7 +17,8 @@ if find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 SAMPLING = {"peaks_kernel", "choose_kernel"}
-KERNELS = {"add_norm_kernel", "rotate_and_store_kernel", "attention_kernel", "gate_kernel"} | SAMPLING
+EARLY_EXIT = {"watched_norm_kernel", "draft_logit_kernel"}
+KERNELS = {"add_norm_kernel", "rotate_and_store_kernel", "attention_kernel", "gate_kernel"} | SAMPLING | EARLY_EXIT
 
 
 @pytest.fixture(scope="module")
