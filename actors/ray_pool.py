@@ -44,7 +44,6 @@ SUPERVISOR = "supervisor"
 NODE_LABEL = "ray.io/node-id"  # which Ray sets
 KILL_DEADLINE_S = 10.0
 MACHINES_POLL_S, MACHINES_DEADLINE_S = 2.0, 10.0
-REACH_S = 3.0  # for the head to answer, before silence of others counts
 NUM_THREADS = 6  # of an actor
 # Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
@@ -319,17 +318,18 @@ class PoolSupervisor(Supervisor):
         super().start()
 
     async def is_cut_off(self) -> bool:
-        """Whether the head is out of reach: its loss, or a network that is cut. One question for all who ask: Ray's own ends
-        when the head is back, whatever its time-out."""
+        """Whether the head is out of reach, silent for as long as a process may be: its loss, or a network that is cut. One
+        question for all who ask: Ray's own ends when the head is back, whatever its time-out."""
         if self._gcs is None:
             return False
+        reach_s = self._config.supervision.health_timeout_ms / 1e3
         if self._question is None or self._question.done():
-            ask = partial(self._gcs.get_draining_nodes, timeout=REACH_S)
+            ask = partial(self._gcs.get_draining_nodes, timeout=reach_s)
             self._question = asyncio.get_running_loop().run_in_executor(self._asking, ask)
             self._question.add_done_callback(lambda question: question.cancelled() or question.exception())
         reached = False
         with suppress(RayError, TimeoutError):
-            async with asyncio.timeout(REACH_S):
+            async with asyncio.timeout(reach_s):
                 await asyncio.shield(self._question)
             reached = True
         if self._cut_off is reached:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.cpu.native_product import PANEL, NativeLinear, address, padded
-from engine.models.prepare import PACKED
+from engine.models.prepare import PACKED, STALLED_S
 from engine.models.quantised import Blocks, QuantisedMatrix
 
 _AT_ONCE = 2**24  # weights that are packed at once, which takes ten bytes of each
 _LEFT_FREE = 2**30  # bytes of a disk
-_ABANDONED_S = 600.0  # age of partial files of ended processes, and of other layouts to be removed
 _PARTIAL = ".part-"
 
 logger = logging.getLogger(__name__)
@@ -70,14 +69,14 @@ def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tens
 
 
 def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
-    """The file appears when it is whole and on disk; of several processes the first one's stays. Removes old layouts, and
-    what killed processes left. Raises OSError."""
+    """The file appears when it is whole and on disk; of several processes the first one's stays. Removes other layouts, and
+    what killed processes left, where nothing was added for as long as a preparation may take no step. Raises OSError."""
     folder = path.parent
     others = set(folder.parent.glob(f"{PACKED}*")) - {folder}  # which another process may be making
     folder.mkdir(exist_ok=True)
     for old in (*others, *folder.glob(f"{_PARTIAL}*")):
         with suppress(OSError):
-            if old.stat().st_mtime < time.time() - _ABANDONED_S:
+            if old.stat().st_mtime < time.time() - STALLED_S:
                 shutil.rmtree(old) if old in others else old.unlink()  # who has mapped its files keeps them
     if shutil.disk_usage(folder).free < num_bytes + _LEFT_FREE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
