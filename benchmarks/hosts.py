@@ -6,6 +6,7 @@ advertises that address instead of the one that Ray was given calls itself. Need
 is removed by the next one.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -195,10 +196,12 @@ class Hosts:
         self.environment = dict(environment)
 
     def __enter__(self) -> Self:
-        _remove_stale()
-        self._make_bridge()
-        self.folder = Path("/tmp", self.name)  # sockets need a short path
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with Path("/tmp", f"{PREFIX}.lock").open("w") as lock:  # of several that start at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _remove_stale()
+            self._make_bridge()
+            self.folder = Path("/tmp", self.name)  # sockets need a short path
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.temporary = self.folder / "t"
         self.temporary.mkdir(parents=True)
         token = self.folder / "token"
