@@ -20,7 +20,7 @@ from cluster.config import (
 from cluster.model_name import GGUF, HubName, public_name
 from drafters.speculator_search import speculators_for
 from engine.models.hub import Progress, commit_of, fetch, local_folder, no_progress
-from engine.models.prepare import ensure_model
+from engine.models.prepare import ensure_model, ensure_tokenizer
 from engine.vllm.environment import chosen_engine
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ def tokenizer_folder(config: Config, folder: str) -> str:
     name = HubName.parse(config.model.name)
     if Path(folder).exists() or (name is None and not config.model.name.endswith(GGUF)):
         return folder
-    if name is None or name.gguf is not None:
+    if name is None:
         return str(ensure_model(config.model.name))
-    return str(fetch(name, no_progress, with_weights=False))
+    return str(fetch(name, no_progress, with_weights=False) if name.gguf is None else ensure_tokenizer(name))
 
 
 def drafter_files(options: DrafterOptions) -> DrafterOptions:

@@ -4,7 +4,9 @@
 """
 
 import glob
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -25,6 +27,7 @@ def no_progress(step: str, fraction: float) -> None:
 _SIGNAL_POLL_S = 0.2
 _COMMIT, _PART = re.compile("[0-9a-f]{40}"), re.compile(r"-\d+-of-(\d+)\.gguf$")
 _LISTED = 12  # files that a message names
+HEADER_BYTES = 2**25  # of a GGUF file; a header with 150,000 tokens and their merges takes 6 MB
 # What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
 WEIGHTS = "*.safetensors"
 WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
@@ -60,6 +63,39 @@ def fetch(name: HubName, progress: Progress, *, with_weights: bool = True) -> Pa
             return find(name)
     file = chosen_file(name, _listed(name))
     return _snapshot(name, progress, [glob.escape(file)]) / file
+
+
+def fetch_header(name: HubName, folder: Path) -> Path:
+    """A GGUF file in ``folder``, of which only the first bytes are read; the rest is a hole. Raises ModelUnavailable."""
+    import httpx2
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
+
+    with suppress(ModelUnavailable):
+        kept = folder / (name.revision or "")
+        return kept / chosen_file(name, _gguf_files(kept) if name.revision else ())
+    try:
+        file = chosen_file(name, _listed(name))
+        url, first = hf_hub_url(name.repo, file, revision=name.revision), f"bytes=0-{HEADER_BYTES - 1}"
+        about = get_hf_file_metadata(url)
+        path = folder / str(about.commit_hash) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            http_stream_backoff("GET", url, headers={**build_hf_headers(), "range": first}) as answer,
+            tempfile.NamedTemporaryFile(dir=path.parent) as part,
+        ):
+            hf_raise_for_status(answer)
+            for chunk in answer.iter_bytes():
+                part.write(chunk)
+                if part.tell() >= HEADER_BYTES:
+                    break
+            part.truncate(about.size)
+            part.flush()
+            with suppress(FileExistsError):
+                os.link(part.name, path)
+        return path
+    except (OSError, httpx2.HTTPError) as error:
+        raise ModelUnavailable(_reason(name, error, asked=True)) from error
 
 
 def find(name: HubName) -> Path:
@@ -101,10 +137,13 @@ def _cached(name: HubName) -> tuple[Path, list[str]]:
     revision = name.revision or "main"
     ref = model / "refs" / revision
     snapshot = model / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
-    files = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{GGUF}") if path.is_file()]
-    if not files:
+    if not (files := _gguf_files(snapshot)):
         raise ModelUnavailable(_reason(name, FileNotFoundError(snapshot), asked=False))
     return snapshot, files
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob(f"*{GGUF}") if path.is_file()]
 
 
 def _listed(name: HubName) -> list[str]:

@@ -229,6 +229,17 @@ def ensure_model(
     return resolve_model(name_or_path, engine)
 
 
+def ensure_tokenizer(name: HubName) -> Path:
+    """As ``ensure_model``, of a GGUF file of the hub, for all but its weights: where it is not here, its header is read
+    alone; the whole file where that does not suffice or the hub gives no parts of files."""
+    try:
+        hub.find(name)
+    except ModelUnavailable:
+        with suppress(ModelUnavailable):
+            return ensure_model(str(hub.fetch_header(name, cache_folder() / "headers")))
+    return ensure_model(str(name))
+
+
 def _prepare(folder: Path, model: "WheelModel | GgufSource", progress: Progress, engine: Engine) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

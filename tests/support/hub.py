@@ -13,14 +13,14 @@ from urllib.parse import unquote
 
 from tests.support.waiting import DEADLINE_S
 
-LFS_SUFFIXES = (".safetensors", ".bin")
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 TOKEN = "hf_of_a_test"
 HOSTS = "127.0.0.1,localhost"
 
 
 @dataclass
 class TestHub:
-    """What the server has. ``asked`` counts requests by kind: api, head, file, range."""
+    """What the server has. ``asked`` counts requests by kind: api, head, file, range; and bytes that storage sent."""
 
     __test__ = False
 
@@ -131,12 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _storage(self, repo: str, name: str) -> None:
         content = (self.hub.repos[repo] / name).read_bytes()
-        start = 0
+        status, headers, start, total = 200, {}, 0, len(content)
         if (asked := self.headers.get("Range")) is not None:
             self.hub.asked["range"] += 1
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, content = int(first), content[: int(last or total) + 1]
+            status, headers = 206, {"Content-Range": f"bytes {start}-{len(content) - 1}/{total}"}
         part = content[start:]
-        headers = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
+        self.hub.asked["bytes"] += len(part)
         if self.hub.cut_after is not None and len(part) > self.hub.cut_after and name not in self.hub.cut:
             self.hub.cut.add(name)
             self.send_response(200)
@@ -146,13 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if (pause := self.hub.pause_after) is not None and len(part) > pause:
-            self._send(206 if start else 200, part[:pause], headers, num_bytes=len(part))
+            self._send(status, part[:pause], headers, num_bytes=len(part))
             self.wfile.flush()
             self.hub.goes_on.wait(DEADLINE_S)
             with suppress(BrokenPipeError, ConnectionResetError):
                 self.wfile.write(part[pause:])
             return
-        self._send(206 if start else 200, part, headers)
+        self._send(status, part, headers)
 
     def _send(self, status: int, body: bytes | int, headers: Mapping[str, str], num_bytes: int | None = None) -> None:
         """``body``: or its length, for HEAD. ``num_bytes``: of a body of which more follows."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from tokenizers.processors import TemplateProcessing
 
@@ -25,58 +24,16 @@ from engine.factory import load_model
 from engine.models import gguf
 from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile
-from engine.models.hub import chosen_file
+from engine.models.hub import HEADER_BYTES, chosen_file
 from engine.models.prepare import ensure_model, resolve_model
-from tests.support.gguf_files import add_tensors
+from tests.support.gguf_files import add_tensors, write_gguf, write_merging_model
 from tests.support.hub import running_hub
-from tests.support.tiny_model import CHAT_TEMPLATE, END, write_tiny_model
-
-
-def write_gguf(path: Path, folder: Path, family: str = "llama", split: str = "gpt-2", **values: Any) -> Path:
-    """The model of a tiny folder, in fp32. ``values``: of the metadata, beside or instead of the usual ones."""
-    config = json.loads((folder / "config.json").read_text())
-    vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
-    writer = GGUFWriter(path, family)
-    plain = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": 512,
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-    } | {name.replace("__", "."): value for name, value in values.items() if isinstance(value, int)}
-    for name, number in plain.items():
-        writer.add_uint32(f"{family}.{name}", number)
-    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-5)
-    for name, value in values.items():
-        if isinstance(value, float):
-            writer.add_float32(f"{family}.{name.replace('__', '.')}", value)
-        if isinstance(value, str):
-            writer.add_string(name.replace("__", "."), value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL if token == END else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(["Ġ t"])
-    writer.add_eos_token_id(vocab[END])
-    writer.add_bos_token_id(vocab[END])
-    writer.add_chat_template(CHAT_TEMPLATE)
-    tensors = load_file(folder / "model.safetensors") | {name: values[name] for name in ("rope_freqs",) if name in values}
-    heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2} if family == "llama" else {}
-    add_tensors(writer, tensors, heads, quantised=False)
-    return path
+from tests.support.tiny_model import CHAT_TEMPLATE, END
 
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a merge in its tokenizer, as every file has."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("gguf"), vocab_size=258, eos_token_id=257)
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["vocab"]["Ġt"], content["added_tokens"][0]["id"] = 256, 257
-    content["model"]["merges"] = [["Ġ", "t"]]
-    path.write_text(json.dumps(content))
+    folder = write_merging_model(tmp_path_factory.mktemp("gguf"))
     (folder / "generation_config.json").unlink()
     return folder
 
@@ -351,6 +308,36 @@ for name in sys.argv[1:]:
         hub.is_down = True
         assert ran(pinned, names[0], HF_HUB_OFFLINE="1") == [by_tag, by_tag]
         assert ran(names[0]) == [by_tag]
+
+
+@pytest.mark.slow
+def test_machines_without_the_target_read_the_header_of_a_file_alone(file: Path, tmp_path: Path) -> None:
+    """Unless it holds more than is read: then the file is downloaded."""
+    tokenizer, num_bytes = ensure_model(str(file)) / "tokenizer.json", HEADER_BYTES + 2**23
+    os.truncate(file, num_bytes)
+    published = tmp_path / "published"
+    published.mkdir()
+    file.rename(published / "Tiny-Q8_0.gguf")
+    code = """
+import sys
+from cluster.config import Config, ModelConfig
+from deploy.model_files import tokenizer_folder
+from engine.models import hub
+hub.HEADER_BYTES = int(sys.argv[1])
+print(tokenizer_folder(Config(model=ModelConfig(name=sys.argv[2])), "/of/another/machine"))
+"""
+    with running_hub({"test/Tiny-GGUF": published}) as hub:
+        name = f"test/Tiny-GGUF:Q8_0@{hub.commit('test/Tiny-GGUF')}"
+        for home, most, is_down, num_read in (
+            ("a", HEADER_BYTES, False, HEADER_BYTES),
+            ("a", HEADER_BYTES, True, 0),
+            ("b", 1000, False, 1000 + num_bytes),
+        ):
+            hub.is_down, hub.asked["bytes"] = is_down, 0
+            env = {**os.environ, **hub.environment(tmp_path / home), "OUTRIDER_HOME": str(tmp_path / home)}
+            found = subprocess.check_output([sys.executable, "-c", code, str(most), name], env=env, text=True)
+            assert (Path(found.strip()) / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+            assert hub.asked["bytes"] == num_read
 
 
 @pytest.mark.model

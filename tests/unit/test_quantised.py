@@ -34,26 +34,20 @@ from engine.models.quantised import BLOCKS, QuantisedMatrix, shipped_bytes
 from engine.models.weights import DenseWeights, shipped_weights
 from engine.ops import TorchOps
 from tests.support.compiler import needs_compiler
+from tests.support.gguf_files import K_FACTORS, add_tensors, k_matrix
 from tests.support.gguf_files import KINDS as SHIPPED_KINDS
-from tests.support.gguf_files import add_tensors
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 KINDS = [GGMLQuantizationType(kind) for kind in BLOCKS]
-_SCALES_AT = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 _NUM_IN = 512
 _LARGEST = 127 * 256 + 127  # of inputs rounded to 16 bits
 
 
 def raw_matrix(kind: GGMLQuantizationType, num_out: int) -> NDArray[np.uint8]:
-    """Random blocks; the ``gguf`` package quantises no K types, whose bits are drawn instead."""
-    rng = np.random.default_rng(int(kind))
-    if kind not in _SCALES_AT:
-        return np.asarray(quantize(rng.standard_normal((num_out, _NUM_IN)).astype(np.float32), kind))
-    of = BLOCKS[kind]
-    raw = rng.integers(0, 256, (num_out, _NUM_IN // of.num_weights, of.num_bytes), dtype=np.uint8)
-    for at in _SCALES_AT[kind]:
-        raw[..., at : at + 2] = rng.uniform(0.01, 0.1, (*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
-    return raw.reshape(num_out, -1)
+    if kind in K_FACTORS:
+        return k_matrix(kind, num_out, _NUM_IN)
+    values = np.random.default_rng(int(kind)).standard_normal((num_out, _NUM_IN))
+    return np.asarray(quantize(values.astype(np.float32), kind))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
