@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -15,6 +14,7 @@ from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from engine.cost_memory import PREFIX
 from engine.dtypes import resolve_dtypes
+from engine.models.prepare import ensure_model
 from tests.support.api import listening
 
 _known_costs: dict[str, JsonValue] = {}
@@ -37,6 +37,6 @@ def served(config: Config, environment: Mapping[str, str] | None = None) -> Iter
 def served_without_ray(config: Config) -> Iterator[str]:
     """The address of the API over a configuration's target and drafters, all in this process."""
     with EmbeddedCluster.of(resolve_dtypes(config)) as cluster:
-        app = create_app(cluster.client, Tokenizer.from_folder(Path(config.model.name)), ApiSettings())
+        app = create_app(cluster.client, Tokenizer.from_folder(ensure_model(config.model.name)), ApiSettings())
         with listening(app) as url:
             yield url

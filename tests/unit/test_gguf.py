@@ -7,28 +7,39 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter, TokenType
+from gguf.quants import dequantize
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from cluster.config import Config, ModelConfig
 from cluster.errors import ModelUnavailable
 from cluster.model_name import HubName
+from cluster.private_folder import cache_folder
 from deploy.command_line import parse
+from engine.cpu.build import load_library
 from engine.factory import load_model
 from engine.models import gguf
 from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile
 from engine.models.hub import HEADER_BYTES, chosen_file
 from engine.models.prepare import ensure_model, resolve_model
-from tests.support.gguf_files import add_tensors, write_gguf, write_merging_model
+from tests.support.compiler import needs_compiler
+from tests.support.gguf_files import K_FACTORS, add_tensors, k_matrix, write_gguf, write_merging_model
 from tests.support.hub import running_hub
+from tests.support.servers import served_without_ray
+from tests.support.settings import ALWAYS_DRAFTED, small_config
 from tests.support.tiny_model import CHAT_TEMPLATE, END
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +349,56 @@ print(tokenizer_folder(Config(model=ModelConfig(name=sys.argv[2])), "/of/another
             found = subprocess.check_output([sys.executable, "-c", code, str(most), name], env=env, text=True)
             assert (Path(found.strip()) / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
             assert hub.asked["bytes"] == num_read
+
+
+PROMPTS, NUM_TOKENS = ((50, 51, 52, 50, 51), tuple(range(80, 120))), 180
+
+
+def written_in_k_types(folder: Path) -> tuple[Path, Path]:
+    """A file whose matrices are of K types in turn, and a folder with the same weights in fp32."""
+    plain = write_merging_model(folder / "plain", hidden_size=256, intermediate_size=512)
+    tensors = load_file(plain / "model.safetensors")
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+    blocks = {
+        name: (kind, k_matrix(kind, *tensors[name].shape, seed=seed))
+        for seed, (name, kind) in enumerate(zip(matrices, cycle(K_FACTORS), strict=False))
+    }
+    restored = {name: dequantize(rows, kind) for name, (kind, rows) in blocks.items()}
+    save_file(tensors | restored, plain / "model.safetensors", metadata={"format": "pt"})
+    return write_gguf(folder / "Tiny-Q4_K_M.gguf", plain, blocks=blocks), plain
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_file_of_k_types_answers_as_its_weights_in_fp32_however_it_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types that most people download. The root mean square of the differences of log-probabilities, over 720 tokens, is
+    what `docs/measurements/decode.md` promises."""
+    from transformers import AutoModelForCausalLM
+
+    load_library(torch.float32, kv_dtype=torch.bfloat16)
+    (tmp_path / "kernels").symlink_to(cache_folder() / "kernels")
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    file, plain = written_in_k_types(tmp_path)
+    base, found, num_accepted = small_config(str(file), tmp_path), list[torch.Tensor](), 0
+    target = base.target.model_copy(update={"dtype": "as-shipped", "kv_cache_gb": 0.02})
+    changes = {"target": target, "drafters": base.drafters[:1], "planner": ALWAYS_DRAFTED}
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    with served_without_ray(base.model_copy(update=changes)) as url, httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        for number, prompt in enumerate(2 * PROMPTS):
+            asked = {"model": file.stem, "prompt": prompt, "max_tokens": NUM_TOKENS, "seed": number, "logprobs": 1}
+            asked |= {"temperature": number // 2 * 0.8, "ignore_eos": True, "return_token_ids": True}
+            off, on = (http.post("/v1/completions", json=asked | {"drafting": how}).json() for how in ("off", "ngram"))
+            assert off["choices"] == on["choices"]
+            num_accepted += on["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+            token_ids = torch.tensor([*prompt, *on["choices"][0]["token_ids"]])
+            with torch.no_grad():
+                logits = reference(token_ids[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, token_ids[len(prompt) :, None])[:, 0]
+            found.append(torch.tensor(on["choices"][0]["logprobs"]["token_logprobs"]) - expected)
+    assert num_accepted > 0
+    assert 0 < torch.cat(found).square().mean().sqrt() < 0.02
 
 
 @pytest.mark.model
