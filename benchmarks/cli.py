@@ -49,9 +49,9 @@ def bench(
     engine: Annotated[
         Engine, typer.Option(help="arms, invariance: the target's engine; vllm in the environment of `make setup-vllm`")
     ] = Engine.NATIVE,
-    dtype: Annotated[Dtype | None, typer.Option(help="decode, invariance: the target's target.dtype")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="decode, invariance, serve: the target's target.dtype")] = None,
     hosts: Annotated[
-        bool, typer.Option("--hosts", help="faults, burst: over four hosts, made of network namespaces (needs root)")
+        bool, typer.Option("--hosts", help="faults, burst, soak: over four hosts, made of network namespaces (needs root)")
     ] = False,
     url: Annotated[
         str | None,

@@ -17,7 +17,15 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.disturbed import DEADLINE_S, POLL_S, STATUS_AGE_S, Disturbed, DisturbedServer, FaultBenchFailed
+from benchmarks.disturbed import (
+    DEADLINE_S,
+    POLL_S,
+    RECOVERY_POLL_S,
+    STATUS_AGE_S,
+    Disturbed,
+    DisturbedServer,
+    FaultBenchFailed,
+)
 from benchmarks.injections import ACTORS
 from benchmarks.load import LoadRequest, TimedAnswer
 from benchmarks.recovery import Metrics, routes_again
@@ -63,16 +71,16 @@ class RowResult:
         self.num_leaked += len(left)
         self.complaints += left
         for undisturbed, answer in zip(plain, run.answers, strict=True):
-            self._judge(undisturbed, answer)
+            self.judge(undisturbed, answer)
         for undisturbed, answer in zip(plain, run.arrived, strict=False):
             if answer.status not in REFUSED:
-                self._judge(undisturbed, answer)
+                self.judge(undisturbed, answer)
 
     def not_recovered(self, num_streams: int, reason: str) -> None:
         self.num_lost += num_streams
         self.complaints.append(reason)
 
-    def _judge(self, undisturbed: TimedAnswer, answer: TimedAnswer) -> None:
+    def judge(self, undisturbed: TimedAnswer, answer: TimedAnswer) -> None:
         if answer.error is not None and not self.ends_streams:
             self.num_lost += 1
             self.complaints.append(f"a stream ended: {answer.error}")
@@ -231,6 +239,15 @@ class FaultRows(DisturbedServer):
         if not samples:
             raise FaultBenchFailed(f"/metrics has no {OPEN_CALLS}")
         return sum(samples)
+
+    def left_behind(self) -> list[str]:
+        """What is left when the server has recovered. Raises FaultBenchFailed: it does not."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not (self.is_linked() and self.all_ready()):
+            if time.monotonic() > end_s:
+                raise FaultBenchFailed(f"the server has not recovered: {self.server.last_words()}")
+            time.sleep(RECOVERY_POLL_S)
+        return self._leaked()
 
     def _leaked(self) -> list[str]:
         """What an idle server must not have; the status is a second old, so it is asked until nothing is left."""

@@ -57,8 +57,8 @@ class BenchOptions:
     - ``model``: a name of ``outrider models`` or a Hugging Face folder.
     - ``recording``: agreement, read by ``policies``, which writes it where it is missing.
     - ``data``: a folder whose prompts/ provides prompts.
-    - ``dtype``: of the target of ``decode`` and ``invariance``; None: auto, and float32.
-    - ``hosts``: ``faults`` and ``burst`` run over hosts made of network namespaces.
+    - ``dtype``: of the target of ``decode``, ``serve`` and ``invariance``; None: auto, of the last float32.
+    - ``hosts``: ``faults``, ``burst`` and ``soak`` run over hosts made of network namespaces.
     - ``engine``: of the target of ``arms`` and ``invariance``: native or vllm.
     - ``trace``: of the benchmark of this name.
     """

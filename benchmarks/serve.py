@@ -47,23 +47,25 @@ class BenchFailed(OutriderError):
 
 def run(options: BenchOptions) -> BenchResult:
     """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``cached_ttft_over_short``, ``peak_pss_gb``, and their
-    components.
+    components; ``first_answer_s``, from the start of a server whose model is prepared until its first answer.
 
     Both clusters answer the same requests in turn (A B A B), one idle while the other works. Last, bursts of requests go to
     the server alone: prompts behind a cached prefix, and in turn the same prompts without it, which are the floor.
     """
     num_rounds, num_requests, num_tokens, num_single = (2, 8, 96, 10) if options.quick else (4, 16, 128, 20)
     console = Console(stderr=True)
-    config = local_config(options.model)
+    config = local_config(options.model, TargetConfig.model_validate({"dtype": options.dtype or "auto"}))
     set_threads(config.target.resources.threads)
     folder = ensure_model(options.model)
-    tokenized = asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single))
+    tokenized = asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single + 1))
     prompts, prefix = iter(tokenized), tuple(islice(cycle(chain.from_iterable(tokenized)), PREFIX_LEN))
 
     def load(name: str) -> list[LoadRequest]:
         """Fresh prompts, since drafters remember answers."""
         return [LoadRequest(f"{name}-{i}", next(prompts), num_tokens) for i in range(num_requests)]
 
+    console.print("serve: to the first answer", highlight=False)
+    first_answer_s = _first_answer_s(config, LoadRequest("first", next(prompts), 1))
     console.print("serve: starting both", highlight=False)
     with ServerProcess(config) as server, EmbeddedCluster.of(config) as embedded, _routed(config, embedded.loop):
         bench = _ServeBench(server, embedded.client, embedded.model.name)
@@ -81,7 +83,14 @@ def run(options: BenchOptions) -> BenchResult:
         cpu_ms = asyncio.run(bench.cpu_ms_per_token(load("cpu")))
         console.print("serve: bursts of requests that share a cached prefix", highlight=False)
         bursts = [asyncio.run(bench.burst(prefix, number)) for number in range(num_rounds)]
-    return _result(pairs, ttfts, bursts, held, cpu_ms)
+    return _result(first_answer_s, pairs, ttfts, bursts, held, cpu_ms)
+
+
+def _first_answer_s(config: Config, ask: LoadRequest) -> float:
+    began_s = time.monotonic()
+    with ServerProcess(config) as server:
+        checked([asyncio.run(server.target().ask(ask))])
+        return time.monotonic() - began_s
 
 
 def local_config(model: str, target: TargetConfig | None = None) -> Config:
@@ -216,6 +225,7 @@ def checked(answers: list[TimedAnswer]) -> list[TimedAnswer]:
 
 
 def _result(
+    first_answer_s: float,
     pairs: Sequence[tuple[list[TimedAnswer], list[TimedAnswer]]],
     ttfts: Sequence[tuple[float, float]],
     bursts: Sequence[tuple[float, float]],
@@ -228,6 +238,7 @@ def _result(
         "ttft_overhead_ms": 1e3 * statistics.median(http - own for http, own in ttfts),
         "cached_ttft_ms": 1e3 * statistics.median(cached_s for cached_s, _ in bursts),
         "cached_ttft_over_short": statistics.median(cached_s / short_s for cached_s, short_s in bursts),
+        "first_answer_s": first_answer_s,
         "peak_pss_gb": sum(held.values()) / 2**30,
         "http.cpu_ms_per_token": sum(ms for name, ms in cpu_ms.items() if name != IN_PROCESS),
         "in_process.cpu_ms_per_token": cpu_ms[IN_PROCESS],

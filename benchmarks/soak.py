@@ -1,17 +1,28 @@
-"""A server at saturation for a long time: its memory must not grow, and no call may fail. Then many streams at once."""
+"""A server at saturation for a long time: its memory must not grow, and no call may fail. Then many streams at once; over
+hosts instead a fault of a host or of the network each minute."""
 
 import asyncio
+import os
 import random
 import resource
 import signal
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from itertools import count, cycle
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
+from benchmarks.disturbed import FaultBenchFailed
+from benchmarks.fault_rows import REFUSED, Row, RowResult
+from benchmarks.faults import pinned, with_files
+from benchmarks.host_rows import start_host_rows
+from benchmarks.load import LoadRequest, TimedAnswer, run_streams
 from benchmarks.process_usage import HELD, tree_pss_bytes
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import local_config
@@ -27,6 +38,9 @@ NUM_HELD = 1000
 HELD_LEN = 8  # tokens of each of their prompts and answers
 HELD_S = 1200.0  # in which they must end
 TOKEN_IDS = (1000, 3000)  # of prompts: ordinary text in any vocabulary of this size
+QUICK_HOSTS_S, FAULT_PERIOD_S = 360.0, 60.0
+NUM_HOST_STREAMS, NUM_KNOWN = 6, 16  # callers over hosts, and requests that they repeat
+KEPT = ("ray::PoolSupervisor", "ray::ServeReplica")  # processes that no fault replaces
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -38,16 +52,21 @@ def run(options: BenchOptions) -> BenchResult:
     - ``num_streams_held``: streams that were open at once, and ended with all their tokens.
 
     SIGINT ends the saturation early; ``duration_s`` says how long it was.
+
+    Over hosts: as of the rows of `benchmarks.host_rows` in which no stream may end, ``num_faults``, ``num_wrong_tokens``,
+    ``num_lost`` and ``num_leaked``; ``num_refused``: answers 429 or 503; ``memory_growth`` of processes that no fault
+    replaces. In fp32, half of the streams sampled (T = 0.8).
     """
+    if options.hosts:
+        return _over_hosts(options.model, QUICK_HOSTS_S if options.quick else DURATION_S)
     config, duration_s = of_many_streams(local_config(options.model)), QUICK_S if options.quick else DURATION_S
     _allow_sockets(2 * NUM_HELD)
     with ServerProcess(config) as server:
-        target = server.target()
+        target, rng = server.target(), random.Random(1)
         samples: list[tuple[float, dict[str, int]]] = []
         began_s = time.monotonic()
-        answers = asyncio.run(saturated(server, target, duration_s, samples))
+        answers = asyncio.run(saturated(server.pid, lambda i: target.ask(_ask(rng, i)), duration_s, samples))
         duration_s = time.monotonic() - began_s
-        rng = random.Random(2)
         asks = [LoadRequest(f"held-{i}", _prompt(rng, HELD_LEN), HELD_LEN) for i in range(NUM_HELD)]
         held = asyncio.run(run_streams(target.ask, asks, NUM_HELD, HELD_S))
     return _result(duration_s, samples, answers, held)
@@ -74,12 +93,16 @@ def num_at_once(answers: Sequence[TimedAnswer]) -> int:
 
 
 async def saturated(
-    server: ServerProcess, target: HttpTarget, duration_s: float, samples: list[tuple[float, dict[str, int]]]
+    pid: int,
+    ask_one: Callable[[int], Awaitable[TimedAnswer]],
+    duration_s: float,
+    samples: list[tuple[float, dict[str, int]]],
+    num_streams: int = NUM_STREAMS,
 ) -> list[TimedAnswer]:
-    """Answers of callers who ask again and again, until the time is over or SIGINT comes. ``samples`` gets
-    (seconds, memory by process)."""
+    """Answers of callers who ask again and again, until the time is over or SIGINT comes. ``ask_one`` gets the number of a
+    request, ``samples`` (seconds, memory by process, of ``pid`` and its descendants)."""
     answers: list[TimedAnswer] = []
-    rng, numbers, ended = random.Random(1), count(), threading.Event()
+    numbers, ended = count(), threading.Event()
     is_over = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.call_later(duration_s, is_over.set)
@@ -87,17 +110,15 @@ async def saturated(
 
     def sample() -> None:
         while not ended.wait(PERIOD_S):
-            samples.append((time.monotonic(), tree_pss_bytes(server.pid, HELD)))
+            samples.append((time.monotonic(), tree_pss_bytes(pid, HELD)))
 
     async def caller() -> None:
         while not is_over.is_set():
-            number = next(numbers)
-            prompt, num_tokens = _prompt(rng, rng.randint(4, MAX_PROMPT_LEN)), rng.randint(1, MAX_TOKENS)
-            answers.append(await target.ask(LoadRequest(f"soak-{number}", prompt, num_tokens, 0.8 * (number % 2), number)))
+            answers.append(await ask_one(next(numbers)))
 
     sampling = asyncio.create_task(asyncio.to_thread(sample))
     try:
-        await asyncio.gather(*(caller() for _ in range(NUM_STREAMS)))
+        await asyncio.gather(*(caller() for _ in range(num_streams)))
     finally:
         ended.set()
         await sampling
@@ -133,6 +154,74 @@ def _result(
         ),
         notes=tuple(sorted({f"an error: {error}" for error in errors})[:8]),
     )
+
+
+def _over_hosts(model: str, duration_s: float) -> BenchResult:
+    rng, result, injured = random.Random(1), RowResult("soak"), Counter[str]()
+    asks = [_ask(rng, i) for i in range(NUM_KNOWN)]
+    num_refused, samples, ended = 0, list[tuple[float, dict[str, int]]](), threading.Event()
+    with tempfile.TemporaryDirectory(prefix="outrider-soak-") as folder, ExitStack() as stack:
+        rows = start_host_rows(stack, with_files(pinned(local_config(model)), Path(folder)))
+        plain = asyncio.run(rows.undisturbed(asks))
+
+        async def ask_one(number: int) -> TimedAnswer:
+            nonlocal num_refused
+            answer = await rows.target.ask(asks[number % NUM_KNOWN])
+            if answer.status in REFUSED:
+                num_refused += 1
+            else:
+                result.judge(plain[number % NUM_KNOWN], answer)
+            return answer
+
+        injuring = threading.Thread(target=injure, args=(rows.table(), ended, injured, result))
+        began_s = time.monotonic()
+        injuring.start()
+        try:
+            answers = asyncio.run(saturated(os.getpid(), ask_one, duration_s, samples, NUM_HOST_STREAMS))
+        finally:
+            duration_s = time.monotonic() - began_s
+            ended.set()
+            injuring.join()
+        left = rows.left_behind()
+    kept = [(at_s, float(sum(num for name, num in held.items() if name.startswith(KEPT)))) for at_s, held in samples]
+    return BenchResult(
+        bench="soak",
+        figures={
+            "duration_s": duration_s,
+            "memory_growth": growth(kept[int(WARM_SHARE * len(kept)) :]),
+            "num_faults": injured.total(),
+            "num_wrong_tokens": result.num_wrong_tokens,
+            "num_lost": result.num_lost,
+            "num_leaked": len(left),
+            "num_refused": num_refused,
+            "num_answers": len(answers),
+            "tokens_per_s": sum(answer.num_tokens for answer in answers) / duration_s,
+        },
+        tables=(Table("faults", ("fault", "times"), tuple(injured.items())),),
+        notes=tuple(sorted({*result.complaints, *left})[:8]),
+    )
+
+
+def injure(
+    rows: Sequence[Row], ended: threading.Event, injured: Counter[str], result: RowResult, period_s: float = FAULT_PERIOD_S
+) -> None:
+    """Faults that end no stream, one in each period, until one does not pass. ``injured`` gets those that did."""
+    next_s = time.monotonic()
+    for row in cycle(row for row in rows if not row.ends_streams):
+        next_s = max(time.monotonic(), next_s + period_s)
+        if ended.wait(next_s - time.monotonic()):
+            return
+        try:
+            row.injure()
+        except (FaultBenchFailed, subprocess.TimeoutExpired) as error:
+            result.not_recovered(NUM_HOST_STREAMS, f"{row.name}: {error}")
+            return
+        injured[row.name] += 1
+
+
+def _ask(rng: random.Random, number: int) -> LoadRequest:
+    prompt, num_tokens = _prompt(rng, rng.randint(4, MAX_PROMPT_LEN)), rng.randint(1, MAX_TOKENS)
+    return LoadRequest(f"soak-{number}", prompt, num_tokens, 0.8 * (number % 2), number)
 
 
 def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:

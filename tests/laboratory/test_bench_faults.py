@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -24,7 +25,7 @@ from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResu
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
 from benchmarks.recovery import Metrics
-from benchmarks.soak import NUM_STREAMS, growth, num_at_once, saturated
+from benchmarks.soak import NUM_STREAMS, growth, injure, num_at_once, saturated
 from tests.support.waiting import eventually
 
 
@@ -70,7 +71,7 @@ def test_growth_is_the_rise_of_a_line_over_its_start() -> None:
 def test_an_interrupt_ends_the_saturation_with_its_answers() -> None:
     num_asked = 0
 
-    async def ask(request: LoadRequest) -> TimedAnswer:
+    async def ask(number: int) -> TimedAnswer:
         nonlocal num_asked
         num_asked += 1
         if num_asked == 2 * NUM_STREAMS:
@@ -78,9 +79,18 @@ def test_an_interrupt_ends_the_saturation_with_its_answers() -> None:
         await asyncio.sleep(0)
         return answer()
 
-    here: Any = SimpleNamespace(pid=os.getpid(), ask=ask)
-    answers = asyncio.run(saturated(here, here, 3600.0, []))
+    answers = asyncio.run(saturated(os.getpid(), ask, 3600.0, []))
     assert len(answers) == num_asked >= 2 * NUM_STREAMS
+
+
+def test_faults_of_a_soak_end_no_streams_and_the_first_that_does_not_pass_is_the_last() -> None:
+    rows = [Row("passes", lambda: None), Row("ends streams", lambda: 1 / 0, ends_streams=True)]
+    rows.append(Row("stays", partial(subprocess.run, ["sleep", "60"], timeout=0.01)))
+    injured, result = Counter[str](), RowResult("soak")
+    injure(rows, threading.Event(), injured, result, period_s=0.0)
+    assert injured == {"passes": 1}
+    assert result.num_lost > 0
+    assert "stays" in result.complaints[0]
 
 
 async def test_a_stream_that_does_not_end_in_time_has_an_error_and_the_others_their_answers() -> None:
