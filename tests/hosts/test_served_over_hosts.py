@@ -1,6 +1,9 @@
 """A server over hosts with addresses of their own, each of which has a second interface that no other host reaches."""
 
 import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -8,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.host_fleet import Fleet
-from benchmarks.hosts import Host, Hosts, why_not
+from benchmarks.hosts import PREFIX, Host, Hosts, why_not
 from benchmarks.server import ServerFailed
 from tests.hosts.conftest import Served
 from tests.support.streaming import Streamed
@@ -45,6 +48,19 @@ def test_the_client_keeps_its_address_on_the_wire_when_hosts_come_and_go() -> No
             assert address.read_text() == before
             host.remove()
         assert address.read_text() == before
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no network namespaces")
+def test_networks_that_begin_at_once_are_apart_and_remove_what_a_killed_process_left() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in (stale := [f"{PREFIX}{number}" for number in range(300, 304)]):
+        subprocess.run(["ip", "link", "add", name, "type", "bridge"], check=True)
+        subprocess.run(["ip", "link", "set", name, "alias", f"of process {ended.pid}"], check=True)
+    with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: stack.enter_context(Hosts()), range(4)))
+        assert len({network.folder for network in found if network.folder.is_dir()}) == 4
+        assert not {path.name for path in Path("/sys/class/net").iterdir()} & set(stale)
 
 
 def test_clients_enter_at_any_host_and_get_the_same_tokens(served_hosts: Served) -> None:
