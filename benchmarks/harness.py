@@ -144,7 +144,7 @@ class Harness:
         for config in circumstances.companions:
             states = None
             if config.remote and isinstance(config.options, HiddenStateOptions):
-                host, states = remote_host(config.options.model_copy(update={"target": str(self.folder)}), "cpu")
+                host, states = remote_host(config.options.of_target(str(self.folder)), "cpu")
             drafter = make_drafter(config, self.info, host)
             pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=not config.remote, states=states)
         partition = core_sets() if circumstances.divided else None

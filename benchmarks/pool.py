@@ -19,7 +19,7 @@ def pool(model: str) -> tuple[DrafterConfig, ...]:
     The cascade holds the lookups, the table, and the first available trained drafter (dspark, then layers).
     """
     trained: dict[str, DrafterOptions] = {
-        name: options.model_copy(update={"target": model}) if isinstance(options, LayersOptions) else options
+        name: options.of_target(model) if isinstance(options, LayersOptions) else options
         for name, options in shipped_options(model).items()
     }
     tables = [options for options in trained.values() if isinstance(options, TableOptions)]
