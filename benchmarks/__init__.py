@@ -34,6 +34,7 @@ BENCHES = {
     "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
     "overlap": Bench("benchmarks.overlap", "drafting beside verification over drafting before it, on a server"),
     "policies": Bench("benchmarks.policies", "policies of draft length, verification and overlap, simulated"),
+    "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
     "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process, and memory"),
     "soak": Bench("benchmarks.soak", "memory and errors at saturation for an hour, then 1,000 streams at once"),
     "structured": Bench("benchmarks.structured", "answers for JSON schemas: valid, ending, the same under drafting"),

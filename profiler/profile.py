@@ -99,6 +99,10 @@ class Surface(Section):
     def points(self) -> list[LatencyPoint]:
         return [LatencyPoint(sample.x, sample.y, sample.seconds) for sample in self.samples]
 
+    @property
+    def held_out_mape(self) -> float:
+        return self.mape[self.fit.form]
+
 
 class DrafterProfile(Section):
     """One drafter of the pool or of a cascade."""
