@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,14 +52,34 @@ def freeze_startup_objects() -> None:
     gc.freeze()
 
 
+class _Collection:
+    """``num_without``: blocks under way that no collection may disturb."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_without = 0
+        self.was_enabled = True
+
+
+_collection = _Collection()  # gc's switch is the process's
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """While many objects that live on are made, of which collections would find none to free."""
-    gc.disable()
+    """While many objects that live on are made, of which collections would find none to free. Blocks of several threads may
+    overlap: the last one to end restores what was before the first."""
+    with _collection.lock:
+        if not _collection.num_without:
+            _collection.was_enabled = gc.isenabled()
+            gc.disable()
+        _collection.num_without += 1
     try:
         yield
     finally:
-        gc.enable()
+        with _collection.lock:
+            _collection.num_without -= 1
+            if not _collection.num_without and _collection.was_enabled:
+                gc.enable()
 
 
 def switch_threads_quickly() -> None:

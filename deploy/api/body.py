@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -13,7 +14,9 @@ from starlette.requests import ClientDisconnect
 from cluster.cpu_scheduling import without_collection
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.fields import Strict
+from deploy.api.generation import unless_disconnected
 from deploy.api.settings import ApiSettings
+from deploy.api.tasks import ThreadShares
 from deploy.api.tenants import NOBODY, Tenant
 from router.planning.fair_share import SharedLimit
 
@@ -26,16 +29,17 @@ _MEDIA = {
     *("image_url", "image_pil", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds"),
     *("video_url", "file", "input_file"),
 }
-AT_ONCE_BYTES = 64 * 2**10  # a longer body is parsed on a thread of its own
+AT_ONCE_BYTES = 64 * 2**10  # a longer body is parsed on a thread of the tenant's share
 MAX_FAULTS = 10_000  # unknown or invalid fields of one body; the details of each take some microseconds
 _CLOSE = {"connection": "close"}  # the rest of a body is not read, so its connection cannot be reused
 
 
 class BodyReader:
-    """Reads bodies within limits on size, time, and the memory of all bodies being read, which tenants share."""
+    """Reads and parses bodies within limits on size, time, and the memory of all bodies being read, which tenants share."""
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, threads: ThreadShares) -> None:
         self._settings = settings
+        self._threads = threads
         self.held = SharedLimit(settings.max_held_bytes)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
@@ -58,17 +62,18 @@ class BodyReader:
                         )
                         refusal.headers.update(_CLOSE)
                         raise refusal
-            is_strict = self._settings.unknown_fields == "refuse"
-            if len(body) <= AT_ONCE_BYTES:
-                fields, ignored = parse_body(bytes(body), model, strict=is_strict)
-            else:
-                fields, ignored = await asyncio.to_thread(_parse_large, bytes(body), model, is_strict)
+                is_strict = self._settings.unknown_fields == "refuse"
+                if len(body) <= AT_ONCE_BYTES:
+                    fields, ignored = parse_body(bytes(body), model, strict=is_strict)
+                else:
+                    parse = partial(asyncio.to_thread, _parse_large, bytes(body), model, is_strict)
+                    fields, ignored = await unless_disconnected(request.receive, self._threads.run(tenant.name, parse))
             request.state.unknown_fields = ignored
             request.state.fields_without_effect = tuple(fields.without_effect())
             request.state.body_len = len(body)
             return fields
         except TimeoutError as error:
-            message = f"body: was not complete within {self._settings.body_timeout_s:g} seconds"
+            message = f"body: was not received and read within {self._settings.body_timeout_s:g} seconds"
             raise _unread(HTTPStatus.REQUEST_TIMEOUT, message, "timeout") from error
         except ClientDisconnect as error:
             raise ClientGone from error

@@ -87,11 +87,11 @@ class Service:
         self._keys = KeyFiles(settings.api_keys_file, settings.operator_keys_file, settings.most, settings.keys_refresh_s)
         self._budgets = Budgets(self.metrics.record_over_budget)
         self.calls = SharedLimit(settings.max_calls)
-        self._bodies = BodyReader(settings)
+        self._threads = ThreadShares()
+        self._bodies = BodyReader(settings, self._threads)
         self._admission = Admission(settings)
         self._num_replicas = settings.num_replicas
         self._fewer_since_s: float | None = None  # since when fewer are reported
-        self._threads = ThreadShares()
         self._grammars: GrammarChecker | None = None
         self._set_tenants()
         self._prompts = Prompts(tokenizer, self._in_share, settings.max_request_bytes)

@@ -13,12 +13,14 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from deploy.api.anthropic_fields import MessagesRequest
 from deploy.api.body import AT_ONCE_BYTES, MAX_FAULTS, BodyReader, parse_body
-from deploy.api.errors import ApiError
+from deploy.api.errors import ApiError, ClientGone
 from deploy.api.fields import Strict
 from deploy.api.messages import MAX_PARTS
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, DetokenizeRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.tasks import ThreadShares
+from deploy.api.tenants import NOBODY
 from tests.support.api import chat_body, completion_body, serving
 from tests.support.asgi import CHAT, Caller
 
@@ -78,6 +80,10 @@ async def test_a_caller_that_hangs_up_amid_its_body_gets_nothing() -> None:
     assert caller.sent == []
 
 
+class Prompted(Strict):
+    prompt: str
+
+
 async def test_a_large_body_is_parsed_beside_the_event_loop_and_without_collections() -> None:
     has_turned, collects, loop = threading.Event(), list[bool](), asyncio.get_running_loop()
 
@@ -88,22 +94,45 @@ async def test_a_large_body_is_parsed_beside_the_event_loop_and_without_collecti
             assert has_turned.wait(60.0), "the event loop stands still"
         return text
 
-    class Body(Strict):
+    class Body(Prompted):
         prompt: Annotated[str, AfterValidator(check)]
 
-    def read(num_chars: int) -> Coroutine[Any, Any, Body]:
-        sent = json.dumps({"prompt": "a" * num_chars}).encode()
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": sent, "more_body": False}
-
-        headers = [(b"content-type", b"application/json")]
-        return BodyReader(ApiSettings()).read(Request({"type": "http", "headers": headers}, receive), Body)
-
-    await read(10)
-    assert len((await read(AT_ONCE_BYTES + 1)).prompt) == AT_ONCE_BYTES + 1
+    await _read(Body, 10)
+    assert len((await _read(Body, AT_ONCE_BYTES + 1)).prompt) == AT_ONCE_BYTES + 1
     assert collects == [True, False]
     assert gc.isenabled()
+
+
+def _read(
+    model: type[Prompted], num_chars: int, threads: ThreadShares | None = None, *, leaves: bool = False, **settings: Any
+) -> Coroutine[Any, Any, Prompted]:
+    """``leaves``: the client disconnects when it has sent all."""
+    messages = [{"type": "http.disconnect"}] if leaves else []
+    messages.append({"type": "http.request", "body": json.dumps({"prompt": "a" * num_chars}).encode(), "more_body": False})
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Future()
+
+    request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    return BodyReader(ApiSettings(**settings), threads or ThreadShares()).read(request, model)
+
+
+async def test_a_large_body_waits_for_its_tenants_share_of_threads_while_there_is_time_and_a_client() -> None:
+    threads, release = ThreadShares(1), asyncio.Event()
+    threads.is_shared = True
+    other = asyncio.create_task(threads.run(NOBODY.name, release.wait))
+    await asyncio.sleep(0)
+    num_chars = AT_ONCE_BYTES + 1
+    with pytest.raises(ApiError, match=r"within 0\.02 seconds"):
+        await _read(Prompted, num_chars, threads, body_timeout_s=0.02)
+    with pytest.raises(ClientGone):
+        await _read(Prompted, num_chars, threads, leaves=True)
+    waiting = asyncio.create_task(_read(Prompted, num_chars, threads))
+    assert (await _read(Prompted, 10, threads)).prompt == "a" * 10
+    assert not waiting.done()
+    release.set()
+    assert len((await waiting).prompt) == num_chars
+    assert await other
 
 
 MANY = 4 * MAX_PARTS

@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -5,7 +6,7 @@ import threading
 
 import pytest
 
-from cluster.cpu_scheduling import run_in_background
+from cluster.cpu_scheduling import run_in_background, without_collection
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has these scheduling policies")
 
@@ -40,3 +41,20 @@ def test_what_a_background_thread_starts_is_in_the_background_until_it_returns()
 
     assert found == ["True True"]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_the_last_of_overlapping_blocks_restores_what_was_before_the_first() -> None:
+    assert gc.isenabled()
+    first, second = without_collection(), without_collection()
+    with first:
+        second.__enter__()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
