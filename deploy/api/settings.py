@@ -19,6 +19,7 @@ _DEFAULTS = ApiConfig()
 _NO_CLASSES = SloConfig()
 _UNOBSERVED = ObservabilityConfig()
 TOKEN_BYTES = 16  # of JSON: an id of seven digits with its comma has 9, text is mostly shorter
+MAX_PROMPTS_BYTES = 64 * 2**20  # of a body with many prompts; one with a single prompt may be longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,11 @@ class ApiSettings:
         return self.max_concurrent + self.max_queued + SPARE_CALLS
 
     def for_len(self, max_model_len: int) -> "ApiSettings":
-        """With bodies as long as a prompt of ``max_model_len`` tokens, as ids or as text, needs."""
-        max_request_bytes = max(self.max_request_bytes, TOKEN_BYTES * max_model_len)
+        """With bodies as long as prompts of ``max_model_len`` tokens need, as ids or text, as many as a call may have."""
+        prompt_bytes = TOKEN_BYTES * max_model_len
+        max_request_bytes = max(
+            self.max_request_bytes, prompt_bytes, min(self.max_sequences * prompt_bytes, MAX_PROMPTS_BYTES)
+        )
         max_held_bytes = max(self.max_held_bytes, 2 * max_request_bytes)
         return replace(self, max_request_bytes=max_request_bytes, max_held_bytes=max_held_bytes)
 

@@ -19,7 +19,7 @@ from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import Request, Slo
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
-from deploy.api.settings import ApiSettings, sampling_defaults
+from deploy.api.settings import MAX_PROMPTS_BYTES, ApiSettings, sampling_defaults
 from tests.support.api import (
     CHAT_TEMPLATE,
     MAX_MODEL_LEN,
@@ -249,8 +249,9 @@ def test_settings_follow_the_configuration() -> None:
     settings = ApiSettings.from_config(config)
     assert settings.max_concurrent == 8
     assert settings.for_len(2048) == settings
-    long = settings.for_len(2**20)
-    assert 2 * long.max_request_bytes == 2 * 16 * 2**20 <= long.max_held_bytes
+    for max_model_len, num_bytes in ((2**15, 8 * 16 * 2**15), (2**20, MAX_PROMPTS_BYTES), (2**23, 16 * 2**23)):
+        long = settings.for_len(max_model_len)
+        assert long.max_request_bytes == num_bytes <= long.max_held_bytes / 2
     assert settings.max_n == settings.max_sequences == 8
     assert settings.api_keys_file == Path("keys")
 
