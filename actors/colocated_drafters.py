@@ -1,12 +1,14 @@
 """Colocated drafters: loaded in the target's process, linked to its loop in memory, and stepped on its thread or in
 a lane of its device."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from cluster.config import Config, DrafterConfig
+from cluster.errors import InvalidField, OutriderError
 from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
@@ -29,6 +31,8 @@ from profiler.profile import Profile, ProfiledCost, with_measured_costs
 from router.assignment import member_name
 from router.cost_model import CostModel, padded
 from router.drafting.partition_choice import WHOLE, PartitionChoice
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ def divide(
     colocated: Sequence[ColocatedDrafter],
 ) -> None:
     """Divides the target's device with the drafters of a resolved configuration, before the loop runs, and warms each lane
-    up. ``profile``: of the whole device. Raises as `engine.loading.prepare_partition` and `HiddenStateDrafter.warm_up`."""
+    up. ``profile``: of the whole device. Raises as `engine.loading.prepare_partition`; also where a lane cannot be warmed
+    up."""
     partition = prepare_partition(config)
     if partition is None:
         return
@@ -88,10 +93,17 @@ def divide(
             return
         profiles[WHOLE] = profile
     readers = [reader.warm_up for one in colocated for reader in one.readers]
-    for split in partition.splits:
-        in_own_thread(partial(_call_in, split.drafter, readers))
-        if config.target.device == "cuda":
-            in_own_thread(partial(_call_in, split.target, [partial(warm_up, engine)]))
+    try:
+        for split in partition.splits:
+            in_own_thread(partial(_call_in, split.drafter, readers))
+            if config.target.device == "cuda":
+                in_own_thread(partial(_call_in, split.target, [partial(warm_up, engine)]))
+    except (OutriderError, RuntimeError) as error:  # of torch: a device out of memory, or a failed launch
+        partition.close()
+        if config.target.partition == "on":
+            raise InvalidField("target.partition", "on", f"a part of the device cannot be warmed up ({error})") from error
+        logger.warning("drafters in the target's process draft by turns with it: %s", error)
+        return
     rows = engine.capacity().prepared_rows
     costs: dict[str, CostModel | None] = {name: padded(ProfiledCost(one, config), rows) for name, one in profiles.items()}
     drafters = {member_name(one.name, 0): one.max_draft_len for one in config.drafters if one.is_colocated}

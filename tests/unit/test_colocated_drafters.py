@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from actors import colocated_drafters
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from cluster.errors import InvalidField, OutriderError
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
 from drafters.protocol import Capabilities, Demand, Draft
@@ -280,3 +282,25 @@ def test_every_lane_is_warmed_up_before_the_loop_runs(device: str) -> None:
         expected += [f"target of {name}", "passes", f"target of {name}"] * (device == "cuda")
     assert [name for name, _ in did] == [*expected, "divided"]
     assert {thread for _, thread in did[:-1]}.isdisjoint({threading.get_ident()})
+
+
+@pytest.mark.parametrize("failure", [OutriderError("no CUDA graph"), RuntimeError("out of memory")])
+@pytest.mark.parametrize("partition", ["auto", "on"])
+def test_a_lane_that_cannot_be_warmed_up_leaves_the_device_undivided(
+    partition: str, failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+    lanes = Partition(usable_cores(), [Split("half", usable_cores(), usable_cores())], lambda: closed.append("closed"))
+    readers = [SimpleNamespace(readers=[SimpleNamespace(warm_up=mock.Mock(side_effect=failure))])]
+    config: Any = SimpleNamespace(target=SimpleNamespace(partition=partition, device="cpu"), drafters=())
+    loop: Any = mock.Mock()
+    fails = partition == "on"
+    with (
+        mock.patch.object(colocated_drafters, "prepare_partition", return_value=lanes),
+        mock.patch.object(colocated_drafters, "stored_profile"),
+        pytest.raises(InvalidField, match=f"target.partition.*{failure}") if fails else nullcontext(),
+    ):
+        colocated_drafters.divide(config, loop, mock.Mock(), mock.Mock(), readers)  # type: ignore[arg-type]
+    assert closed == ["closed"]
+    assert not loop.divide.called
+    assert (str(failure) in caplog.text) != fails
