@@ -76,7 +76,7 @@ class ModelDrafter:
         ] = {}  # compared tokens, and their sum, by proposer, since the last report
         self._num_passes = self._num_rows = 0  # since the last report
         self._num_lost = 0  # as of the last report
-        self._busy_s = 0.0
+        self._num_timed, self._busy_s = 0, 0.0  # passes without comparisons, which are slower, and their seconds
 
     @property
     def capabilities(self) -> Capabilities:
@@ -177,8 +177,9 @@ class ModelDrafter:
                 )
                 for proposer, positions in self._positions.items()
             )
-            reports.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
-        self._num_passes = self._num_rows = 0
+            busy_s = self._busy_s * self._num_passes / max(1, self._num_timed)
+            reports.append(LevelReport(name, self._num_passes, self._num_rows, busy_s, num_lost, verified))
+        self._num_passes = self._num_rows = self._num_timed = 0
         self._num_lost, self._busy_s = self._model.num_lost, 0.0
         self._positions, self._num_proposed, self._overlaps = {}, {}, {}
         for proposer, drafter in self._proposers.items():
@@ -241,7 +242,7 @@ class ModelDrafter:
         questions = [
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
         ]
-        busy_s, num_rows = self._busy_s, self._num_rows
+        busy_s, num_timed, num_rows = self._busy_s, self._num_timed, self._num_rows
         answers = self._choose(questions, max(draft.demand.num_runners_up for draft in part), compared)
         has_caught_up = self._num_rows - num_rows > sum(2 + len(question.drafts) for question in questions)
         judged: dict[str, list[tuple[int, int]]] = {}  # tokens asked and right, by proposer
@@ -260,7 +261,7 @@ class ModelDrafter:
             self._add(draft, chosen, num_right + 1)
             if self._watched is not None and question.request_id == self._watched[0]:
                 self._watched[1].keep(len(draft.token_ids) - num_before)
-        for proposer, drafts in judged.items() if self._clock is not None and not has_caught_up else ():
+        for proposer, drafts in judged.items() if self._num_timed > num_timed and not has_caught_up else ():
             if (step_s := self._step_s.pop(proposer, None)) is not None:
                 self._windows[proposer].learn(drafts, step_s, self._busy_s - busy_s)
 
@@ -280,7 +281,8 @@ class ModelDrafter:
             start_s = self._clock() if self._clock is not None else 0.0
             drafts = self._drafts_of(name, demands, compared)
             requests = {demand.request_id for demand in demands}
-            if self._clock is not None and not requests & self._new:  # others read their context first
+            # Others read their context first, or keep distributions.
+            if self._clock is not None and requests.isdisjoint(self._new | compared.keys()):
                 self._step_s[name] = (self._clock() - start_s) / max(demand.num_tokens for demand in demands)
             self._new -= requests
             proposed |= {draft.request_id: self._model.choosable(draft.token_ids) for draft in drafts}
@@ -307,8 +309,9 @@ class ModelDrafter:
         start_s = self._clock() if self._clock is not None else 0.0
         answers = self._model.choose(questions, num_runners_up, watched)
         num_rows = self._model.num_rows - num_rows
-        if self._clock is not None:
+        if self._clock is not None and not watched:
             seconds = self._clock() - start_s
+            self._num_timed += 1
             self._busy_s += seconds
             if num_rows == sum(1 + len(question.drafts) for question in questions):  # nothing was caught up with
                 self._stops.note_step(len(questions), seconds)

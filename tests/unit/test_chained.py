@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from cluster.config import (
 from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
+from drafters.draft_stops import DraftStops
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
 from drafters.registry import make_drafter
+from drafters.similarity import EAGER_ROUNDS, Comparison
 from drafters.small_model import SmallModel
 from engine.acceptance import common_prefix_len
 from engine.batch_layout import PackedSpan
@@ -34,6 +37,7 @@ from engine.factory import load_model
 from engine.loading import load_target
 from engine.models.tokenizer import fingerprint
 from router.cost_model import TableCost
+from router.drafter.chains import LearnedWindow
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -156,6 +160,31 @@ def test_it_compares_the_distributions_of_neighbours_in_one_process(folder: Path
     assert verified.num_compared == len(wanted) == sum(verified.num_reached)
     assert verified.overlap == pytest.approx(sum(wanted), abs=1e-4)
     assert (verified.overlap == pytest.approx(4.0)) == (chain == ("twin",))
+
+
+def test_passes_that_compare_distributions_are_not_timed(folder: Path) -> None:
+    """A comparison takes 100 s here, and a pass nothing."""
+    now_s, compared = 0.0, Comparison.note
+
+    def slow(self: Comparison, rows: torch.Tensor) -> None:
+        nonlocal now_s
+        now_s += 100.0
+        compared(self, rows)
+
+    led = ModelDrafter(small_model(folder), {"twin": ModelDrafter(small_model(folder))}, clock=lambda: now_s)
+    led.open("a", PROMPT, len(PROMPT), SAMPLED)
+    led.set_proposers("a", ("twin",))
+    with (
+        mock.patch.object(Comparison, "note", slow),
+        mock.patch.object(LearnedWindow, "learn") as learn,
+        mock.patch.object(DraftStops, "note_step") as note_step,
+    ):
+        for _ in range(EAGER_ROUNDS + 8):
+            led.propose([Demand("a", 5)])
+            assert sum(report.busy_s for report in led.take_levels("me")) == 0.0
+    assert now_s >= 100.0 * EAGER_ROUNDS
+    assert {call.args[1:] for call in learn.call_args_list} == {(0.0, 0.0)}
+    assert {call.args[1] for call in note_step.call_args_list} == {0.0}
 
 
 def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
