@@ -39,8 +39,10 @@ from router.papers.specrouter_estimates import (
     DrafterChoice,
     FillRates,
     FillSums,
+    MappingSums,
     ObservedOverheads,
     OverheadSums,
+    OverlapSums,
     PassTimeFactors,
     Similarities,
     prior_agreement,
@@ -59,6 +61,8 @@ UNMEASURED = TableCost((1,), (1.0,))  # an unprofiled target
 class ChainSnapshot(AcceptanceSnapshot):
     fills: FillSums
     overruns: OverheadSums
+    overlaps: OverlapSums = ()
+    mapping: MappingSums = (0.0, 0.0)
 
 
 class ModelChains:
@@ -76,7 +80,7 @@ class ModelChains:
         self._reset()
 
     def _reset(self) -> None:
-        """Resets the state that snapshots do not hold, except the target's times."""
+        """Resets the state that snapshots do not hold, except the target's times, and SimScores."""
         self._similarities = Similarities(MEMORY_ROUNDS)
         self._pass_factors = PassTimeFactors(self._time_weight)
         self._max_lens = ChainLenLimits(self._max_levels, self._calm_slots)
@@ -123,8 +127,8 @@ class ModelChains:
         return tuple([self._similarities.score(*pair) for pair in pairwise(chain)])
 
     def snapshot(self) -> JsonValue:
-        found = {**self._acceptance.snapshot(), "overruns": self._overheads.to_json()}
-        if not found["acceptance"] and not found["in_time"] and not found["overruns"]:
+        found = {**self._acceptance.snapshot(), "overruns": self._overheads.to_json(), **self._similarities.to_json()}
+        if not any(found[name] for name in ("acceptance", "in_time", "overruns", "overlaps")):
             return None
         return {**found, "fills": self._fills.snapshot()}
 
@@ -134,6 +138,7 @@ class ModelChains:
         self._fills.sums = dict(found.fills)
         self._overheads.sums = dict(found.overruns)
         self._reset()
+        self._similarities.restore(found.overlaps, found.mapping)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.next_slot([request.request_id for request in requests])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from cluster.messages import LevelReport, Verified
 from router.assignment import Chain, Observation, PoolMember, drafter_of
@@ -59,6 +59,15 @@ class Similarities:
         score, num_reached = self.score(*pair), sum(verified.num_reached)
         if score is not None and num_reached:
             self._mapping.add("", (sum(verified.num_right), num_reached * _middle(score)), num_reached)
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """What SimScores and their mapping rest on."""
+        overlaps: list[JsonValue] = [[*pair, *sums] for pair, sums in self._overlaps.sums.items()]
+        return {"overlaps": overlaps, "mapping": list(self._mapping.get("", 2))}
+
+    def restore(self, overlaps: "OverlapSums", mapping: tuple[float, float]) -> None:
+        self._overlaps.sums = {(proposer, verifier): (num, overlap) for proposer, verifier, num, overlap in overlaps}
+        self._mapping.sums = {"": mapping}
 
     def score(self, proposer: str, verifier: str) -> float | None:
         """SimScore, equation 6. None: their distributions were not compared."""
@@ -126,7 +135,17 @@ SPREAD: Final = None
 _UNCHOSEN: Final = " "  # the name of no drafter
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
+
+
+def _of_compared(sums: tuple[str, str, float, float]) -> tuple[str, str, float, float]:
+    if sums[3] > sums[2] + 0.01:
+        raise ValueError(f"an overlap of {sums[3]} of {sums[2]} tokens")
+    return sums
+
+
+MappingSums = tuple[_Sum, _Sum]
 FillSums = dict[str, tuple[_Sum, _Sum]]
+OverlapSums = tuple[Annotated[tuple[str, str, _Positive, _Sum], AfterValidator(_of_compared)], ...]
 OverheadSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 

@@ -427,6 +427,22 @@ def test_what_chains_turned_out_to_be_outlives_the_scheduler() -> None:
     assert chosen(fresh) == TARGET_ONLY, "what is no snapshot changes nothing"
 
 
+def test_simscores_outlive_the_scheduler() -> None:
+    found = policy()
+    compared = Verified("small", (60,), (50,), num_compared=30, overlap=28.5)
+    found.observe([], levels=Levels([LevelReport("large", 1, 1, 0.0, 0, (compared,))], TARGET))
+    kept = json.loads(json.dumps(found.snapshot()))
+    fresh = policy()
+    fresh.restore(kept)
+    assert fresh.scores(("small", "large")) == (pytest.approx(0.95),)
+    assert fresh.snapshot() == found.snapshot()
+    for wrong in ({"overlaps": [["small", "large", 30.0, 31.0]]}, {"mapping": [-1.0, 1.0]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            fresh.restore({**kept, **wrong})
+    fresh.restore({name: kept[name] for name in ("acceptance", "in_time", "fills", "overruns")})
+    assert fresh.scores(("small", "large")) == (None,), "of a version that did not keep them"
+
+
 def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
     kept = taught(policy(), small=0.2, middle=0.1, large=0.95).snapshot()
     used = taught(policy(time_weight=1.0), small=0.2, middle=0.1, large=0.95)
