@@ -6,6 +6,7 @@
 import glob
 import os
 import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ _SIGNAL_POLL_S = 0.2
 _COMMIT, _PART = re.compile("[0-9a-f]{40}"), re.compile(r"-\d+-of-(\d+)\.gguf$")
 _LISTED = 12  # files that a message names
 HEADER_BYTES = 2**25  # of a GGUF file; a header with 150,000 tokens and their merges takes 6 MB
+HEADERS, KEPT_HEADERS = "headers", 8  # the folder of headers, and commits of which they are kept
 # What a causal language model needs, at the top of its repository. consolidated.safetensors holds the same weights again.
 WEIGHTS = "*.safetensors"
 WANTED = ("*.json", WEIGHTS, "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.npz", "*.py")
@@ -66,7 +68,8 @@ def fetch(name: HubName, progress: Progress, *, with_weights: bool = True) -> Pa
 
 
 def fetch_header(name: HubName, folder: Path) -> Path:
-    """A GGUF file in ``folder``, of which only the first bytes are read; the rest is a hole. Raises ModelUnavailable."""
+    """A GGUF file in ``folder``, of which only the first bytes are read; the rest is a hole. Those of the last KEPT_HEADERS
+    commits are kept. Raises ModelUnavailable."""
     import httpx2
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
@@ -93,6 +96,9 @@ def fetch_header(name: HubName, folder: Path) -> Path:
             part.flush()
             with suppress(FileExistsError):
                 os.link(part.name, path)
+        os.utime(folder / str(about.commit_hash))
+        for old in sorted(folder.iterdir(), key=lambda kept: kept.stat().st_mtime)[:-KEPT_HEADERS]:
+            shutil.rmtree(old, ignore_errors=True)
         return path
     except (OSError, httpx2.HTTPError) as error:
         raise ModelUnavailable(_reason(name, error, asked=True)) from error

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import logging
 import os
 import select
 import shutil
@@ -33,6 +34,8 @@ from engine.models import hub
 from engine.models.config import load_config
 from engine.models.hub import Progress, no_progress
 from engine.models.manifest import TENSORS, Manifest, code_version, sha256
+
+logger = logging.getLogger(__name__)
 
 STALLED_S = 300.0  # the longest time between two steps of a preparation
 _LOCK_POLL_S = 0.2
@@ -235,8 +238,10 @@ def ensure_tokenizer(name: HubName) -> Path:
     try:
         hub.find(name)
     except ModelUnavailable:
-        with suppress(ModelUnavailable):
-            return ensure_model(str(hub.fetch_header(name, cache_folder() / "headers")))
+        try:
+            return ensure_model(str(hub.fetch_header(name, cache_folder() / hub.HEADERS)))
+        except ModelUnavailable as error:
+            logger.warning("%s is downloaded whole, since its header does not suffice: %s", name, error)
     return ensure_model(str(name))
 
 
@@ -418,10 +423,12 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove_orphans(models: Path) -> None:
-    """Removes what was prepared of commits that are gone from the hub's cache. Other files may be on disks to be mounted."""
+    """Removes what was prepared of commits that are gone from the hub's cache or from the headers. Other files may be on
+    disks to be mounted."""
     for link in models.glob(f"*/*{GGUF}"):
         with suppress(FileNotFoundError):  # another process removes it, too
-            if not link.exists() and any(of.name == "snapshots" and of.is_dir() for of in link.readlink().parents):
+            folders = [of.name for of in link.readlink().parents if of.is_dir()]
+            if not link.exists() and not {"snapshots", hub.HEADERS}.isdisjoint(folders):
                 shutil.rmtree(link.parent, ignore_errors=True)
 
 

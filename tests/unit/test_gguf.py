@@ -31,7 +31,7 @@ from engine.factory import load_model
 from engine.models import gguf
 from engine.models.config import load_config
 from engine.models.gguf_file import GgufFile
-from engine.models.hub import HEADER_BYTES, chosen_file
+from engine.models.hub import HEADER_BYTES, HEADERS, KEPT_HEADERS, chosen_file
 from engine.models.prepare import ensure_model, resolve_model
 from tests.support.compiler import needs_compiler
 from tests.support.gguf_files import K_FACTORS, add_tensors, k_matrix, write_gguf, write_merging_model
@@ -323,7 +323,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_machines_without_the_target_read_the_header_of_a_file_alone(file: Path, tmp_path: Path) -> None:
-    """Unless it holds more than is read: then the file is downloaded."""
+    """Unless it holds more than is read: then the file is downloaded. Headers of few commits are kept."""
     tokenizer, num_bytes = ensure_model(str(file)) / "tokenizer.json", HEADER_BYTES + 2**23
     os.truncate(file, num_bytes)
     published = tmp_path / "published"
@@ -337,8 +337,12 @@ from engine.models import hub
 hub.HEADER_BYTES = int(sys.argv[1])
 print(tokenizer_folder(Config(model=ModelConfig(name=sys.argv[2])), "/of/another/machine"))
 """
+    for i in range(KEPT_HEADERS + 2):
+        (tmp_path / "a" / HEADERS / f"commit-{i}").mkdir(parents=True)
+        os.utime(tmp_path / "a" / HEADERS / f"commit-{i}", (i, i))
     with running_hub({"test/Tiny-GGUF": published}) as hub:
-        name = f"test/Tiny-GGUF:Q8_0@{hub.commit('test/Tiny-GGUF')}"
+        commit = hub.commit("test/Tiny-GGUF")
+        name = f"test/Tiny-GGUF:Q8_0@{commit}"
         for home, most, is_down, num_read in (
             ("a", HEADER_BYTES, False, HEADER_BYTES),
             ("a", HEADER_BYTES, True, 0),
@@ -346,9 +350,12 @@ print(tokenizer_folder(Config(model=ModelConfig(name=sys.argv[2])), "/of/another
         ):
             hub.is_down, hub.asked["bytes"] = is_down, 0
             env = {**os.environ, **hub.environment(tmp_path / home), "OUTRIDER_HOME": str(tmp_path / home)}
-            found = subprocess.check_output([sys.executable, "-c", code, str(most), name], env=env, text=True)
-            assert (Path(found.strip()) / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+            run = subprocess.run([sys.executable, "-c", code, str(most), name], env=env, capture_output=True, text=True)
+            assert (Path(run.stdout.strip()) / "tokenizer.json").read_bytes() == tokenizer.read_bytes(), run.stderr
             assert hub.asked["bytes"] == num_read
+            assert ("downloaded whole" in run.stderr) == (most < HEADER_BYTES)
+    kept = {folder.name for folder in (tmp_path / "a" / HEADERS).iterdir()}
+    assert kept == {commit, *(f"commit-{i}" for i in range(3, KEPT_HEADERS + 2))}
 
 
 PROMPTS, NUM_TOKENS = ((50, 51, 52, 50, 51), tuple(range(80, 120))), 180
