@@ -12,7 +12,7 @@ from benchmarks.compare.systems import RunningArm
 from benchmarks.load import LoadRequest, TimedAnswer, run_arrivals, run_streams, tokens_per_s
 from cluster.errors import OutriderError
 
-AWAKE_S = 60.0
+AWAKE_S = 180.0  # Ray Serve may start HAProxy and its replicas anew after a pause of minutes
 AWAKE_POLL_S = 0.2
 AWAKE_PROMPT = (253, 260, 1002, 28) * 8
 AWAKE_TOKENS = 16
