@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.config import HIDDEN_STATE_FORMS
 from cluster.errors import InvalidField
-from cluster.model_name import GGUF, HubName
+from cluster.model_name import GGUF, HubName, public_name
 from deploy.vllm_flags import FLAGS, NEEDLESS, NUM_VALUES, REFUSED, SHORT, SPECULATIVE, engine_argument, scalar
 
 FLAG = "--speculative-config"
@@ -129,6 +129,7 @@ def parse(words: Sequence[str]) -> CommandLine:
             together[SPECULATIVE[name]] = scalar(values[0])
         else:
             _pass_on(line, name, key, values)
+    _check_base_models(line)
     if revision is not None:
         _pin(line, revision)
     if together:
@@ -231,6 +232,18 @@ def _nested(key: str, value: Any, into: dict[str, Any]) -> dict[str, Any]:
     """``into`` with the value at a dotted key."""
     first, _, rest = key.partition(".")
     return {**into, first: _nested(rest, value, into.get(first, {})) if rest else value}
+
+
+def _check_base_models(line: CommandLine) -> None:
+    """Takes ``base_model_name`` out of adapters. Raises InvalidField: it is none of the served model's names."""
+    model = line.fields.get("model", {})
+    names = [model["name"], public_name(model["name"])] if "name" in model else []
+    names += model.get("served_names", ())
+    for module in line.fields.get("target", {}).get("lora_modules", ()):
+        base = module.pop("base_model_name", None) if isinstance(module, dict) else None
+        if base is not None and base not in names:
+            hint = f"must be {' or '.join(dict.fromkeys(names))}, as adapters are of" if names else "is not known to be"
+            raise InvalidField("--lora-modules", base, f"base_model_name {hint} the served model; leave it out")
 
 
 def _pin(line: CommandLine, revision: str) -> None:

@@ -33,10 +33,9 @@ def _generation_config(text: str) -> Any:
 
 
 def _lora_module(text: str) -> Any:
-    """``name=path``, or an object, whose ``base_model_name`` can only be that of the served model."""
+    """``name=path``, or an object."""
     name, equals, path = text.partition("=")
-    found = scalar(text) if text.startswith("{") or not equals else {"name": name, "path": path}
-    return {key: value for key, value in found.items() if key != "base_model_name"} if isinstance(found, dict) else found
+    return scalar(text) if text.startswith("{") or not equals else {"name": name, "path": path}
 
 
 def _gigabytes(text: str) -> Any:

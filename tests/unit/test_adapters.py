@@ -170,6 +170,10 @@ def test_vllm_s_flags_name_adapters() -> None:
     config = with_fields(Config(), {"model": {"name": "m"}, "target": target}).target
     assert [(one.name, str(one.path)) for one in config.lora_modules] == [("a", "/a"), ("b", "/b=1"), ("c", "/c")]
     assert config.num_adapters == 3
+    assert parse(["--lora-modules", module, "--model", "x", "--served-model-name", "n", "m"]).fields["target"]
+    for words in ([], ["--model", "x"]):
+        with pytest.raises(InvalidField, match=r"lora-modules: base_model_name"):
+            parse([*words, "--lora-modules", module])
 
 
 def test_a_folder_that_is_not_there_is_no_name_of_a_hub() -> None:
