@@ -156,7 +156,7 @@ def _explain(detail: Any, model: type[BaseModel], lines: Mapping[Loc, int]) -> P
     kind, shown, context = detail["type"], repr(detail["input"]), detail.get("ctx", {})
     got = f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
     if kind == "extra_forbidden":
-        known, removed = (owner.model_fields, getattr(owner, "removed", ())) if owner else ((), ())
+        known, removed = (owner.model_fields, getattr(owner, "removed", {})) if owner else ((), {})
         message = unknown_key(str(loc[-1]), known, removed)
     elif kind == "missing":
         message = "is missing"
@@ -185,10 +185,10 @@ def _line(loc: Loc, lines: Mapping[Loc, int]) -> int | None:
     return lines.get(loc)
 
 
-def unknown_key(key: str, known: Collection[str], removed: Collection[str] = ()) -> str:
-    """What to tell about it. ``removed``: keys of older versions."""
+def unknown_key(key: str, known: Collection[str], removed: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What to tell about it. ``removed``: keys of older versions, and what became of each."""
     hint = _nearest(key, list(known)) or (f"known here: {', '.join(known)}" if known else "none is known here")
-    return f"no setting any more: it is a constant now; {hint}" if key in removed else f"unknown key; {hint}"
+    return f"no setting any more: {removed[key]}; {hint}" if key in removed else f"unknown key; {hint}"
 
 
 def _nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
@@ -249,4 +249,8 @@ def _variants(annotation: Any) -> dict[str, type[BaseModel]]:
     if get_origin(annotation) not in (Union, types.UnionType):
         return {}
     models = [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]
-    return {str(model.model_fields["kind"].default): model for model in models if "kind" in model.model_fields}
+    found: dict[str, type[BaseModel]] = {}
+    for model in models:
+        kind: Any = model.model_fields["kind"].annotation if "kind" in model.model_fields else None
+        found |= dict.fromkeys(get_args(kind), model)
+    return found

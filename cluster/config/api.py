@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.config.section import Count, Milliseconds, Name, Seconds, Section
+from cluster.config.section import Count, Milliseconds, Name, Seconds, Section, former
 from cluster.types import Slo
 
 # `deploy.api.tool_formats.forms` and `deploy.api.tools` hold them; most are names of vLLM's parsers.
@@ -112,7 +112,7 @@ class ApiConfig(Section):
     tool_call_parser: ToolCallParser | None = None
     reasoning_parser: ReasoningParser | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
-    removed = frozenset({"max_choices", "max_body_bytes"})
+    removed = former("max_choices", max_body_bytes="it follows from model.max_model_len")
 
     @property
     def most(self) -> int:

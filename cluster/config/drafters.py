@@ -7,7 +7,18 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PrivateAttr, model_validator
 
-from cluster.config.section import Count, Device, DrafterDtype, Fraction, ModelDtype, Name, Replicated, Resources, Section
+from cluster.config.section import (
+    Count,
+    Device,
+    DrafterDtype,
+    Fraction,
+    ModelDtype,
+    Name,
+    Replicated,
+    Resources,
+    Section,
+    former,
+)
 
 DEFAULT_CAPACITY = 64
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix", "medusa", "custom_class", "extract_hidden_states")  # no `VllmOptions`
@@ -45,13 +56,14 @@ class SuffixOptions(Section):
     kind: Literal["suffix"] = "suffix"
     traits: ClassVar[Traits] = Traits()
     max_shared_tokens: Count = 65_536  # kept of other requests' outputs, at most 450 bytes each: 29 MB
-    removed = frozenset({"max_match_len"})
+    removed = former("max_match_len")
 
 
 class OfTarget(Section):
     """Options of a drafter that needs files of the target."""
 
     _target: str = PrivateAttr("auto")
+    removed = former(target="it is always the served model")
 
     @property
     def target(self) -> str:
@@ -128,6 +140,7 @@ class HiddenStateOptions(OfTarget):
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # A draft ends before a token whose survival probability is below this: drafting it costs as much as it gains.
     min_survival: Fraction = 0.015
+    removed = former(adapter="no file makes a drafter a specialist any more", **OfTarget.removed)
 
 
 class VllmOptions(Section):
@@ -154,7 +167,7 @@ class TableOptions(Section):
     kind: Literal["table"] = "table"
     traits: ClassVar[Traits] = Traits()
     path: str | None = None  # a counted table, its folder, or the name of a shipped one; None: learned only
-    removed = frozenset({"min_confidence", "max_learned"})
+    removed = former("min_confidence", "max_learned")
 
 
 class CascadeOptions(Section):
@@ -163,7 +176,7 @@ class CascadeOptions(Section):
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
     _costs: tuple[float, ...] | None = PrivateAttr(None)
-    removed = frozenset({"costs"})
+    removed = former(costs="they are measured by `outrider profile`")
 
     @property
     def costs(self) -> tuple[float, ...] | None:
@@ -220,7 +233,7 @@ class DrafterConfig(Replicated):
     load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
     remote: bool = False  # one that reads hidden states: in a process of its own, to which a tensor link brings them
-    removed = frozenset({"ahead_len", "max_outcomes", "spare_share"})
+    removed = former("ahead_len", "max_outcomes", "spare_share")
 
     @property
     def has_model(self) -> bool:

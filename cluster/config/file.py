@@ -21,6 +21,7 @@ from cluster.config.section import (
     Name,
     Seconds,
     Section,
+    former,
 )
 from cluster.config.target import TargetConfig
 from cluster.errors import InvalidField
@@ -63,7 +64,7 @@ class TransportConfig(Section):
 
     # gRPC's listening address. node: the machine's own in Ray; auto: unix sockets on one machine, else node.
     host: str = "auto"
-    removed = frozenset({"kind"})
+    removed = former(kind="it follows from host")
 
     @property
     def kind(self) -> Literal["unix", "grpc"]:
@@ -88,7 +89,7 @@ class StateConfig(Section):
     # Of a Redis, such as redis://127.0.0.1:6379/0, for clusters that must survive the loss of the head. None: the folder.
     url: str | None = None
     password_file: Path | None = None  # of Redis: keeps the secret out of this file
-    removed = frozenset({"deadline_s", "kind"})
+    removed = former("deadline_s", kind="it follows from url: for Redis set url, such as redis://127.0.0.1:6379/0")
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -129,8 +130,8 @@ class SupervisionConfig(Section):
     health_timeout_ms: Milliseconds = 3000  # a process that does not answer is killed and restarted
     start_timeout_s: Seconds = 300  # until the first successful health check
     quarantine_restarts: Count = 5  # restarts within a minute after which a drafter is left out for two
-    removed = frozenset(
-        {"health_period_ms", "restart_backoff_ms", "max_restart_backoff_ms", "quarantine_window_s", "quarantine_s"}
+    removed = former(
+        "health_period_ms", "restart_backoff_ms", "max_restart_backoff_ms", "quarantine_window_s", "quarantine_s"
     )
 
 
@@ -142,7 +143,7 @@ class ScalingConfig(Section):
     # fixed: the machines are paid anyway, so that drafters use what is idle and give it up to targets. elastic: machines
     # come and go with the replicas, as under KubeRay's autoscaler.
     hardware: Literal["fixed", "elastic"] = "fixed"
-    removed = frozenset({"drain_s", "attainment"})
+    removed = former("drain_s", "attainment")
 
 
 class Config(Section):

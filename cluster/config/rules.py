@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from pydantic import ConfigDict, Field, model_validator
 
-from cluster.config.section import Name, Section
+from cluster.config.section import Name, Section, former
 from cluster.strict_yaml import KeyProblem, unknown_key
 
 
@@ -63,11 +63,9 @@ class PolicyConfig(Rule):
             "time_weight": Parameter(0.1, 1e-6, 1.0),
         },
     }
-    removed = frozenset(
-        {
-            *("hysteresis", "exploration", "learning_rate", "payback_s", "longest_exploitation", "calm_slots", "seed"),
-            *("prior_rounds", "request_rounds", "cluster_rounds", "memory_rounds", "num_clusters"),
-        }
+    removed = former(
+        *("hysteresis", "exploration", "learning_rate", "payback_s", "longest_exploitation", "calm_slots", "seed"),
+        *("prior_rounds", "request_rounds", "cluster_rounds", "memory_rounds", "num_clusters"),
     )
 
     if TYPE_CHECKING:  # the parameters
@@ -114,4 +112,4 @@ class RouterConfig(Section):
     """The assignment of drafters to requests."""
 
     policy: PolicyConfig = PolicyConfig()
-    removed = frozenset({"collapse", "slot_ms"})
+    removed = former("collapse", "slot_ms")

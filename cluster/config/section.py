@@ -24,7 +24,12 @@ class Section(BaseModel):
     """A section of the file: immutable, strict, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-    removed: ClassVar[frozenset[str]] = frozenset()  # keys of older versions that are constants now
+    removed: ClassVar[Mapping[str, str]] = {}  # keys of older versions, and what became of each
+
+
+def former(*constants: str, **others: str) -> Mapping[str, str]:
+    """Of ``Section.removed``."""
+    return {**dict.fromkeys(constants, "it is a constant now"), **others}
 
 
 class Replicated(Section):

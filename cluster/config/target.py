@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cluster.config.section import Auto, Count, Device, Engine, Replicated, Resources, Section, TargetDtype
+from cluster.config.section import Auto, Count, Device, Engine, Replicated, Resources, Section, TargetDtype, former
 from cluster.model_name import HubName
 from cluster.types import Adapter
 
@@ -66,6 +66,7 @@ class LoraModule(Section):
 
     name: str = Field(min_length=1, max_length=256)  # which calls give as model
     path: Path  # folder in PEFT's format, on every machine with a target, or ORG/NAME[@REVISION] of a hub
+    removed = former(base_model_name="it is always the served model")
 
     @property
     def adapter(self) -> Adapter:
@@ -110,7 +111,7 @@ class TargetConfig(Replicated):
     resources: Resources = Resources()  # of one rank
     vllm: Mapping[str, Any] = {}  # engine vllm: further arguments of its EngineArgs, such as quantization
     lora_modules: tuple[LoraModule, ...] = Field(default=(), max_length=256)  # engine vllm
-    removed = frozenset({"prefill_chunk_len"})
+    removed = former(prefill_chunk_len="it follows from max_pass_tokens and the engine")
 
     @property
     def num_adapters(self) -> int:
