@@ -26,12 +26,14 @@ from cluster.config import (
     SuffixOptions,
     TableOptions,
     VllmOptions,
+    parts_of,
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import AS_SHIPPED, choose_dtype, held_dtype
 from engine.model_facts import ModelFacts, max_model_len, read_facts
 from engine.models.config import load_config
 from engine.models.manifest import shipped_tensors
+from engine.partition import SHARES
 from router.papers.faser_exit import DEPTHS, VOCABULARY_LEN
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
@@ -118,7 +120,9 @@ def target_footprints(config: Config, facts: ModelFacts) -> tuple[Footprint, Foo
     colocated = (drafter for drafter in config.drafters if drafter.is_colocated)
     parts = (_of(one.options, on_gpu, one.capacity * longest, config.model.name) for one in colocated)
     drafters = sum(parts, Footprint())
-    return own, replace(drafters, request_bytes=0) if on_gpu else drafters
+    if on_gpu:
+        drafters = replace(drafters, request_bytes=0, pass_bytes=round_bytes(config, folder))
+    return own, drafters
 
 
 def adapter_bytes(config: Config, folder: Path, element: int) -> int:
@@ -143,6 +147,33 @@ def exit_bytes(config: Config, folder: Path, dtype: str) -> int:
     head = 0 if is_shared and dtype != AS_SHIPPED else model.vocab_size * size * (2 if is_shared else element)
     fits = (len(DEPTHS) - 1) * (size * size * element + (2 * size + 1) * (size + 1) * 4)
     return head + VOCABULARY_LEN * size * element + fits
+
+
+def round_bytes(config: Config, folder: Path) -> int:
+    """Of the block tables of rounds that are recorded on a GPU (`drafters.hidden_states.device_round`): in each lane, of
+    each size, one for every step of EAGLE-3 behind the first. ``folder``: of the target's model."""
+    from drafters.hidden_states.config import EagleConfig
+    from drafters.hidden_states.device_round import padded_steps
+    from drafters.hidden_states.formats import num_layers_of, read_config
+    from drafters.shipped import find_drafter
+    from engine.cuda.graphs import PADDED_ROWS
+    from engine.kv_cache import BLOCK_LEN
+
+    num_blocks, target = 0, config.target
+    num_lanes = 1 + (len(SHARES) if target.can_divide and target.partition != "off" else 0)
+    for drafter in config.drafters:
+        for part in parts_of(drafter.options) if drafter.is_colocated else ():
+            if not isinstance(part, HiddenStateOptions):
+                continue
+            network = read_config(find_drafter(part.path), num_layers_of(folder))
+            if isinstance(network, EagleConfig) and network.mask_token_id is None:
+                most = drafter.max_draft_len
+                steps = {padded_steps(k, network.draft_len, most) for k in range(1, most + 1)}
+                num_tables = sum(PADDED_ROWS) * sum(k - 1 for k in steps)
+                element = 4 if part.dtype == "float32" else 2
+                held = int(part.kv_cache_gb * 2**30) // (BLOCK_LEN * network.shape.kv_bytes_per_token(element))
+                num_blocks += num_lanes * num_tables * min(held, -(-network.shape.max_len // BLOCK_LEN))
+    return 4 * num_blocks
 
 
 def hidden_state_bytes(config: Config, facts: ModelFacts) -> int:

@@ -22,7 +22,7 @@ from cluster.config import (
     parts_of,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField
-from cluster.types import ModelInfo
+from cluster.types import MAX_DRAFT_LEN, ModelInfo
 from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
 from router.assignment import prior_member_cost
@@ -40,6 +40,7 @@ class Site:
     host: "Host | None" = None  # if it runs in the target's process
     clock: Callable[[], float] | None = None  # of cascades and chains
     proposers: Mapping[str, Drafter] = field(default_factory=dict)  # of a drafter that can verify, by name
+    max_draft_len: int = MAX_DRAFT_LEN
 
 
 def make_drafter(
@@ -61,7 +62,8 @@ def make_drafter(
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
-    site = Site(target, "cpu" if config.device == "auto" else config.device, host, clock)
+    device = "cpu" if config.device == "auto" else config.device
+    site = Site(target, device, host, clock, max_draft_len=config.max_draft_len)
     for proposer in proposers:
         site = replace(site, proposers={**site.proposers, proposer.name: make(proposer.options, site)})
     return make(config.options, site)
@@ -159,7 +161,7 @@ def _make_on_hidden_states(options: HiddenStateOptions, site: Site) -> Drafter:
 
     if site.host is None:
         raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")
-    return make_hidden_state_drafter(options, site.target, site.host)
+    return make_hidden_state_drafter(options, site.target, site.host, site.max_draft_len)
 
 
 def _make_vllm(options: VllmOptions, site: Site) -> Drafter:

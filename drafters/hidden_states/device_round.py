@@ -62,10 +62,13 @@ class DeviceRound:
     of_row: Tensor | None
     graphs: Graphs | None
 
-    def padded(self, num_drafts: int, num_steps: int, draft_len: int) -> tuple[int, int]:
-        """Drafts and steps of the round that is recorded for so many. ``draft_len``: of a whole draft."""
+    def padded(self, num_drafts: int, num_steps: int, draft_len: int, max_len: int) -> tuple[int, int] | None:
+        """Drafts and steps of the round that is recorded for so many; None: it is launched. ``draft_len``: of a whole draft;
+        ``max_len``: of the longest that is recorded."""
         drafts = None if self.graphs is None else self.graphs.padded(num_drafts)
-        return (num_drafts, num_steps) if drafts is None else (drafts, _padded_steps(num_steps, draft_len))
+        if drafts is None or num_steps > max_len:
+            return None
+        return drafts, padded_steps(num_steps, draft_len, max_len)
 
     @torch.inference_mode()
     def record(self, begin: Callable[[], BegunStates], max_len: int, draft_len: int) -> None:
@@ -73,7 +76,7 @@ class DeviceRound:
         ``max_len``: of a draft. Raises OutriderError: the device refuses one."""
         if self.graphs is None:
             return
-        states, steps = begin(), {_padded_steps(k, draft_len) for k in range(1, max_len + 1)}
+        states, steps = begin(), {padded_steps(k, draft_len, max_len) for k in range(1, max_len + 1)}
         for num_drafts, num_steps in sorted(product(self.graphs.sizes, steps), reverse=True):
             num = num_drafts * num_steps
             records = self.kernel.records(np.zeros(num, np.int64), np.zeros(num, np.float32))
@@ -87,11 +90,10 @@ class DeviceRound:
                 ) from error
 
     @torch.inference_mode()
-    def run(self, states: BegunStates, given: Given) -> NDArray[np.float64]:
+    def run(self, states: BegunStates, given: Given, is_padded: bool) -> NDArray[np.float64]:
         """What was chosen, [K, B, 5]: the fields of ``engine.ops.RowChoices``; [K, B, 6] with the logit of the confidence
-        head, if there is one."""
-        num_drafts = len(given.anchors)
-        if self.graphs is None or self.graphs.padded(num_drafts) != num_drafts:
+        head, if there is one. ``is_padded``: to the size of a recorded round."""
+        if self.graphs is None or not is_padded:
             return to_host(self._choose(states, *given.views(to_device(given.packed(), self.markov_rows.device))))
         return to_host(*self.graphs.run(*self._recorded(states, given)))
 
@@ -134,9 +136,10 @@ class DeviceRound:
         return chosen
 
 
-def _padded_steps(num_steps: int, draft_len: int) -> int:
-    """The next power of two, at most ``draft_len``; beyond, which EAGLE-3 alone drafts, a power of two times that."""
+def padded_steps(num_steps: int, draft_len: int, max_len: int) -> int:
+    """The next power of two, at most ``draft_len``; beyond, which EAGLE-3 alone drafts, a power of two times that, at most
+    ``max_len``."""
     is_long = num_steps > draft_len
     unit = draft_len if is_long else 1
     padded = unit << (-(-num_steps // unit) - 1).bit_length()
-    return padded if is_long else min(padded, draft_len)
+    return min(padded, max_len) if is_long else min(padded, draft_len, max_len)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
-from cluster.types import ModelInfo
+from cluster.types import MAX_DRAFT_LEN, ModelInfo
 from drafters.hidden_states.checkpoint import TargetRows, load_network
 from drafters.hidden_states.families import make_stage
 from drafters.hidden_states.features import Features
@@ -70,6 +70,7 @@ class HiddenStateDrafter:
         *,
         num_blocks: int,
         eos_token_ids: Sequence[int],
+        max_draft_len: int = MAX_DRAFT_LEN,
     ) -> None:
         self._stage = stage
         self._sequential = sequential
@@ -82,18 +83,19 @@ class HiddenStateDrafter:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently drafted first
         self._max_len = min(stage.config.shape.max_len, num_blocks * self._cache.block_len)
+        self._recorded_len = min(stage.max_len, max_draft_len)
         least = stage.num_rows(1)
         if self._max_len <= least:
             raise InvalidField("num_blocks", num_blocks, f"must hold more than a draft of {least} tokens")
 
     def warm_up(self) -> None:
-        """On a GPU records all that rounds replay in the lane of the calling thread. While no request is open. Raises
-        OutriderError: the device refuses."""
+        """On a GPU records all rounds of up to ``max_draft_len`` tokens in the lane of the calling thread; longer ones are
+        launched. While no request is open. Raises OutriderError: the device refuses."""
         num_rows = self._stage.num_rows(1)
         table = np.arange(-(-(1 + num_rows) // self._cache.block_len), dtype=np.int32)
         draft = DraftRows(0, 1, (0, 0), num_rows, 0, table)
         features = self._no_features.expand(2, -1)
-        self._sequential.record(lambda: self._stage.begin([draft], features, self._cache), self._stage.max_len)
+        self._sequential.record(lambda: self._stage.begin([draft], features, self._cache), self._recorded_len)
 
     def open(
         self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
@@ -224,8 +226,9 @@ def load_drafter(
     num_blocks: int,
     calibration: Calibration | None = None,
     min_survival: float = 0.0,
+    max_draft_len: int = MAX_DRAFT_LEN,
 ) -> HiddenStateDrafter:
-    """``rows`` and ``num_target_layers`` as of ``load_network``.
+    """``rows`` and ``num_target_layers`` as of ``load_network``. ``max_draft_len``: of rounds that are recorded.
 
     Raises as ``load_network`` and ``warm_up``, and InvalidField if the cache does not hold a block.
     """
@@ -240,6 +243,7 @@ def load_drafter(
         calibration,
         num_blocks=num_blocks,
         eos_token_ids=target.eos_token_ids,
+        max_draft_len=max_draft_len,
     )
     drafter.warm_up()
     return drafter

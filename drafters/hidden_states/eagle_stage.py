@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.types import MAX_DRAFT_LEN
 from drafters.hidden_states.eagle_network import EagleNetwork
 from drafters.hidden_states.stage import (
     BegunStates,
@@ -27,8 +28,6 @@ from engine.batch_layout import Layout, PackedSpan
 from engine.device import to_device
 from engine.kv_cache import KvCache
 
-_MAX_LEN = 64  # tokens of a draft of EAGLE-3: as many as a proposal may have
-
 
 class EagleStage(FusedStage):
     """``Stage`` of EAGLE-3 and P-EAGLE. ``int8``: multiplies int8 weights, where the device supports it."""
@@ -38,7 +37,7 @@ class EagleStage(FusedStage):
     def __init__(self, network: EagleNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
         super().__init__(network, dtype, device, int8=int8)
         self.config = config = network.config
-        self.max_len = _MAX_LEN if config.mask_token_id is None else config.draft_len
+        self.max_len = MAX_DRAFT_LEN if config.mask_token_id is None else config.draft_len
         self._network = network  # its norms over features, which are few
         self._layers = [decoder_layer(self._ops, dtype, device, x, is_plain=i > 0) for i, x in enumerate(network.layers)]
         self._hidden_norm = norm_weight(network.layers[0].get_submodule("hidden_norm"), device)

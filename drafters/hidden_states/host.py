@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.config import HiddenStateOptions
 from cluster.errors import ModelUnavailable
-from cluster.types import ModelInfo
+from cluster.types import MAX_DRAFT_LEN, ModelInfo
 from drafters.hidden_states.config import NetworkConfig
 from drafters.hidden_states.drafter import HiddenStateDrafter, load_drafter
 from drafters.hidden_states.features import HostFeatures
@@ -51,8 +51,11 @@ class Host:
             return weights.head().to(self.embedding.device, copy=True)
 
 
-def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, host: Host) -> HiddenStateDrafter:
-    """Raises as ``drafters.registry.make_drafter``; InvalidField also if the target does not keep its hidden states."""
+def make_hidden_state_drafter(
+    options: HiddenStateOptions, target: ModelInfo, host: Host, max_draft_len: int = MAX_DRAFT_LEN
+) -> HiddenStateDrafter:
+    """``max_draft_len`` as of ``load_drafter``. Raises as ``drafters.registry.make_drafter``; InvalidField also if the
+    target does not keep its hidden states."""
     folder = find_drafter(options.path)
     config = read_config(folder, host.config.num_layers)
     if config.kind != options.kind:
@@ -71,6 +74,7 @@ def make_hidden_state_drafter(options: HiddenStateOptions, target: ModelInfo, ho
         num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
         calibration=load_calibration(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,
+        max_draft_len=max_draft_len,
     )
     host.made.append(drafter)
     return drafter

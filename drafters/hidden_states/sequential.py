@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from cluster.types import MAX_DRAFT_LEN
 from drafters.hidden_states.block_network import BlockNetwork, markov_rows
 from drafters.hidden_states.device_round import DeviceRound, Given
 from drafters.hidden_states.families import Network
@@ -113,6 +114,7 @@ class SequentialStage:
         kernel = ops.gumbel_argmax(token_ids)
         self._choose = _make_choice(kernel, token_ids, device)
         self._on_device: DeviceRound | None = None
+        self._recorded_len = MAX_DRAFT_LEN
         if isinstance(kernel, FusedSampling):
             rows, confidence = to_device(self._rows, device), self._confidence
             of_hidden = None if confidence is None else confidence.on_device
@@ -130,6 +132,7 @@ class SequentialStage:
         """As ``DeviceRound.record``, where rounds are replayed."""
         if self._on_device is not None:
             self._on_device.record(begin, max_len, self._draft_len)
+            self._recorded_len = max_len
 
     @torch.inference_mode()
     def draft(self, states: BegunStates, blocks: Sequence[Block]) -> None:
@@ -182,7 +185,8 @@ class SequentialStage:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
 
     def _draft_on_device(self, on_device: DeviceRound, states: BegunStates, blocks: Sequence[Block], num_steps: int) -> None:
-        num_drafts, num_steps = on_device.padded(len(blocks), num_steps, self._draft_len)
+        size = on_device.padded(len(blocks), num_steps, self._draft_len, self._recorded_len)
+        num_drafts, num_steps = size or (len(blocks), num_steps)
         padded = [*blocks, *repeat(blocks[-1], num_drafts - len(blocks))]
         keys, temperatures = _noise(padded, num_steps)
         records = on_device.kernel.records(keys.T.ravel(), np.tile(temperatures, num_steps))
@@ -191,7 +195,7 @@ class SequentialStage:
             [block.ahead for block in padded],
             records.reshape(num_steps, num_drafts, -1),
         )
-        for k, of_step in enumerate(on_device.run(states, given)):
+        for k, of_step in enumerate(on_device.run(states, given, size is not None)):
             for block, (token, highest, probability, _, margin, *logit) in zip(blocks, of_step.tolist(), strict=False):
                 if not block.wants(k):
                     continue

@@ -284,7 +284,7 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
         load = partial(load_drafter, tmp_path, target_rows(tiny_model_folder), "float32", info, META, Rows(), num_blocks=256)
         drafter = load()
         if has_graphs:
-            steps = (*((96, 48, 24, 12) if kind == "eagle3" else ()), 6, 4, 2, 1)
+            steps = (*((64, 48, 24, 12) if kind == "eagle3" else ()), 6, 4, 2, 1)
             assert recorded == [(batch, num) for batch in graphs.PADDED_ROWS[::-1] for num in steps]
             assert not replays
         num_recorded = len(recorded)
@@ -304,13 +304,24 @@ def test_launches_of_a_draft_round_do_not_depend_on_its_batch(
             assert set(device.copies) == {"queued"}
             for name in names:
                 drafter.release(name)
+        assert len(recorded) == num_recorded, "a round records nothing"
+        recorded.clear()
+        drafter = load(max_draft_len=8)
+        steps = (*((8,) if kind == "eagle3" else ()), 6, 4, 2, 1)
+        assert recorded == [(batch, num) for batch in graphs.PADDED_ROWS[::-1] * has_graphs for num in steps]
+        replays.clear()
+        for longest, num_replays in ((8, 1), (9, int(kind != "eagle3"))):
+            drafter.open("r", list(range(80)), 1, SamplingParams(10, 0.7, seed=3, ignore_eos=True))
+            with device:
+                assert drafter.propose([Demand("r", longest)])[0].token_ids
+            assert len(replays) == num_replays * has_graphs, "a longer round is launched"
+            replays.clear()
         is_full.append(True)
         with pytest.raises(OutriderError, match=r"lower kv_cache_gb.*out of memory") if has_graphs else nullcontext():
             load()
     assert counts[2, 5] == counts[16, 5]
     assert counts[16, 5][-2:] == (1, int(has_graphs))
     assert counts[65, 5][-2:] == (1, 0), "a round that is too large is launched"
-    assert len(recorded) == num_recorded, "a round records nothing"
     if has_graphs:
         assert counts[12, 5] == counts[16, 5]
         assert counts[2, 9] == counts[12, 11]

@@ -31,7 +31,7 @@ from engine.model_facts import max_model_len as max_model_len_of
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from tests.support.compiler import needs_compiler
-from tests.support.dspark import write_dspark
+from tests.support.dspark import write_dspark, write_speculators
 from tests.support.tiny_model import write_tiny_model
 
 GB = 2**30
@@ -113,6 +113,24 @@ def test_the_kv_cache_takes_what_the_rest_leaves_of_a_gpu(
         assert own.pass_bytes > 64 * 17 * 257 * (2 + 8)
         assert config.model.max_model_len == 512
     assert sized(config, facts_of(tiny_model_folder), 8 * GB) == config, "sizes stay"
+
+
+@pytest.mark.parametrize(("partition", "num_lanes"), [("off", 1), ("auto", 4)])
+def test_rounds_that_are_recorded_for_each_lane_count(
+    partition: str, num_lanes: int, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """Steps of EAGLE-3 with up to 8 tokens: 1, 2, 4, 6 and 8; behind the first 16 tables, each for 127 drafts in all, of 16
+    blocks of 32 tokens."""
+    write_speculators(tmp_path / "eagle", tiny_model_folder, "eagle3")
+
+    def rounds(max_draft_len: int) -> int:
+        options = HiddenStateOptions(kind="eagle3", path=str(tmp_path / "eagle"), kv_cache_gb=0.01)
+        drafter = DrafterConfig(name="e", options=options, max_draft_len=max_draft_len)
+        config = on_gpu(tiny_model_folder, drafter, partition=partition)
+        return target_footprints(config, facts_of(tiny_model_folder))[1].pass_bytes
+
+    assert rounds(8) == 16 * 127 * 16 * 4 * num_lanes
+    assert rounds(1) == 0
 
 
 def test_vllm_gets_the_share_that_its_own_profile_may_take(tmp_path: Path, tiny_model_folder: Path) -> None:
