@@ -121,7 +121,7 @@ def test_rounds_that_are_recorded_for_each_lane_count(
 ) -> None:
     """Steps of EAGLE-3 with up to 8 tokens: 1, 2, 4, 6 and 8; behind the first 16 tables, each for 127 drafts in all, of 16
     blocks of 32 tokens."""
-    write_speculators(tmp_path / "eagle", tiny_model_folder, "eagle3")
+    write_speculators(tmp_path / "eagle", tiny_model_folder, "eagle3", target_layer_ids=(0,))
 
     def rounds(max_draft_len: int) -> int:
         options = HiddenStateOptions(kind="eagle3", path=str(tmp_path / "eagle"), kv_cache_gb=0.01)
