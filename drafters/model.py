@@ -71,9 +71,8 @@ class ModelDrafter:
         self._num_proposed: dict[str, tuple[int, int]] = {}  # tokens demanded of each proposer and proposed, since then
         self._watched: tuple[str, DistributionRows] | None = None  # the request whose distributions are kept
         self._sampled = {proposer: SampledRounds() for proposer in self._proposers}
-        self._overlaps: dict[
-            str, tuple[int, float]
-        ] = {}  # compared tokens, and their sum, by proposer, since the last report
+        # By proposer, since the last report: the number of compared tokens, and the sum of their overlaps.
+        self._overlaps: dict[str, tuple[int, float]] = {}
         self._num_passes = self._num_rows = 0  # since the last report
         self._num_lost = 0  # as of the last report
         self._num_timed, self._busy_s = 0, 0.0  # passes without comparisons, which are slower, and their seconds

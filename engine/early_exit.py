@@ -33,6 +33,7 @@ from engine.exit_lens import (
     exit_scores,
     lens_product,
     runs_beside,
+    warm_up,
 )
 from engine.exit_rows import MAX_DRAFTS, WatchedRows, watched_rows
 from engine.forward import CausalModel
@@ -113,7 +114,7 @@ class EarlyExit:
         self._remaining = tuple(_remaining(model, depth) if depth <= num_layers else 0.0 for depth in leave_after)
         self._head = head
         if self.lag:
-            exit_scores(model, head, np.arange(min(len(head), VOCABULARY_LEN)))  # compiles its kernels before it serves
+            warm_up(model, head, VOCABULARY_LEN)
         self._unit = torch.ones(hidden_size, device=model.device)
         self._scores: ExitScores | None = None
         self._token_counts = np.zeros(model.config.vocab_size, np.int64)

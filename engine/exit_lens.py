@@ -6,6 +6,7 @@ of a small model (docs/measurements/early-exit.md). After the last layer x is ex
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +18,10 @@ from numpy.typing import NDArray
 from engine.exit_rows import WatchedRows
 from engine.forward import CausalModel
 from engine.models.weights import LinearWeight
-from engine.noise import gumbel
+from engine.noise import BLOCK_LEN, gumbel
 from engine.ops import FusedSampling, Linear
 
 _RIDGE = 0.02  # times the number of rows
-
-
 LAG = 2  # layers that a GPU computes beside a check: the thread of the pass waits for the check, the device does not
 
 
@@ -70,6 +69,24 @@ def exit_scores(model: CausalModel, head: torch.Tensor, token_ids: NDArray[np.in
     scores = DeviceScores(model, head, token_ids, kernel, SideStream(model.device))
     scores.warm_up()
     return scores
+
+
+def warm_up(model: CausalModel, head: torch.Tensor, most: int) -> None:
+    """On a GPU compiles the kernels of checks over reduced vocabularies of at most ``most`` tokens."""
+    for token_ids in spread_vocabularies(len(head), most):
+        exit_scores(model, head, token_ids)
+
+
+def spread_vocabularies(vocab_len: int, most: int) -> Iterator[NDArray[np.int64]]:
+    """Reduced vocabularies that differ as kernels do: by the power of two to which their number of noise blocks is rounded
+    up, and by whether 16 divides that number."""
+    most = min(most, vocab_len)
+    least, largest = -(-most // BLOCK_LEN), min(most, -(-vocab_len // BLOCK_LEN))
+    tops = {min(largest, 1 << bits) for bits in range(largest.bit_length() + 1)}
+    for num in sorted({num for top in tops for num in (top, top - 1, top // 16 * 16) if num >= least}):
+        firsts = np.arange(num) * BLOCK_LEN
+        others = np.setdiff1d(np.arange(vocab_len), firsts)
+        yield np.sort(np.concatenate([firsts, others[: most - num]]))
 
 
 class LensFit:

@@ -1,7 +1,8 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Protocol
@@ -133,6 +134,15 @@ class NativeTarget:
     def exit_early(self, exits: Exits | None) -> None:
         """From now on rows may leave passes as ``exits`` decides; None: all are computed to the end."""
         self._exits = exits
+
+    @contextmanager
+    def without_exits(self) -> Iterator[None]:
+        """Passes within it are plain: all rows are computed to the end, and nothing is learned from them."""
+        exits, self._exits = self._exits, None
+        try:
+            yield
+        finally:
+            self._exits = exits
 
     def release(self, request_id: str) -> None:
         self._ledger.forget(request_id)

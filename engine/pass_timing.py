@@ -7,10 +7,12 @@ several passes counts, and a size takes at most as long as any larger one.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
+from engine.native import NativeTarget
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.interleaved import OwnTime, Stopwatch
@@ -104,12 +106,13 @@ def _measured_rows(prepared: tuple[int, ...]) -> list[int]:
 
 
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
-    """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request. ``target``
-    must hold no request. ``measure_cost`` does this too."""
+    """Runs one plain pass of each size, in rows, so that kernels, graphs and buffers exist before the first request.
+    ``target`` must hold no request. ``measure_cost`` does this too."""
     probe = TargetProbe(target, OwnTime())
-    for num_rows in sizes:
-        if probe.fits(num_rows, 0):
-            probe.step(num_rows, 0)
+    with target.without_exits() if isinstance(target, NativeTarget) else nullcontext():  # whose passes replay no graph
+        for num_rows in sizes:
+            if probe.fits(num_rows, 0):
+                probe.step(num_rows, 0)
 
 
 def _least(times_s: Mapping[int, Sequence[float]]) -> TableCost:

@@ -103,7 +103,7 @@ class LiveSequence:
         return Commit(span.request_id, base_len, span.chosen, *counts, drafter, logprobs, self.finish, None, prefill)
 
     def forget_pass(self) -> None:
-        """Of the last commit, once it is published: else the next one frees these objects before it is launched."""
+        """Frees the objects of the last commit once it is published, so that the next pass need not before its launch."""
         self.span = _NO_SPAN
         self.draft.forget_judged()
 

@@ -70,7 +70,7 @@ def _shared(path: Path | None, num_bytes: int, parts: Callable[[], Iterator[Tens
 
 def _write(path: Path, num_bytes: int, parts: Iterator[Tensor]) -> None:
     """The file appears when it is whole and on disk; of several processes the first one's stays. Removes other layouts, and
-    what killed processes left, where nothing was added for as long as a preparation may take no step. Raises OSError."""
+    files of killed processes, to which nothing was added for as long as a preparation may take no step. Raises OSError."""
     folder = path.parent
     others = set(folder.parent.glob(f"{PACKED}*")) - {folder}  # which another process may be making
     folder.mkdir(exist_ok=True)

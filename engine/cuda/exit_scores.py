@@ -28,13 +28,14 @@ from engine.ops import Linear
 
 class Launched(Protocol):
     def wait(self) -> float:
-        """Until the device has computed what was launched; returns the seconds that it took there."""
+        """Waits until the device has computed all that was launched; returns the seconds that it took there."""
 
 
 class Beside(Protocol):
     @contextmanager
-    def after(self, given: torch.Tensor) -> Iterator[Launched]:
-        """What is launched within runs beside the caller's stream, after all that this has been given, ``given`` too."""
+    def after(self, *given: torch.Tensor) -> Iterator[Launched]:
+        """Operations launched within run beside the caller's stream, after all that it holds so far. ``given``: every
+        tensor of the caller's stream that they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
-    def after(self, given: torch.Tensor) -> Iterator[_Events]:
+    def after(self, *given: torch.Tensor) -> Iterator[_Events]:
         events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
-        self._stream.wait_stream(torch.cuda.current_stream(given.device))
-        given.record_stream(self._stream)  # its memory is not taken again before
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in given:
+            tensor.record_stream(self._stream)  # its memory is not taken again before
         with torch.cuda.stream(self._stream):
             events.start.record()
             yield events
@@ -68,7 +70,7 @@ class InTurn:
     """``Beside`` on any device: within the pass."""
 
     @contextmanager
-    def after(self, given: torch.Tensor) -> Iterator["InTurn"]:
+    def after(self, *given: torch.Tensor) -> Iterator["InTurn"]:
         yield self
 
     def wait(self) -> float:
@@ -92,16 +94,17 @@ class DeviceScores:
         places = to_device(np.stack([rows.at, rows.drafts]), residual.device)
         records = to_device(self._kernel.records(rows.keys, rows.temperatures), residual.device)
         hidden = self._watched(residual, delta, places)
-        with self._beside.after(hidden) as launched:
+        with self._beside.after(hidden, places, records) as launched:
             x = hidden if lens is None else lens(hidden)
             found = self._kernel.choose_records(self._head(x), records)
             return DeviceMargins(rows, begin_to_host(self._scored(x, places, found)), launched)
 
     def warm_up(self) -> None:
-        """Compiles the kernels. Else the first check does, which takes seconds."""
+        """Compiles the kernels, which takes seconds: the first check shall not wait for it."""
         ints, residual = np.zeros(2, np.int64), torch.zeros(2, self._rows.shape[1], device=self._rows.device)
-        for delta in (None, residual.to(self._dtype)):
-            self.begin(residual, delta, None, WatchedRows(ints, ints, ints, ints, ints, np.ones(2, np.float32))).wait()
+        x = residual.to(self._dtype)
+        for hidden, delta in ((x, None), (residual, x)):  # after the last layer, and after others
+            self.begin(hidden, delta, None, WatchedRows(ints, ints, ints, ints, ints, np.ones(2, np.float32))).wait()
 
     def _watched(self, residual: torch.Tensor, delta: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
         """Hidden states of the watched rows at unit scale, [rows, hidden] in the dtype. ``places``: their rows of the pass,

@@ -89,7 +89,7 @@ class GraphedModel(CausalModel):
     def forward_watched(
         self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...], watch: RowWatch
     ) -> PassStates:
-        """What rows leave is not recorded; a pass that is only timed is a plain one."""
+        """A pass that rows may leave replays no graph; one that is only timed is a plain one."""
         if watch.depths:
             return super().forward_watched(spans, cache, layers, watch)
         return self.forward_with_hidden_states(spans, cache, layers)

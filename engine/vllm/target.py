@@ -390,12 +390,10 @@ def load_vllm(
     """The target of a resolved configuration, as `engine.loading.load_engine`, which has set the environment.
 
     Raises:
-        InvalidField: vLLM is missing or of another version, or refuses the configuration; there is no such device; the KV
-            cache cannot hold a sequence of the longest kind.
+        InvalidField: vLLM refuses the configuration; there is no such device; the KV cache cannot hold a sequence of the
+            longest kind.
     """
     require(target.device)
-    from engine.vllm.target import VllmTarget
-
     limits = VllmLimits(
         dtype=target.dtype,
         max_model_len=info.max_model_len,

@@ -113,6 +113,7 @@ def compile_all(case: Case, device: int = 0) -> list[Compiled]:
     from engine.cuda import exit_scores
     from engine.cuda.compile_check import try_out
     from engine.cuda.ops import CudaOps
+    from engine.exit_lens import spread_vocabularies
     from engine.exit_rows import WatchedRows
 
     class NoDevice:
@@ -135,13 +136,14 @@ def compile_all(case: Case, device: int = 0) -> list[Compiled]:
     dtype, meta = DTYPES[case.dtype], torch.device("meta")
     ops = CudaOps(case.config, dtype, compile_only)
     try_out(ops, case.config, dtype, meta, case.block_len)
-    head, token_ids = torch.empty(1000, case.hidden_size, dtype=dtype, device=meta), np.arange(0, 1000, 3)
+    *_, token_ids = spread_vocabularies(65_536, 1024)  # over 1,024 blocks of noise
+    head = torch.empty(65_536, case.hidden_size, dtype=dtype, device=meta)
     model = SimpleNamespace(config=case.config, dtype=dtype, ops=ops)
     scores = exit_scores.DeviceScores(model, head, token_ids, ops.gumbel_argmax(token_ids), exit_scores.InTurn())
     residual, ints = torch.empty(4, case.hidden_size, device=meta), np.arange(2)
-    for delta in (None, residual.to(dtype)):
+    for given in ((residual.to(dtype), None), (residual, residual.to(dtype))):
         with patch.object(exit_scores, "begin_to_host", lambda scored: scored):
-            scores.begin(residual, delta, None, WatchedRows(ints, ints, ints, ints, ints, np.ones(2, np.float32)))
+            scores.begin(*given, None, WatchedRows(ints, ints, ints, ints, ints, np.ones(2, np.float32)))
     return found
 
 

@@ -19,7 +19,7 @@ from engine.cuda.exit_scores import DeviceScores, InTurn, SideStream
 from engine.cuda.graphs import GraphedModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sampling import CudaGumbelArgmax, Launch, launch
-from engine.exit_lens import LAG, ReducedScores, lens_product
+from engine.exit_lens import LAG, ReducedScores, lens_product, spread_vocabularies
 from engine.exit_rows import WatchedRows, watched_rows
 from engine.forward import CausalModel
 from engine.models.config import DecoderConfig
@@ -45,14 +45,16 @@ class Logged(InTurn):
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.given: tuple[torch.Tensor, ...] = ()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         self.log.append(kernel.__name__)
         launch(kernel, grid, *args, **constants)
 
     @contextmanager
-    def after(self, given: torch.Tensor) -> Iterator["Logged"]:
+    def after(self, *given: torch.Tensor) -> Iterator["Logged"]:
         self.log.append("beside")
+        self.given = given
         yield self
         self.log.append("launched")
 
@@ -101,6 +103,8 @@ def test_margins_beside_a_pass_are_those_within_it(folder: Path, has_delta: bool
     assert found.seconds == 1e-3
     assert torch.equal(residual, given[0])
     assert torch.equal(delta, given[1])
+    sizes = [(5, size), (2, 5), CudaGumbelArgmax(token_ids).records(rows.keys, rows.temperatures).shape]
+    assert [tuple(one.shape) for one in beside.given] == sizes, "hidden states, places and records: all that is read there"
     assert beside.log == [
         *("watched_norm_kernel", "beside", "peaks_kernel", "choose_kernel", "draft_logit_kernel", "launched", "waited")
     ]
@@ -193,6 +197,52 @@ def test_a_pass_waits_once_for_each_check_and_a_timed_one_never(
     assert watched_rows(spans, states).at.tolist() == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("half_way")
+@mock.patch.object(exit_scores, "begin_to_host", lambda scored: torch.zeros(scored.shape, dtype=torch.float64))
+def test_warm_up_gives_the_kernels_the_dtypes_of_a_pass(folder: Path) -> None:
+    kinds = []
+
+    def noted(kernel: Any, grid: object, *args: Any, **constants: Any) -> None:
+        if kernel.__name__ == "watched_norm_kernel":
+            kinds.append((args[0].dtype, args[1].dtype, constants["HAS_DELTA"]))
+
+    model = loaded(folder, noted, device="meta", dtype=torch.bfloat16)
+    scores = scores_of(model, np.arange(model.config.vocab_size), Counted(), noted)
+    scores.warm_up()
+    warm, exits = sorted(kinds, key=str), PlannedExits(model, scores)
+    kinds.clear()
+    exits._num_since = early_exit.IDLE_PERIOD  # a learning pass is due
+    states = {"a": SamplingState(replace(SAMPLINGS["greedy"], max_tokens=9), [1, 2, 3], 1)}
+    watch = exits.watch([Span.bound("a", 2, (3, 4, 5, 6), num_drafts=3)], states)
+    assert watch is not None
+    packed = [PackedSpan(2, (3, 4, 5, 6), np.arange(8, dtype=np.int32))]
+    model.forward_watched(packed, model.new_cache(8, 16), (), watch)
+    assert sorted(kinds, key=str) == warm
+    assert len(warm) == 2
+
+
+@pytest.mark.parametrize("vocab_len", [130, 2000, 32_000, 49_159, 151_936])
+def test_warm_up_compiles_the_kernels_of_every_reduced_vocabulary(vocab_len: int) -> None:
+    """Whichever tokens turn out to be the most frequent."""
+
+    def variants(token_ids: np.ndarray) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+
+        def noted(kernel: Any, grid: object, *args: Any, **constants: Any) -> None:
+            ints = [(arg == 1, arg % 16 == 0) for arg in args if isinstance(arg, int)]
+            found.append((kernel.__name__, *ints, *constants.items()))
+
+        choose = CudaGumbelArgmax(token_ids, noted)
+        choose.warm_up(torch.float32, META)
+        return found
+
+    warm = {kind for ids in spread_vocabularies(vocab_len, 1024) for kind in variants(ids)}
+    rng = np.random.default_rng(1)
+    for num_near in (*range(1024, vocab_len, 64), vocab_len)[-1100:]:
+        frequent = np.sort(rng.choice(num_near, min(1024, num_near), replace=False))
+        assert warm.issuperset(variants(frequent)), num_near
+
+
 def test_the_stream_of_checks_goes_on_behind_the_pass_and_is_timed_by_itself() -> None:
     """It waits for what the pass was given so far, never the other way round; the host waits for its end alone."""
     calls = mock.Mock()
@@ -202,12 +252,13 @@ def test_the_stream_of_checks_goes_on_behind_the_pass_and_is_timed_by_itself() -
     fakes = {name: getattr(calls, name) for name in ("Stream", "Event", "stream", "current_stream")}
     with mock.patch.multiple("torch.cuda", **fakes):
         side = SideStream(META)
-        with side.after(calls.given) as launched:
+        with side.after(calls.given, calls.also_given) as launched:
             calls.launched()
         assert launched.wait() == 1.5
     own = calls.Stream.return_value
     own.wait_stream.assert_called_once_with(calls.current_stream.return_value)
     calls.given.record_stream.assert_called_once_with(own)
+    calls.also_given.record_stream.assert_called_once_with(own)
     calls.stream.assert_called_once_with(own)
     calls.begin.elapsed_time.assert_called_once_with(calls.end)
     wanted = [

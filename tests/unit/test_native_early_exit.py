@@ -23,6 +23,7 @@ from engine.factory import head_of, load_model, load_target
 from engine.forward import CausalModel
 from engine.models.weights import LinearWeight
 from engine.native import NativeTarget
+from engine.pass_timing import warm_up
 from engine.sampling import SamplingState
 from engine.tensor_parallel.rounds import Follower
 from router.cost_model import TableCost
@@ -300,6 +301,20 @@ def test_exits_are_learned_where_rows_cost_time(
             for caller in callers:
                 target.release(caller.request.id)
     assert any(rows_left(watch) for watch in watches) == (cost is STEEP)
+
+
+def test_a_warm_up_is_plain_and_teaches_nothing(model: CausalModel) -> None:
+    """Nor does one that fails end early exit."""
+    watches: list[early_exit.PassWatch] = []
+    target = NativeTarget(model, LIMITS)
+    target.exit_early(Recorded(EarlyExit(model, STEEP, model.embedding), watches))
+    warm_up(target, (1, 4))
+    with pytest.raises(ValueError, match="pass"), target.without_exits():
+        raise ValueError("a pass failed")
+    assert not watches
+    caller = Caller(target, request("a", SAMPLINGS["greedy"]))
+    caller.run(caller.span())
+    assert len(watches) == 1
 
 
 def test_a_learning_pass_learns_as_much_where_rows_leave_before_the_head(
