@@ -31,9 +31,10 @@ class WorkFolder:
         self._content = self._read()
 
     def begin(self, step: str, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the step can resume: it began before with the same settings."""
+        """Returns whether the step can resume: it began before with the same settings. Of recorded options those that an
+        older version had, and that were not given, do not count."""
         entry = self._content["steps"].get(step)
-        same = entry is not None and entry["settings"] == dict(settings)
+        same = entry is not None and _without_former(entry["settings"], settings) == dict(settings)
         if not same:
             self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0}
             self._write()
@@ -81,6 +82,12 @@ class WorkFolder:
         if self._writes:
             text = json.dumps(self._content, indent=1) + "\n"
             write_atomically(self.path / FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _without_former(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    known = settings.get("options", {})
+    options = {key: value for key, value in recorded.get("options", {}).items() if key in known or value != "None"}
+    return {**recorded, "options": options} if "options" in recorded else dict(recorded)
 
 
 @contextmanager

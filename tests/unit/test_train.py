@@ -259,6 +259,10 @@ def test_a_work_folder_belongs_to_one_target_and_seed(tmp_path: Path) -> None:
     assert not work.begin("answers", {"num_tokens": 5})
     assert WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 5})
     assert not WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 6})
+    for former, resumes in (("None", True), ("8", False)):  # of an option that a later version does not have
+        work.begin("train", {"options": {"seed": "0", "rank": former}})
+        assert work.begin("train", {"options": {"seed": "0"}}) == resumes
+        assert not work.begin("train", {"options": {"seed": "1"}})
     with pytest.raises(InvalidField, match="another seed: choose another folder"):
         WorkFolder(tmp_path, {"target": "a", "seed": 1})
     with pytest.raises(InvalidField, match="another version, which did not record its weights"):
