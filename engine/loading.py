@@ -91,7 +91,11 @@ def stored_profile(config: Config, partition: str = WHOLE_DEVICE) -> Profile | N
     """The stored `outrider profile` of a resolved configuration on this machine, in a compute partition. None if there is no
     usable one; the log says why an existing one is unusable."""
     with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
-        return usable_profile(store, identity_of(config, partition))
+        profile = usable_profile(store, identity_of(config, partition))
+    if profile is not None and partition == WHOLE_DEVICE and (names := profile.unmatched(config)):
+        message = "the profile has no times of the drafters %s as they are configured: run `outrider profile`"
+        logger.warning(message, ", ".join(dict.fromkeys(names)))
+    return profile
 
 
 def prepare_partition(config: Config) -> Partition | None:

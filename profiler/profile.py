@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section
+from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section, VllmOptions
 from cluster.errors import OutriderError
 from cluster.state import StateConflict, StateStore, StateUnavailable
 from profiler.interleaved import Timing
@@ -18,7 +18,7 @@ from profiler.latency import FORMS, Form, Kind, LatencyPoint, Seconds, compare
 from router.assignment import drafter_of
 from router.cost_model import CostModel, TableCost, relative_draft_cost
 
-FORMAT = 1  # of a Profile as JSON
+FORMAT = 2  # of a Profile as JSON; 1 had drafters by options of which some are no options any more
 PREFIX = "profile"
 _LEAST_S = 1e-6  # of a pass: a profile's coefficients may all be 0, and rates are made of times
 WHOLE_DEVICE = "whole"  # else the name of an `engine.partition.Split`
@@ -122,7 +122,7 @@ class Trip(Section):
 class Profile(Section):
     """``drafters`` by ``Part.key``."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     identity: Identity
     measured_at: str  # ISO 8601
     step: Surface
@@ -138,6 +138,15 @@ class Profile(Section):
         """Adds the drafters and links that only ``older`` has."""
         drafters, transport = {**older.drafters, **self.drafters}, {**older.transport, **self.transport}
         return self.model_copy(update={"drafters": drafters, "transport": transport})
+
+    def unmatched(self, config: Config) -> list[str]:
+        """Drafters of a resolved configuration that were not measured with their options, but could be."""
+        return [
+            drafter.name
+            for drafter in config.drafters
+            for part in parts_of_drafter(drafter, self.identity.threads)
+            if part.key not in self.drafters and not isinstance(part.options, VllmOptions)
+        ]
 
 
 def read_profile(value: JsonValue, identity: Identity) -> Profile:

@@ -152,6 +152,7 @@ def test_measuring_again_keeps_drafters_that_were_not_there(store: StateStore) -
     ("damage", "reason"),
     [
         (lambda value: "nonsense", "format is None"),
+        (lambda value: {**value, "format": 1}, "format is 1"),
         (lambda value: {**value, "format": 99}, "format is 99"),
         (lambda value: {key: value[key] for key in value if key != "step"}, "step"),
         (lambda value: {**value, "step": {**value["step"], "fit": {"form": "cubic"}}}, "step.fit"),
@@ -248,6 +249,8 @@ def test_a_drafter_with_other_options_than_were_measured_is_not_known() -> None:
     profile = profile_of(config_of(MODEL))
     other = MODEL.model_copy(update={"options": ModelOptions(model="smollm2-135m", num_layers=3)})
     assert ProfiledCost(profile, config_of(other)).draft_s("small", 1, 1) is None
+    assert profile.unmatched(config_of(other, NGRAM)) == ["small", "lookup"]
+    assert profile.unmatched(config_of(MODEL)) == []
 
 
 def test_a_cascade_costs_what_its_dearest_member_does_and_is_known_only_with_all() -> None:
