@@ -13,7 +13,6 @@ from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
-from drafters.hidden_states.drafter import HiddenStateDrafter
 from drafters.hidden_states.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
@@ -42,7 +41,7 @@ class ColocatedDrafter:
     name: str
     loop: DrafterLoop
     mailbox: Mailbox
-    readers: Sequence[HiddenStateDrafter]  # the drafter, or members of it, that read hidden states
+    warm_ups: Sequence[Callable[[], None]]  # of the drafter, or its members, for the lane of the calling thread
 
 
 def load_with_colocated(
@@ -92,10 +91,10 @@ def divide(
             partition.close()
             return
         profiles[WHOLE] = profile
-    readers = [reader.warm_up for one in colocated for reader in one.readers]
+    warm_ups = [call for one in colocated for call in one.warm_ups]
     try:
         for split in partition.splits:
-            in_own_thread(partial(_call_in, split.drafter, readers))
+            in_own_thread(partial(_call_in, split.drafter, warm_ups))
             if config.target.device == "cuda":
                 in_own_thread(partial(_call_in, split.target, [partial(warm_up, engine)]))
     except (OutriderError, RuntimeError) as error:  # of torch: a device out of memory, or a failed launch
@@ -120,7 +119,7 @@ def _call_in(lane: Lane, calls: Sequence[Callable[[], None]]) -> None:
 def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:
     name, mailbox = member_name(config.name, 0), Mailbox()
     limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=config.capacity)
-    num_made = len(host.made)
+    num_before = len(host.warm_ups)
     drafter = make_drafter(config, model, host)
     loop = DrafterLoop(name, drafter, mailbox, limits, spare_share=0.0)
-    return ColocatedDrafter(name, loop, mailbox, tuple(host.made[num_made:]))
+    return ColocatedDrafter(name, loop, mailbox, tuple(host.warm_ups[num_before:]))

@@ -153,6 +153,8 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         output_ids=output_ids,
         vocabulary=vocabulary,
     )
+    if site.host is not None:
+        site.host.warm_ups.append(small.warm_up)
     return ModelDrafter(small, site.proposers, min_survival=min_survival, calibration=calibration, clock=site.clock)
 
 

@@ -74,7 +74,7 @@ class SmallModel:
     ) -> None:
         self._model = model
         self._cache = model.new_cache(num_blocks)
-        model.warm_up(self._cache)
+        self.warm_up()
         self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._vocabulary, self._columns = vocabulary, None
         num_tokens = min(vocab_size, model.config.vocab_size)
@@ -95,6 +95,10 @@ class SmallModel:
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # evicted caches
+
+    def warm_up(self) -> None:
+        """On a GPU records the small passes in the lane of the calling thread."""
+        self._model.warm_up(self._cache)
 
     @property
     def max_len(self) -> int:

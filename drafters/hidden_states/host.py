@@ -32,7 +32,9 @@ class Host:
     engine: FeatureSource
     folder: Path  # of the target's model
     name_of: Callable[[str], str] = request_id_of  # the engine's name of a request, from the drafter's
-    made: list[HiddenStateDrafter] = field(default_factory=list)  # for it
+    warm_ups: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # of what was made for it
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -76,7 +78,7 @@ def make_hidden_state_drafter(
         min_survival=options.min_survival,
         max_draft_len=max_draft_len,
     )
-    host.made.append(drafter)
+    host.warm_ups.append(drafter.warm_up)
     return drafter
 
 

@@ -14,11 +14,15 @@ import pytest
 
 from actors import colocated_drafters
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from cluster.config import CascadeOptions, DrafterConfig, ModelOptions, NgramOptions
 from cluster.errors import InvalidField, OutriderError
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit
+from drafters.hidden_states.host import Host
 from drafters.protocol import Capabilities, Demand, Draft
+from drafters.registry import make_drafter
 from engine.colocated import ColocatedDrafters
+from engine.forward import CausalModel
 from engine.partition import Partition, Split, usable_cores
 from router.cost_model import TableCost
 from router.drafting.partition_choice import PartitionChoice
@@ -263,10 +267,8 @@ def test_every_lane_is_warmed_up_before_the_loop_runs(device: str) -> None:
         def enter(self, *_: object) -> None:
             did.append((self._name, threading.get_ident()))
 
-        warm_up = enter
-
     splits = [Split(name, Named(f"target of {name}"), Named(name)) for name in ("half", "most")]
-    readers = [SimpleNamespace(readers=[Named("eagle3"), Named("dspark")]), SimpleNamespace(readers=[])]
+    colocated = [SimpleNamespace(warm_ups=[Named("eagle3").enter, Named("dspark").enter]), SimpleNamespace(warm_ups=[])]
     loop = SimpleNamespace(divide=lambda *_: did.append(("divided", threading.get_ident())))
     engine: Any = SimpleNamespace(capacity=lambda: SimpleNamespace(prepared_rows=()))
     config: Any = SimpleNamespace(target=SimpleNamespace(partition="on", device=device), drafters=())
@@ -275,7 +277,7 @@ def test_every_lane_is_warmed_up_before_the_loop_runs(device: str) -> None:
         mock.patch.object(colocated_drafters, "stored_profile", return_value=None),
         mock.patch.object(colocated_drafters, "warm_up", Named("passes").enter),
     ):
-        colocated_drafters.divide(config, loop, engine, None, readers)  # type: ignore[arg-type]
+        colocated_drafters.divide(config, loop, engine, None, colocated)  # type: ignore[arg-type]
     expected = list[str]()
     for name in ("half", "most"):
         expected += [name, "eagle3", "dspark", name]
@@ -291,7 +293,7 @@ def test_a_lane_that_cannot_be_warmed_up_leaves_the_device_undivided(
 ) -> None:
     closed: list[str] = []
     lanes = Partition(usable_cores(), [Split("half", usable_cores(), usable_cores())], lambda: closed.append("closed"))
-    readers = [SimpleNamespace(readers=[SimpleNamespace(warm_up=mock.Mock(side_effect=failure))])]
+    colocated = [SimpleNamespace(warm_ups=[mock.Mock(side_effect=failure)])]
     config: Any = SimpleNamespace(target=SimpleNamespace(partition=partition, device="cpu"), drafters=())
     loop: Any = mock.Mock()
     fails = partition == "on"
@@ -300,7 +302,19 @@ def test_a_lane_that_cannot_be_warmed_up_leaves_the_device_undivided(
         mock.patch.object(colocated_drafters, "stored_profile"),
         pytest.raises(InvalidField, match=f"target.partition.*{failure}") if fails else nullcontext(),
     ):
-        colocated_drafters.divide(config, loop, mock.Mock(), mock.Mock(), readers)  # type: ignore[arg-type]
+        colocated_drafters.divide(config, loop, mock.Mock(), mock.Mock(), colocated)  # type: ignore[arg-type]
     assert closed == ["closed"]
     assert not loop.divide.called
     assert (str(failure) in caplog.text) != fails
+
+
+def test_members_with_a_model_are_warmed_up_in_lanes(target: Path) -> None:
+    engine, model = engine_of(target, ())
+    host, options = Host(engine, target), ModelOptions(model=str(target))
+    drafter = DrafterConfig(name="d", device="cpu", options=CascadeOptions(members=(NgramOptions(), options)))
+    with mock.patch.object(CausalModel, "warm_up") as warm_up:
+        make_drafter(drafter, model, host)
+        assert warm_up.call_count == 1
+        (again,) = host.warm_ups
+        again()
+        assert warm_up.call_args_list[0] == warm_up.call_args_list[1]
