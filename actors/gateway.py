@@ -1,4 +1,5 @@
-"""`LinkClient`: the API's EngineClient, which reaches the targets over links."""
+"""`LinkClient`: the API's EngineClient, which reaches the targets over links. A `RequestStream` checks and queues the
+commits of one request."""
 
 import asyncio
 import logging
@@ -21,7 +22,14 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, Slo
 from engine.mailbox import DialingMailbox
 from router.target_choice import TargetChoice
 
+logger = logging.getLogger(__name__)
+
 RETRY_AFTER_S = 1.0
+FULL_PAUSE_S = 0.05
+MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
+IDLE_WAIT_S = 1.0
+RELINK_S = MAX_PAUSE_S + 0.5  # in which a link that was reset is dialled again; behind a cut it takes longer
+MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +103,6 @@ def refusal_error(commit: Commit, slo: Slo) -> OutriderError:
         return Overloaded(reason, RETRY_AFTER_S)
     excess_s = commit.prefill.queue_s + commit.prefill.prefill_s - slo.ttft_s
     return Unattainable(reason, max(RETRY_AFTER_S, excess_s))
-
-
-logger = logging.getLogger(__name__)
-
-FULL_PAUSE_S = 0.05
-MAX_FULL_S = 10.0  # when a target is lost, all of its requests are sent to others at once
-IDLE_WAIT_S = 1.0
-RELINK_S = MAX_PAUSE_S + 0.5  # in which a link that was reset is dialled again; behind a cut it takes longer
-MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
 class LinkClient:

@@ -1,4 +1,5 @@
-"""Replaces every "auto" in a configuration, except dtypes, by a value for the machines at hand."""
+"""Replaces every "auto" in a configuration, except dtypes, by a value for the machines at hand, which an
+``Inventory`` lists."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,14 @@ from cluster.config import (
 )
 from cluster.config.file import NODE, UNIX
 from cluster.errors import InvalidField
+
+# CPUs of a process with "auto". Lookup drafters are idle nearly all the time.
+LOOKUP_CPUS = 0.1
+MODEL_ON_CPU_CPUS = 0.5
+WITH_GPU_CPUS = 1.0
+API_CPUS = 0.2  # of a replica of the API
+CONTROL_CPUS = 0.3  # left to the router and the supervisor
+MIN_TARGET_CPUS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,6 @@ class Inventory:
     @property
     def num_gpus(self) -> float:
         return sum(node.num_gpus for node in self.nodes)
-
-
-# CPUs of a process with "auto". Lookup drafters are idle nearly all the time.
-LOOKUP_CPUS = 0.1
-MODEL_ON_CPU_CPUS = 0.5
-WITH_GPU_CPUS = 1.0
-API_CPUS = 0.2  # of a replica of the API
-CONTROL_CPUS = 0.3  # left to the router and the supervisor
-MIN_TARGET_CPUS = 0.5
 
 
 def resolve(config: Config, inventory: Inventory, max_threads: int | None = None, *, uses_gpus: bool = True) -> Config:

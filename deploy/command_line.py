@@ -1,4 +1,5 @@
-"""The command line of `outrider serve`, which is that of ``vllm serve``, as fields of the configuration file."""
+"""The command line of `outrider serve`, which is that of ``vllm serve``, as fields of the configuration file. vLLM's
+speculative configurations become drafters."""
 
 import difflib
 import json

@@ -10,6 +10,8 @@ hold nothing else, which is the rollback.
 A full committed block is registered under a 128-bit chained digest of its tokens, all before it, and its sequence's salt.
 After its last holder releases it, it stays cached and counts as free. When no empty block is left, the least recently used
 one is evicted, and a sequence's last blocks before its first.
+
+Requests whose blocks do not fit together are divided into parts, and others are evicted for them.
 """
 
 from array import array
@@ -24,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import OutOfBlocks, OutriderError
+
+Item = TypeVar("Item")
 
 _ROOT = b"outrider prefix"  # the parent digest of a first block
 
@@ -315,9 +319,6 @@ def _root(salt: str) -> bytes:
 
 def _chain(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
-
-
-Item = TypeVar("Item")
 
 
 def parts_that_fit(items: Iterable[Item], length: Callable[[Item], int], ledger: BlockLedger) -> list[list[Item]]:

@@ -7,6 +7,8 @@ batch, device and drafts.
 
 A GPU does all of it in one kernel (``engine.ops.FusedSampling``). Otherwise rows are processed in up to four groups, edited
 or not and with or without noise, so that a row pays only for what its request uses.
+
+Log-probabilities of prompts and of chosen tokens are computed here, too.
 """
 
 import logging
@@ -29,6 +31,10 @@ from engine.logits import BadWords, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import FusedSampling, GumbelArgmax
 from router.plan import Span
+
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 64  # bounds the logits in memory: 64 rows of 128k tokens are 32 MiB in fp32
 
@@ -73,12 +79,6 @@ def prompt_logprobs(
         ids = np.array(next_ids[start : start + _ROWS_AT_ONCE], np.int64)
         found += token_logprobs(logits_of(hidden[start : start + len(ids)]), ids, [num_top] * len(ids), ranked=True)
     return tuple(found)
-
-
-if TYPE_CHECKING:
-    from engine.grammar.state import GrammarState
-
-logger = logging.getLogger(__name__)
 
 
 class SamplingState:

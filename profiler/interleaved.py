@@ -1,4 +1,5 @@
-"""Timing many things on a shared machine: interleaved sweeps, and the median of each."""
+"""Timing many things on a shared machine: interleaved sweeps, and the median of each. Its stopwatches leave out the time in
+which other processes held the cores."""
 
 import math
 import os
@@ -15,6 +16,9 @@ Key = TypeVar("Key", bound=Hashable)
 MAX_VISITS = 25
 MAX_PER_VISIT = 8  # runs of quick work
 VISIT_S = 0.004
+_TASKS = Path("/proc/self/task")
+_STAT = "schedstat"  # nanoseconds on a core, nanoseconds ready and waiting for one, time slices
+_MOST_WAITED = 0.95  # of the wall time, since the kernel counts in coarse steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,6 @@ def _visit(work: Callable[[], float]) -> list[float]:
     while sum(found) < VISIT_S and len(found) < MAX_PER_VISIT:
         found.append(work())
     return found
-
-
-_TASKS = Path("/proc/self/task")
-_STAT = "schedstat"  # nanoseconds on a core, nanoseconds ready and waiting for one, time slices
-_MOST_WAITED = 0.95  # of the wall time, since the kernel counts in coarse steps
 
 
 class Stopwatch(Protocol):

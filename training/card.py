@@ -1,4 +1,5 @@
-"""The model card of a trained drafter (what it is, its training data, its acceptance), and its figures as JSON."""
+"""The model card of a trained drafter (what it is, its training data, its acceptance), and its figures as JSON.
+It also draws the plots of losses and acceptance."""
 
 import json
 from collections import Counter
@@ -15,6 +16,10 @@ from training.corpus import TargetAnswer
 from training.distil import CurvePoint
 from training.evaluation import Acceptance
 from training.recipe import TrainOptions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CARD, FIGURES = "README.md", "evaluation.json"
 _TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -34,6 +39,8 @@ _CALIBRATIONS = {
     "grid": "calibrated as in the paper",
     "isotonic": "isotonic maps",
 }
+_SIZE = (4.5, 3.6)  # inches, of one plot
+_DPI = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +159,6 @@ def _data(data: CardData) -> str:
     domains = Counter(a.domain for a in data.learned)
     sentences.append(f"Answers by domain: {', '.join(f'{domain} {num}' for domain, num in sorted(domains.items()))}.")
     return " ".join(sentences)
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_SIZE = (4.5, 3.6)  # inches, of one plot
-_DPI = 110
 
 
 def plot_losses(points: Sequence[CurvePoint], path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The work folder of training: which steps are done, with which settings, and how much time they took. It survives kills."""
+"""The work folder of training: which steps are done, with which settings, and how much time they took. It survives kills.
+The folder of a drafter is replaced as a whole, and a model is known by the digest of its files."""
 
 import fcntl
 import hashlib
@@ -18,6 +19,11 @@ from engine.models.weights import write_atomically
 FILE = "manifest.json"
 _FORMAT = 1
 _SAVE_SPENT_S = 5.0  # between saves of the time spent: at most this much is lost in a kill
+_FINISHED = "evaluation.json"  # in every finished drafter folder
+# What determines tokens and logits besides the weights.
+_TEXTS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_NUM_SPOTS, _SPOT_BYTES = 16, 512  # of a tensor; one of up to twice as many bytes is read whole
+_NUM_FILE_SPOTS = 1024
 
 
 class WorkFolder:
@@ -102,9 +108,6 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-_FINISHED = "evaluation.json"  # in every finished drafter folder
-
-
 def check_apart(out: Path, work: Path) -> None:
     """Raises InvalidField if one folder contains the other: ``out`` is replaced as a whole."""
     a, b = out.resolve(), work.resolve()
@@ -133,12 +136,6 @@ def replace_folder(part: Path, out: Path) -> None:
         out.rename(aside)
     part.rename(out)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-# What determines tokens and logits besides the weights.
-_TEXTS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-_NUM_SPOTS, _SPOT_BYTES = 16, 512  # of a tensor; one of up to twice as many bytes is read whole
-_NUM_FILE_SPOTS = 1024
 
 
 def model_fingerprint(folder: Path) -> str:

