@@ -34,6 +34,7 @@ from router.plan import Span
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
+
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 64  # bounds the logits in memory: 64 rows of 128k tokens are 32 MiB in fp32
