@@ -6,19 +6,18 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count, cycle
 from pathlib import Path
 
+import httpx
 import numpy as np
 
-from benchmarks.disturbed import FaultBenchFailed
 from benchmarks.fault_rows import REFUSED, Row, RowResult
 from benchmarks.faults import pinned, with_files
 from benchmarks.host_rows import start_host_rows
@@ -28,6 +27,7 @@ from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import local_config
 from benchmarks.server import ServerProcess
 from cluster.config import Config
+from cluster.errors import OutriderError
 
 DURATION_S, QUICK_S = 3600.0, 120.0
 NUM_STREAMS = 32
@@ -54,8 +54,9 @@ def run(options: BenchOptions) -> BenchResult:
     SIGINT ends the saturation early; ``duration_s`` says how long it was.
 
     Over hosts: as of the rows of `benchmarks.host_rows` in which no stream may end, ``num_faults``, ``num_wrong_tokens``,
-    ``num_lost`` and ``num_leaked``; ``num_refused``: answers 429 or 503; ``memory_growth`` of processes that no fault
-    replaces. In fp32, half of the streams sampled (T = 0.8).
+    ``num_lost`` and ``num_leaked``; ``num_refused`` and ``refused_fraction``: answers 429 or 503; ``memory_growth`` of
+    processes that no fault replaces. In fp32, half of the streams sampled (T = 0.8). A fault that does not pass ends it
+    early.
     """
     if options.hosts:
         return _over_hosts(options.model, QUICK_HOSTS_S if options.quick else DURATION_S)
@@ -98,9 +99,10 @@ async def saturated(
     duration_s: float,
     samples: list[tuple[float, dict[str, int]]],
     num_streams: int = NUM_STREAMS,
+    stopped: threading.Event | None = None,
 ) -> list[TimedAnswer]:
-    """Answers of callers who ask again and again, until the time is over or SIGINT comes. ``ask_one`` gets the number of a
-    request, ``samples`` (seconds, memory by process, of ``pid`` and its descendants)."""
+    """Answers of callers who ask again and again, until the time is over, SIGINT comes, or ``stopped`` is set. ``ask_one``
+    gets the number of a request, ``samples`` (seconds, memory by process, of ``pid`` and its descendants)."""
     answers: list[TimedAnswer] = []
     numbers, ended = count(), threading.Event()
     is_over = asyncio.Event()
@@ -113,7 +115,7 @@ async def saturated(
             samples.append((time.monotonic(), tree_pss_bytes(pid, HELD)))
 
     async def caller() -> None:
-        while not is_over.is_set():
+        while not (is_over.is_set() or (stopped is not None and stopped.is_set())):
             answers.append(await ask_one(next(numbers)))
 
     sampling = asyncio.create_task(asyncio.to_thread(sample))
@@ -177,12 +179,16 @@ def _over_hosts(model: str, duration_s: float) -> BenchResult:
         began_s = time.monotonic()
         injuring.start()
         try:
-            answers = asyncio.run(saturated(os.getpid(), ask_one, duration_s, samples, NUM_HOST_STREAMS))
+            answers = asyncio.run(saturated(os.getpid(), ask_one, duration_s, samples, NUM_HOST_STREAMS, ended))
         finally:
             duration_s = time.monotonic() - began_s
             ended.set()
             injuring.join()
-        left = rows.left_behind()
+        left: list[str] = []
+        with _recorded(result):
+            left = rows.left_behind()
+        with _recorded(result):
+            stack.close()
     kept = [(at_s, float(sum(num for name, num in held.items() if name.startswith(KEPT)))) for at_s, held in samples]
     return BenchResult(
         bench="soak",
@@ -194,6 +200,7 @@ def _over_hosts(model: str, duration_s: float) -> BenchResult:
             "num_lost": result.num_lost,
             "num_leaked": len(left),
             "num_refused": num_refused,
+            "refused_fraction": num_refused / max(1, len(answers)),
             "num_answers": len(answers),
             "tokens_per_s": sum(answer.num_tokens for answer in answers) / duration_s,
         },
@@ -202,10 +209,20 @@ def _over_hosts(model: str, duration_s: float) -> BenchResult:
     )
 
 
+@contextmanager
+def _recorded(result: RowResult) -> Iterator[None]:
+    """For a server that has not recovered, or does not end: the figures count nevertheless."""
+    try:
+        yield
+    except (OutriderError, TimeoutError, httpx.HTTPError) as error:
+        result.not_recovered(NUM_HOST_STREAMS, repr(error))
+
+
 def injure(
     rows: Sequence[Row], ended: threading.Event, injured: Counter[str], result: RowResult, period_s: float = FAULT_PERIOD_S
 ) -> None:
-    """Faults that end no stream, one in each period, until one does not pass. ``injured`` gets those that did."""
+    """Faults that end no stream, one in each period, until ``ended`` is set, which the first that does not pass does, too.
+    ``injured`` gets those that did."""
     next_s = time.monotonic()
     for row in cycle(row for row in rows if not row.ends_streams):
         next_s = max(time.monotonic(), next_s + period_s)
@@ -213,8 +230,9 @@ def injure(
             return
         try:
             row.injure()
-        except (FaultBenchFailed, subprocess.TimeoutExpired) as error:
-            result.not_recovered(NUM_HOST_STREAMS, f"{row.name}: {error}")
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it must not end unseen with its thread
+            result.not_recovered(NUM_HOST_STREAMS, f"{row.name}: {error!r}")
+            ended.set()
             return
         injured[row.name] += 1
 

@@ -85,12 +85,19 @@ def test_an_interrupt_ends_the_saturation_with_its_answers() -> None:
 
 def test_faults_of_a_soak_end_no_streams_and_the_first_that_does_not_pass_is_the_last() -> None:
     rows = [Row("passes", lambda: None), Row("ends streams", lambda: 1 / 0, ends_streams=True)]
-    rows.append(Row("stays", partial(subprocess.run, ["sleep", "60"], timeout=0.01)))
-    injured, result = Counter[str](), RowResult("soak")
-    injure(rows, threading.Event(), injured, result, period_s=0.0)
+    rows.append(Row("stays", partial(psutil.Process(os.getpid()).wait, timeout=0)))
+    injured, result, ended = Counter[str](), RowResult("soak"), threading.Event()
+    injure(rows, ended, injured, result, period_s=0.0)
     assert injured == {"passes": 1}
     assert result.num_lost > 0
     assert "stays" in result.complaints[0]
+
+    async def ask(number: int) -> TimedAnswer:
+        await asyncio.sleep(0)
+        return answer()
+
+    assert ended.is_set()
+    assert asyncio.run(saturated(os.getpid(), ask, 3600.0, [], stopped=ended)) == []
 
 
 async def test_a_stream_that_does_not_end_in_time_has_an_error_and_the_others_their_answers() -> None:
