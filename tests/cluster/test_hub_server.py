@@ -40,7 +40,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(environment: dict[str, str], folder: Path) -> ServerProcess:
     config = Config(api=ApiConfig(port=free_port()))
     words = [NAME, "--tensor-parallel-size", "1", "--max-model-len", "4096", "--speculative-config", NGRAM]
-    here = ["--port", str(config.api.port), "--set", f"cluster.state={{kind: file, folder: {folder}}}"]
+    here = ["--port", str(config.api.port), "--set", f"cluster.state={{folder: {folder}}}"]
     return ServerProcess(config, {**os.environ, **environment}, words=[*words, *here, "--dtype", "float32"])
 
 
