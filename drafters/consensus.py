@@ -62,7 +62,7 @@ class Consensus:
             scaled = self._maps.get(case)
             if scaled is None:
                 scaled = self._maps[case] = self.table[case].tolist()
-            chance *= scaled[round(certain * _STEPS)]
+            chance *= scaled[int(certain * _STEPS + 0.5)]
             conditional.append(certain)
             corrected.append(chance)
         return ComparedDraft(tuple(conditional), tuple(cases), tuple(corrected))

@@ -141,7 +141,7 @@ const char *ensemble_check(void *at) {
 
 static double calibrated(const double *map, int64_t num_steps, double confidence) {
     confidence = confidence > 0.0 ? fmin(confidence, 1.0) : 0.0; /* also of what is no number */
-    return map[(int64_t)rint(confidence * (double)num_steps)];
+    return map[(int64_t)(confidence * (double)num_steps + 0.5)];
 }
 
 /* The survival of each prefix of a member's draft. */
