@@ -12,10 +12,6 @@ from deploy.api.tenants import NOBODY, Tenant
 from router.planning.fair_share import TokenCounters
 
 
-def too_wide(num_sequences: int, tenant: Tenant) -> ApiError:
-    return bad_request("n", f"{num_sequences} sequences exceed the {tenant.widest} that a call of {tenant.name} may have")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     num_sequences: int
@@ -41,10 +37,12 @@ class Admission:
         self._num_running_of: Counter[str] = Counter()  # by tenant, none zero
         self.num_running = 0
         self._max_concurrent, self._max_queued = settings.max_concurrent, settings.max_queued
+        self._num_replicas = settings.num_replicas  # that divide the limits
 
     def divide(self, num_replicas: int) -> None:
         """Its limits become those of one of so many replicas. What runs already goes on."""
         of, known = self._settings, self._settings.num_replicas
+        self._num_replicas = num_replicas
         self._max_concurrent = (of.max_concurrent_requests or of.max_concurrent * known) // num_replicas
         self._max_queued = (of.max_queued_requests or of.max_queued * known) // num_replicas
         self._admit()
@@ -54,10 +52,11 @@ class Admission:
         never run would block those behind it."""
         self._tenants = tenants
         for name, calls in list(self._waiting.items()):
-            for call in [one for one in calls if self._is_too_wide(name, one)]:
-                self._remove(name, call)
-                if not call.turn.cancelled():
-                    call.turn.set_exception(self._too_wide(name, call))
+            for call, refusal in [(one, self._too_wide(name, one)) for one in calls]:
+                if refusal is not None:
+                    self._remove(name, call)
+                    if not call.turn.cancelled():
+                        call.turn.set_exception(refusal)
         self._counters.weights = {name: tenant.weight for name, tenant in tenants.items()}
         self._admit()
 
@@ -99,8 +98,8 @@ class Admission:
             end()
 
     async def _enter(self, tenant: str, call: _Waiting) -> None:
-        if self._is_too_wide(tenant, call):  # a limit that changed since the call was checked
-            raise self._too_wide(tenant, call)
+        if (refusal := self._too_wide(tenant, call)) is not None:
+            raise refusal
         is_busy = self.is_busy(call.num_sequences, tenant)
         if is_busy and self.num_queued >= self._max_queued:
             self._displace(tenant)
@@ -160,14 +159,14 @@ class Admission:
 
     def _may_run(self, tenant: str, num_sequences: int) -> bool:
         most = self._tenants.get(tenant, NOBODY).max_concurrent
-        return most is None or self._num_running_of[tenant] + num_sequences <= most
+        return most is None or self._num_running_of[tenant] + num_sequences <= most // self._num_replicas
 
-    def _is_too_wide(self, tenant: str, call: _Waiting) -> bool:
-        most = self._tenants.get(tenant, NOBODY).widest
-        return most is not None and call.num_sequences > most
-
-    def _too_wide(self, tenant: str, call: _Waiting) -> ApiError:
-        return too_wide(call.num_sequences, self._tenants[tenant])
+    def _too_wide(self, tenant: str, call: _Waiting) -> ApiError | None:
+        """The error of a call that could not run at the most replicas, which may join; None: it could."""
+        most = self._tenants.get(tenant, NOBODY).max_concurrent
+        if most is None or call.num_sequences <= (widest := most // self._settings.most):
+            return None
+        return bad_request("n", f"{call.num_sequences} sequences exceed the {widest} that a call of {tenant} may have")
 
     def _remove(self, tenant: str, call: _Waiting) -> None:
         self._waiting[tenant].remove(call)

@@ -20,15 +20,16 @@ class Budgets:
         self._budgets: dict[str, Budget] = {}
         self._on_refusal = on_refusal
 
-    def set_tenants(self, tenants: Iterable[Tenant], now_s: float) -> None:
+    def set_tenants(self, tenants: Iterable[Tenant], num_replicas: int, now_s: float) -> None:
         """Keeps the budgets whose limits stay, also where another number of replicas divides them."""
         before, self._budgets = self._budgets, {}
         for one in tenants:
             if one.limits != UNLIMITED:
                 budget = before.get(one.name)
-                if budget is not None:
-                    budget.divide(one.limits.num_replicas, now_s)
-                self._budgets[one.name] = budget if budget and budget.limits == one.limits else Budget(one.limits)
+                if budget is None or budget.limits != one.limits:
+                    budget = Budget(one.limits, num_replicas)
+                budget.divide(num_replicas, now_s)
+                self._budgets[one.name] = budget
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
         """Raises ApiError (429) if there were too many."""

@@ -53,10 +53,6 @@ class ApiKeys:
                 raise InvalidField("api_keys_file", str(path), f"max_concurrent_requests of {tenant.name} {few}")
         return cls(tenants)
 
-    def shared_by(self, num_replicas: int, most: int) -> "ApiKeys":
-        """The same keys, with the limits of one of ``num_replicas``."""
-        return ApiKeys({digest: one.shared_by(num_replicas, most) for digest, one in self._tenants.items()})
-
     @property
     def tenants(self) -> Mapping[str, Tenant]:
         """By name."""
@@ -99,11 +95,10 @@ class KeyFiles:
     the files are tried again every ``refresh_s``.
     """
 
-    def __init__(
-        self, keys_file: Path | None, operators_file: Path | None, num_replicas: int = 1, refresh_s: float = 5.0
-    ) -> None:
+    def __init__(self, keys_file: Path | None, operators_file: Path | None, most: int = 1, refresh_s: float = 5.0) -> None:
+        """``most``: as of ``ApiKeys.from_file``."""
         self._files = keys_file, operators_file
-        self._num_replicas = self._most = num_replicas
+        self._most = most
         self._looked_s, self._refresh_s = float("-inf"), refresh_s
         self._seen: list[_Stamp | None] | None = self._stamps()  # None: the last try failed
         self._fault: str | None = None  # of the last try
@@ -131,17 +126,10 @@ class KeyFiles:
         logger.info("the API keys were read again")
         return True
 
-    def divide(self, num_replicas: int) -> None:
-        """Among another number of replicas, at once and without reading the files."""
-        shares = num_replicas, self._most
-        self._num_replicas = num_replicas
-        keys, operators = (None if one is None else one.shared_by(*shares) for one in self._whole)
+    def _read(self) -> None:
+        keys, operators = (None if file is None else ApiKeys.from_file(file, self._most) for file in self._files)
         self.operators = operators
         self.callers = keys if keys is None or operators is None else keys.plus(operators)
-
-    def _read(self) -> None:
-        self._whole = [None if file is None else ApiKeys.from_file(file, self._most) for file in self._files]
-        self.divide(self._num_replicas)
 
     def _stamps(self) -> list[_Stamp | None]:
         return [None if file is None else _stamp(file) for file in self._files]

@@ -17,7 +17,7 @@ from cluster.client import LOST_S, ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
 from cluster.sampling_params import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
-from deploy.api.admission import Admission, too_wide
+from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.anthropic_writer import AnthropicWriter
@@ -139,12 +139,11 @@ class Service:
         self._fewer_since_s = None
         self._num_replicas = self.dashboard.num_replicas = num
         self._admission.divide(num)
-        self._keys.divide(num)
         self._set_tenants()
 
     def _set_tenants(self) -> None:
         tenants = {} if self._keys.callers is None else self._keys.callers.tenants
-        self._budgets.set_tenants(tenants.values(), time.monotonic())
+        self._budgets.set_tenants(tenants.values(), self._num_replicas, time.monotonic())
         self._admission.set_tenants(tenants)
         if self._grammars is not None:
             self._grammars.set_tenants(tenants)
@@ -302,9 +301,6 @@ class Service:
         """``asked``: the grammar, and the field that asks for it. ``translated``: the body, if it is not a chat's."""
         info = await self.info()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
-        num_sequences = (fields.n or 1) * len(prompts)
-        if tenant.widest is not None and num_sequences > tenant.widest:
-            raise too_wide(num_sequences, tenant)
         grammar = (
             None
             if asked is None

@@ -23,24 +23,9 @@ class Tenant:
     name: str = ""
     salt: str = ""  # of what it caches; empty: shared with all without one
     weight: float = 1.0  # of its share
-    max_concurrent: int | None = None  # sequences in flight in this process; further calls wait
+    max_concurrent: int | None = None  # sequences in flight in all replicas of the API; further calls wait
     limits: Limits = UNLIMITED
     sees_all: bool = False  # the timelines of others' calls
-    width: int | None = None  # of the widest call, in sequences; None: max_concurrent
-
-    @property
-    def widest(self) -> int | None:
-        """Sequences that one call may have; None: any number."""
-        return self.max_concurrent if self.width is None else self.width
-
-    def shared_by(self, num_replicas: int, most: int) -> "Tenant":
-        """With the part of its limits that one of ``num_replicas`` may give, rounded down. ``most``: replicas at once."""
-        return replace(
-            self,
-            max_concurrent=None if self.max_concurrent is None else self.max_concurrent // num_replicas,
-            width=None if self.max_concurrent is None else self.max_concurrent // most,
-            limits=self.limits if self.limits == UNLIMITED else replace(self.limits, num_replicas=num_replicas),
-        )
 
 
 NOBODY = Tenant(sees_all=True)  # where no keys are configured

@@ -4,7 +4,7 @@ Replicas of a server divide them: each has a bucket of 1 / ``num_replicas`` of t
 least one request, so that a burst may reach ``num_replicas`` requests where less is allowed; the rate is never exceeded.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,6 @@ class Limits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output
     burst_minutes: float = 1.0  # size of a bucket: what an idle tenant may use at once
-    num_replicas: int = 1  # that divide these limits
 
 
 UNLIMITED = Limits()
@@ -55,24 +54,21 @@ class TokenBucket:
 class Budget:
     """One replica's buckets of ``limits``; None: unlimited."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, num_replicas: int = 1) -> None:
         self.limits = limits
-        self.requests = _bucket(limits.requests_per_minute, limits)
-        self.tokens = _bucket(limits.tokens_per_minute, limits)
+        self.requests, self.tokens = (
+            None if per_minute is None else TokenBucket(*self._share(per_minute, num_replicas))
+            for per_minute in (limits.requests_per_minute, limits.tokens_per_minute)
+        )
 
     def divide(self, num_replicas: int, now_s: float) -> None:
         """Among another number of replicas."""
-        self.limits = limits = replace(self.limits, num_replicas=num_replicas)
+        limits = self.limits
         for bucket, per_minute in ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute)):
             if bucket is not None and per_minute is not None:
-                bucket.resize(*_share(per_minute, limits), now_s)
+                bucket.resize(*self._share(per_minute, num_replicas), now_s)
 
-
-def _bucket(per_minute: int | None, limits: Limits) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(*_share(per_minute, limits))
-
-
-def _share(per_minute: int, limits: Limits) -> tuple[float, float]:
-    """Size and flow per second."""
-    share = per_minute / limits.num_replicas
-    return max(1.0, share * limits.burst_minutes), share / 60.0
+    def _share(self, per_minute: int, num_replicas: int) -> tuple[float, float]:
+        """Size and flow per second."""
+        share = per_minute / num_replicas
+        return max(1.0, share * self.limits.burst_minutes), share / 60.0

@@ -13,9 +13,9 @@ import pytest
 
 from cluster.client import LOST_S, MetricsExchange, ReplicaMetrics
 from cluster.config import ApiConfig
-from cluster.errors import InvalidField, LinkClosed
+from cluster.errors import InvalidField, LinkClosed, OutriderError
 from deploy.api.admission import Admission
-from deploy.api.keys import ApiKeys, KeyFiles
+from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Peers
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
@@ -56,7 +56,7 @@ def test_limits_that_leave_a_replica_nothing_are_refused(limit: str) -> None:
 @pytest.mark.parametrize(("per_minute", "burst", "replicas"), [(600, 1.0, 4), (601, 0.5, 3), (1, 1.0, 2), (5, 10.0, 7)])
 def test_replicas_together_keep_to_a_budget(per_minute: int, burst: float, replicas: int) -> None:
     """In a burst, and in the ten minutes after it, each replica gives all that it has."""
-    budgets = [Budget(Limits(per_minute, None, burst, replicas)) for _ in range(replicas)]
+    budgets = [Budget(Limits(per_minute, None, burst), replicas) for _ in range(replicas)]
     num_given = 0
     for second in range(601):
         for budget in budgets:
@@ -68,38 +68,28 @@ def test_replicas_together_keep_to_a_budget(per_minute: int, burst: float, repli
     assert 10 * per_minute - replicas <= num_given <= at_once + 10 * per_minute
 
 
-def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path) -> None:
+async def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 5, tokens_per_minute: 900}\n")
-    keys = ApiKeys.from_file(path, 5)
-    tenant = keys.shared_by(2, 2).tenants["search"]
-    assert tenant.max_concurrent == 2
-    tokens = Budget(tenant.limits).tokens
-    assert tokens is not None
-    assert tokens.size == 450
-    assert [keys.shared_by(num, 5).tenants["search"].widest for num in (1, 2, 5)] == [1, 1, 1], "they may join"
+    path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 5}\n")
+    admission = Admission(ApiSettings(max_replicas=5))  # that may join
+    admission.set_tenants(ApiKeys.from_file(path, 5).tenants)
+    for num, share in ((1, 5), (2, 2), (5, 1)):
+        admission.divide(num)
+        assert [admission.is_busy(share, "search"), admission.is_busy(share + 1, "search")] == [False, True]
+        with pytest.raises(
+            OutriderError, match="2 sequences exceed the 1 that a call of search may have"
+        ):  # others may join
+            async with admission.admitted(2, "search"):
+                raise AssertionError
     with pytest.raises(
         InvalidField, match=r"max_concurrent_requests of search must be at least the most replicas of the API \(6\), got 5"
     ):
         ApiKeys.from_file(path, 6)
 
 
-def test_keys_are_divided_without_reading_them_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "keys"
-    path.write_text("tenants:\n- {name: search, keys: [sk-one], max_concurrent_requests: 6}\n")
-    path.chmod(0o640)
-    files = KeyFiles(path, None, 3)
-    path.unlink()
-    with caplog.at_level("INFO"):
-        files.divide(2)
-    assert files.callers is not None
-    assert files.callers.tenants["search"].max_concurrent == 3
-    assert not caplog.text
-
-
 def test_a_budget_that_is_divided_anew_gives_no_more_than_before() -> None:
     """One replica has used half of its budget when a second joins, and what the second was given is lost when it leaves."""
-    first, joining = Budget(Limits(600, None, 1.0, 1)), Budget(Limits(600, None, 1.0, 4))
+    first, joining = Budget(Limits(600)), Budget(Limits(600), 4)
     assert first.requests is not None
     assert joining.requests is not None
     first.requests.take(300, 0.0)

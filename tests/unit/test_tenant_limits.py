@@ -65,7 +65,7 @@ def test_times_of_headers_are_written_as_openai_writes_them(
 ) -> None:
     tenant = Tenant("a", limits=Limits(per_minute, burst_minutes=burst_minutes))
     budgets = Budgets(lambda *_: None)
-    budgets.set_tenants([tenant], 0.0)
+    budgets.set_tenants([tenant], 1, 0.0)
     for _ in range(num_taken):
         budgets.take_request(tenant, 0.0)
     assert dict(budgets.headers(tenant, 0.0))[b"x-ratelimit-reset-requests"] == reset.encode()
