@@ -1,15 +1,80 @@
-"""The fields of an answer beside its choices: ids, usage, and drafting counts."""
+"""What the writers of answers share: ids, usage, drafting counts, and server-sent events."""
 
+import hashlib
 import json
-import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from cluster.types import PREDICTION
-from deploy.api.choice import Choice
+from cluster.types import PREDICTION, FinishReason
+from deploy.api.answer_parts import CallStart, Part, Text
+from deploy.api.choice import Choice, Delta
 from deploy.api.draft_counts import DraftingCounts
+from deploy.api.tokenizer import Tokenizer
+
+Event = dict[str, Any]
 
 # One encoder over plain dicts: a stream writes a small object per chunk.
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is to be written. ``fingerprint``: of what answers with equal seeds depend on."""
+
+    id: str
+    model: str
+    fingerprint: str
+    choices: Sequence[Choice]
+    tokenizer: Tokenizer
+
+
+class PartsWriter(ABC):
+    """``deploy.api.call.AnswerWriter`` for one choice, whose parts become items of the answer: content, reasoning, calls."""
+
+    def __init__(self, answer: Answer) -> None:
+        (self._choice,) = answer.choices
+        self._is_begun = False
+
+    def document(self, deltas: Sequence[Delta]) -> bytes:
+        for delta in deltas:
+            for _ in self._take(delta):
+                continue
+        return encode_json(self._whole()).encode()
+
+    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
+        events = [] if self._is_begun else list(map(self._event, self._opening()))
+        self._is_begun = True
+        return b"".join([*events, *(self._event(event) for _, delta in batch for event in self._take(delta))])
+
+    def _take(self, delta: Delta) -> Iterator[Event]:
+        """Adds new parts to the items. The events that tell of them."""
+        parts = delta.parts
+        if self._choice.options.new_parser is None:
+            parts = (Text(delta.text),) if delta.text else ()
+        for part in parts:
+            yield from self._add(part)
+        if delta.finish is not None:
+            yield from self._end(delta.finish)
+
+    def _event(self, event: Event) -> bytes:
+        return named_event(event)
+
+    @abstractmethod
+    def _whole(self) -> Event:
+        """The answer that is not streamed."""
+
+    @abstractmethod
+    def _opening(self) -> Iterable[Event]:
+        """The events before those of the first part."""
+
+    @abstractmethod
+    def _add(self, part: Part) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _end(self, finish: FinishReason) -> Iterator[Event]:
+        """Of the last item."""
 
 
 def named_event(event: Mapping[str, object]) -> bytes:
@@ -17,29 +82,12 @@ def named_event(event: Mapping[str, object]) -> bytes:
     return f"event: {event['type']}\ndata: {encode_json(event)}\n\n".encode()
 
 
-class Envelope:
-    """The common fields of an answer or of all chunks of a stream, encoded once."""
-
-    def __init__(self, call_id: str, kind: str, model: str, fingerprint: str, *, usage_in_chunks: bool) -> None:
-        fields = {
-            "id": call_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._head = encode_json(fields)[:-1]
-        self._usage_in_chunks = usage_in_chunks  # as in OpenAI's API: null in all chunks but the last
-
-    def document(self, fields: Mapping[str, object]) -> bytes:
-        """A JSON object of the common fields and ``fields``."""
-        return f"{self._head},{encode_json(fields)[1:]}".encode()
-
-    def event(self, choices: Sequence[object], *, usage: object = None, **fields: object) -> bytes:
-        """One server-sent event. ``fields``: additional ones of its chunk; those that are None are left out."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        usages = {"usage": usage} if self._usage_in_chunks else {}
-        return b"data: " + self.document({"choices": choices, **usages, **given}) + b"\n\n"
+def call_id(choice: Choice, call: CallStart) -> str:
+    """The model's id of a tool call, or a new one with letters and digits at its end: Mistral's templates ask for nine."""
+    if call.id is not None:
+        return call.id
+    digest = hashlib.sha256(f"{choice.request.id} {call.index}".encode()).hexdigest()
+    return digest[:9] if choice.options.short_ids else f"call_{digest[:24]}"
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
@@ -64,11 +112,9 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
     }
 
 
-def metrics_of(choices: Sequence[Choice]) -> dict[str, object]:
-    """vLLM's ``metrics``, which describe one sequence: empty for a call with several."""
-    if len(choices) > 1:
-        return {}
-    return {"metrics": {"speculative_decoding": choices[0].counts.speculative_decoding()}}
+def acceptance_of(choices: Sequence[Choice]) -> dict[str, object]:
+    """The fields below ``outrider`` of every answer."""
+    return {"acceptance": total_counts(choices).as_json()}
 
 
 def total_counts(choices: Sequence[Choice]) -> DraftingCounts:

@@ -134,6 +134,11 @@ class AnswerParser:
         return [*self._tools.feed(held), *self._tools.end()]
 
 
+def whole_characters(text: str) -> str:
+    """Models escape halves of surrogate pairs, which UTF-8 cannot write: each becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def num_begun(text: str, marker: str) -> int:
     """Characters of the longest end of ``text`` that may begin ``marker``."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)

@@ -6,43 +6,33 @@ from typing import Any
 from pydantic_core import from_json
 
 from cluster.types import FinishReason
-from deploy.api.answer import encode_json, named_event, total_counts, usage_of
+from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, encode_json, named_event, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.anthropic_fields import MessagesRequest
-from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ApiError
-from deploy.api.formats import call_id, parts_of
-
-Event = dict[str, Any]
 
 # Clients drop reasoning without a signature from what they send back. Nothing reads this one.
 _SIGNATURE = "unsigned"
 
 
-class AnthropicWriter:
-    """``deploy.api.call.AnswerWriter`` for one choice, whose parts become blocks of the content."""
+class AnthropicWriter(PartsWriter):
+    """Parts become blocks of the content."""
 
-    def __init__(self, message_id: str, model: str, fields: MessagesRequest, choice: Choice) -> None:
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+    def __init__(self, fields: MessagesRequest, answer: Answer) -> None:
+        super().__init__(answer)
+        self._head = {"id": answer.id, "type": "message", "role": "assistant", "model": answer.model}
         self._fields = fields
-        self._choice = choice
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the last block, a call
         self._is_open = False  # the last block
 
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        for delta in deltas:
-            for _ in self._take(delta):
-                continue
-        return encode_json({**self._head, "content": self._blocks, **self._stop(), **self._counts()}).encode()
+    def _whole(self) -> Event:
+        return {**self._head, "content": self._blocks, **self._stop(), **self._counts()}
 
-    def opening(self) -> bytes:
+    def _opening(self) -> Sequence[Event]:
         unknown = {"stop_reason": None, "stop_sequence": None}
         message: Event = {**self._head, "content": [], **unknown, "usage": {**self._usage(), "output_tokens": 0}}
-        return named_event({"type": "message_start", "message": message}) + named_event({"type": "ping"})
-
-    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
-        return b"".join(named_event(event) for _, delta in batch for event in self._take(delta))
+        return {"type": "message_start", "message": message}, {"type": "ping"}
 
     def closing(self) -> bytes:
         return named_event({"type": "message_delta", "delta": self._stop(), **self._counts()}) + named_event(
@@ -65,7 +55,7 @@ class AnthropicWriter:
         return {"stop_reason": reason, "stop_sequence": stop_string}
 
     def _counts(self) -> dict[str, Any]:
-        return {"usage": self._usage(), "outrider": {"acceptance": total_counts([self._choice]).as_json()}}
+        return {"usage": self._usage(), "outrider": acceptance_of([self._choice])}
 
     def _usage(self) -> dict[str, Any]:
         """``input_tokens`` are those that the prefix cache did not hold."""
@@ -80,13 +70,6 @@ class AnthropicWriter:
         }
 
     # ---- blocks
-
-    def _take(self, delta: Delta) -> Iterator[Event]:
-        """Adds new parts to the blocks. The events that tell of them."""
-        for part in parts_of(self._choice, delta):
-            yield from self._add(part)
-        if delta.finish is not None:
-            yield from self._end_block()
 
     def _add(self, part: Part) -> Iterator[Event]:
         match part:
@@ -113,6 +96,9 @@ class AnthropicWriter:
         self._blocks.append(block)
         self._is_open = True
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _end(self, _: FinishReason) -> Iterator[Event]:
+        return self._end_block()
 
     def _end_block(self) -> Iterator[Event]:
         if not self._is_open:

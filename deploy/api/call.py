@@ -60,11 +60,9 @@ class EventStream:
 
 
 class AnswerWriter(Protocol):
-    """The bytes of one answer. ``document`` is called once, or ``opening``, ``events`` for each batch, and ``closing``."""
+    """The bytes of one answer. ``document`` is called once, or ``events`` for each batch, and ``closing``."""
 
     def document(self, deltas: Sequence[Delta]) -> bytes: ...
-
-    def opening(self) -> bytes: ...
 
     def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes: ...
 
@@ -221,8 +219,7 @@ class CallResponse(Response):
     async def _send_events(self, stream: EventStream, generation: Generation) -> None:
         writer = self._call.writer
         async for batch in generation.deltas():
-            opening = b"" if stream.started else writer.opening()
-            await stream.write(opening + writer.events(batch))
+            await stream.write(writer.events(batch))
         await stream.end(writer.closing())
 
     def _error_of(self, error: Exception) -> ApiError:

@@ -1,9 +1,10 @@
 """Parts of xgrammar's structural tags, of which grammars of answers are made."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from cluster.sampling_params import Grammar, GrammarKind
 from deploy.api.errors import bad_request
@@ -71,8 +72,8 @@ def format_of(field: str, grammar: Grammar) -> Format:
         case GrammarKind.EBNF:
             return {"type": "grammar", "grammar": grammar.source}
     try:
-        source = json.loads(grammar.source)
-    except (ValueError, RecursionError) as error:
+        source = from_json(grammar.source)
+    except ValueError as error:
         raise bad_request(field, f"is not JSON: {error}") from error
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return json_format(source)

@@ -1,11 +1,10 @@
 """Messages of a conversation, tools, and what is asked about tools, as OpenAI's chat API writes them."""
 
-import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from deploy.api.fields import FreeObject, Strict, only, text_or
 from deploy.api.tool_formats.parameters import Parameters as ToolParameters
@@ -52,8 +51,8 @@ class ToolCall(Strict):
     def for_template(self) -> dict[str, Any]:
         """With the arguments as an object, which templates expect; arguments that are none stay text."""
         try:
-            arguments = json.loads(self.function.arguments.strip() or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(self.function.arguments.strip() or "{}")
+        except ValueError:
             arguments = self.function.arguments
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}

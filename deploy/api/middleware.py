@@ -80,6 +80,9 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # as GET, whose body the server leaves out
+            scope = {**scope, "method": "GET"}
         request_id = _request_id(scope)
         arrival_s = time.monotonic()
         state = scope.setdefault("state", {})
@@ -135,7 +138,7 @@ class Boundary:
             if counted:
                 duration_s = time.monotonic() - arrival_s
                 ended = state.get("call"), state.get("error"), state.get("tenant", NOBODY).name
-                outcome = Outcome(request_id, scope["method"], _endpoint(scope), status, duration_s, *ended)
+                outcome = Outcome(request_id, method, _endpoint(scope), status, duration_s, *ended)
                 if self._tracing is not None and span is not None:
                     self._tracing.end(span, outcome)
                 if self._audit is not None:

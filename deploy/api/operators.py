@@ -135,7 +135,7 @@ class Operators:
         keys = self._keys()
         if keys is None:
             raise _forbidden(f"{what}, and api.operator_keys_file names none", "no_operators")
-        keys.check(request.headers.get("authorization"))
+        keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     async def _try(self, adapter: Adapter) -> None:
         """A token of a target shows whether its files fit; other targets load it with its first request there."""

@@ -37,7 +37,7 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     check_model(fields.model, info)
     n = fields.n or 1
     if n > settings.max_n:
-        raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
+        raise bad_request("n", f"must be at most {settings.max_n} on this server, got {shorten(n)}")
     if n * num_prompts > settings.max_sequences:
         made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
         raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
@@ -216,14 +216,14 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     return chain
 
 
-def domain_of(fields: GenerationFields, kind: str, is_structured: bool) -> str:
+def domain_of(fields: GenerationFields, is_structured: bool) -> str:
     """``metadata.domain`` of the call if it is a plain name, else the form of the call: tools, structured, chat or text."""
     named = (fields.metadata or {}).get("domain", "")
     if _DOMAIN.fullmatch(named):
         return named
     if getattr(fields, "tools", None):
         return "tools"
-    return "structured" if is_structured else "chat" if kind.startswith("chat") else "text"
+    return "structured" if is_structured else "chat" if isinstance(fields, ChatRequest) else "text"
 
 
 def parse_slo(slo: str | Objectives | None, config: SloConfig) -> Slo:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from deploy.api.answer_parts import whole_characters
 from deploy.api.errors import bad_request
 from deploy.api.fields import FreeObject, Strict, type_of
 from deploy.api.messages import MAX_TOOLS, FunctionName, Parameters
@@ -144,7 +145,7 @@ def custom_input(arguments: str) -> str:
     except (ValueError, RecursionError):
         return arguments
     text = found.get("input") if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
+    return whole_characters(text) if isinstance(text, str) else arguments
 
 
 def hosted(tools: Sequence[ResponseTool]) -> Iterator[str]:

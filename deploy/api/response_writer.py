@@ -1,37 +1,34 @@
 """Writes the answers of /v1/responses: OpenAI's response object, and its events."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from cluster.types import FinishReason
-from deploy.api.answer import encode_json, named_event, total_counts, usage_of
+from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, named_event, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
-from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ApiError
-from deploy.api.formats import call_id, parts_of
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.response_tools import HostedTool, custom_input
 
-Event = dict[str, Any]
 
+class ResponseWriter(PartsWriter):
+    """Parts become items of the output."""
 
-class ResponseWriter:
-    """``deploy.api.call.AnswerWriter`` for one choice, whose parts become items of the output."""
-
-    def __init__(self, response_id: str, model: str, fields: ResponsesRequest, choice: Choice) -> None:
-        self._id = response_id
-        self._choice = choice
+    def __init__(self, fields: ResponsesRequest, answer: Answer) -> None:
+        super().__init__(answer)
+        self._id = answer.id
+        sampling = self._choice.request.sampling
         self._fields = fields
         self._tools = fields.callables()
         self._items: list[dict[str, Any]] = []
         self._input = ""  # the arguments of a custom tool, of which ``input`` is told when they are complete
         self._num_events = 0
         self._head = {
-            "id": response_id,
+            "id": answer.id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": answer.model,
             "background": False,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
@@ -40,28 +37,21 @@ class ResponseWriter:
             "previous_response_id": None,
             "reasoning": {"effort": None if fields.reasoning is None else fields.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": choice.request.sampling.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": _text_format(fields)},
             "tool_choice": fields.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "tools": [tool.model_dump() for tool in fields.tools or () if not isinstance(tool, HostedTool)],
-            "top_p": choice.request.sampling.top_p,
+            "top_p": sampling.top_p,
             "truncation": fields.truncation or "disabled",
             "user": fields.user,
         }
 
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        for delta in deltas:
-            for _ in self._take(delta):
-                continue
-        return encode_json(self._response(self._status())).encode()
+    def _whole(self) -> Event:
+        return self._response(self._status())
 
-    def opening(self) -> bytes:
+    def _opening(self) -> Iterator[Event]:
         response = self._response("in_progress")
-        kinds = ("response.created", "response.in_progress")
-        return b"".join(self._event({"type": kind, "response": response}) for kind in kinds)
-
-    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
-        return b"".join(self._event(event) for _, delta in batch for event in self._take(delta))
+        yield from ({"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress"))
 
     def closing(self) -> bytes:
         status = self._status()
@@ -92,7 +82,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items if is_over else [],
             "usage": self._usage() if is_over else None,
-            **({"outrider": {"acceptance": total_counts([self._choice]).as_json()}} if is_over else {}),
+            **({"outrider": acceptance_of([self._choice])} if is_over else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -106,14 +96,6 @@ class ResponseWriter:
         }
 
     # ---- items
-
-    def _take(self, delta: Delta) -> Iterator[Event]:
-        """Adds new parts to the items. The events that tell of them."""
-        for part in parts_of(self._choice, delta):
-            yield from self._add(part)
-        if delta.finish is not None:
-            is_cut = delta.finish is FinishReason.LENGTH or self._choice.ends_in_call
-            yield from self._end_item("incomplete" if is_cut else "completed")
 
     def _add(self, part: Part) -> Iterator[Event]:
         match part:
@@ -168,6 +150,10 @@ class ResponseWriter:
         yield self._at("response.output_item.added", item={**item, "content": []})
         item["content"].append(part)
         yield self._at("response.content_part.added", content_index=0, part=dict(part))
+
+    def _end(self, finish: FinishReason) -> Iterator[Event]:
+        is_cut = finish is FinishReason.LENGTH or self._choice.ends_in_call
+        return self._end_item("incomplete" if is_cut else "completed")
 
     def _end_item(self, status: str = "completed") -> Iterator[Event]:
         """``status``: of the item, which is complete where another follows."""

@@ -176,7 +176,9 @@ class OpenAiFields(CommonFields):
 
 
 class GenerationFields(OpenAiFields):
-    """Common fields of chat and completions."""
+    """Common fields of chat and completions. ``id_prefix``: of answers."""
+
+    id_prefix: ClassVar[str]
 
     max_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
@@ -259,6 +261,9 @@ class PredictedContent(Strict):
 class ChatRequest(GenerationFields, _ChatFields):
     """POST /v1/chat/completions"""
 
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    own_names: ClassVar[Mapping[str, str]] = {}
+
     max_completion_tokens: int | None = None
     echo: Annotated[Any, only(False)] = None
     add_special_tokens: Annotated[Any, only(False)] = None
@@ -335,6 +340,8 @@ _Prompt = Annotated[
 
 class CompletionRequest(GenerationFields):
     """POST /v1/completions"""
+
+    id_prefix: ClassVar[str] = "cmpl-"
 
     prompt: _Prompt
     best_of: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -18,16 +18,17 @@ from cluster.errors import LinkClosed
 from cluster.sampling_params import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
 from deploy.api.admission import Admission
-from deploy.api.answer import Envelope
+from deploy.api.answer import Answer
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.anthropic_writer import AnthropicWriter
 from deploy.api.body import BodyReader
 from deploy.api.budgets import Budgets
 from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
+from deploy.api.choice_writer import ChatWriter, CompletionWriter
 from deploy.api.dashboard.data import DashboardData
 from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
-from deploy.api.formats import AnswerFormat, ChatFormat, ChoiceWriter, CompletionFormat
+from deploy.api.fields import Strict
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import KeyFiles
@@ -50,8 +51,6 @@ from deploy.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationFields,
-    StreamOptions,
     TokenizeRequest,
 )
 from deploy.api.settings import ApiSettings
@@ -64,6 +63,12 @@ from router.planning.fair_share import SharedLimit
 
 T = TypeVar("T")
 Translated = ResponsesRequest | MessagesRequest
+_WRITERS: Mapping[type[Strict], Callable[[Any, Answer], AnswerWriter]] = {
+    ChatRequest: ChatWriter,
+    CompletionRequest: CompletionWriter,
+    ResponsesRequest: ResponseWriter,
+    MessagesRequest: AnthropicWriter,
+}
 
 _INLINE_BYTES = 2000  # of a body that takes too little time to be shared
 
@@ -96,8 +101,6 @@ class Service:
         self._set_tenants()
         self._prompts = Prompts(tokenizer, self._in_share, settings.max_request_bytes)
         self._form = AnswerForm.of(tokenizer, settings)
-        self._chat_format = ChatFormat(tokenizer)
-        self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
         self.operators = Operators(
             self._bodies, lambda: self._keys.operators, client, self.status, swap_adapter, try_policy, settings
@@ -169,7 +172,8 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
-        return await self._chat(request, await self._bodies.read(request, ChatRequest))
+        fields = await self._bodies.read(request, ChatRequest)
+        return await self._chat(request, fields, fields)
 
     async def responses(self, request: Request) -> Response:
         """Answers a conversation in OpenAI's newer format. Nothing is stored."""
@@ -198,21 +202,21 @@ class Service:
         with fields.named_as_here():
             return await self._chat(request, fields.as_chat(), fields)
 
-    async def _chat(self, request: Request, fields: ChatRequest, translated: Translated | None = None) -> Response:
+    async def _chat(self, request: Request, fields: ChatRequest, body: ChatRequest | Translated) -> Response:
+        """``body``: as the caller wrote it."""
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         use = self._form.use_of(fields)
         template = self._tokenizer.chat_template
         if fields.reasoning_effort is not None and not (template is not None and template.knows_effort):
-            names = {} if translated is None else translated.own_names
-            request.state.fields_without_effect += (names.get("reasoning_effort", "reasoning_effort"),)
-        drops_oldest = isinstance(translated, ResponsesRequest) and translated.truncation == "auto"
+            request.state.fields_without_effect += (body.own_names.get("reasoning_effort", "reasoning_effort"),)
+        drops_oldest = isinstance(body, ResponsesRequest) and body.truncation == "auto"
         prompt = await self._prompts.of_chat(request, fields, info, drops_oldest=drops_oldest)
         predicted = await self._prompts.prediction(request, fields, len(prompt.token_ids), info)
         prompt = replace(prompt, prediction_token_ids=predicted)
-        if isinstance(translated, MessagesRequest):  # which stops where the context ends
+        if isinstance(body, MessagesRequest):  # which stops where the context ends
             room = info.max_model_len - len(prompt.token_ids)
-            fields = fields.model_copy(update={"max_completion_tokens": min(translated.max_tokens, room)})
+            fields = fields.model_copy(update={"max_completion_tokens": min(body.max_tokens, room)})
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
         build = partial(self._form.grammar, use, opening, grammar_of(fields))
         # A short schema of a tool may take long to read: its parts can refer to each other many times.
@@ -226,7 +230,7 @@ class Service:
             shown=() if new_parser is None else self._form.shown,
             short_ids=self._form.calls is not None and self._form.calls.short_ids,
         )
-        return await self._call(request, fields, [prompt], self._chat_format, options, asked, translated)
+        return await self._call(request, fields, body, [prompt], options, asked)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -234,7 +238,7 @@ class Service:
         info = await self.info()
         check_call(fields, len(fields.prompts()), info, self._settings)
         prompts = await self._prompts.of_completion(request, fields, info)
-        return await self._call(request, fields, prompts, self._completion_format, OutputOptions(), grammar_of(fields))
+        return await self._call(request, fields, fields, prompts, OutputOptions(), grammar_of(fields))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -291,14 +295,13 @@ class Service:
     async def _call(
         self,
         request: Request,
-        fields: GenerationFields,
+        fields: ChatRequest | CompletionRequest,
+        body: ChatRequest | CompletionRequest | Translated,
         prompts: Sequence[Prompt],
-        form: AnswerFormat,
         options: OutputOptions,
         asked: tuple[str, Grammar] | None,
-        translated: Translated | None = None,
     ) -> Response:
-        """``asked``: the grammar, and the field that asks for it. ``translated``: the body, if it is not a chat's."""
+        """``body``: as the caller wrote it. ``asked``: the grammar, and the field that asks for it."""
         info = await self.info()
         tenant: Tenant = getattr(request.state, "tenant", NOBODY)
         grammar = (
@@ -306,7 +309,7 @@ class Service:
             if asked is None
             else await self._in_time(request, self._checked(*asked, info, tenant.name), "use simpler grammars")
         )
-        call_id = f"{form.id_prefix if translated is None else translated.id_prefix}{secrets.token_hex(16)}"
+        call_id = f"{body.id_prefix}{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
             prompts,
@@ -343,33 +346,15 @@ class Service:
             )
             for i, one in enumerate(requests)
         ]
-        stream = bool(fields.stream)
-        stream_options = fields.stream_options or StreamOptions()
-        include_usage = stream and bool(stream_options.include_usage)
-        kind = form.chunk_kind if stream else form.kind
-        match translated:
-            case ResponsesRequest():
-                writer: AnswerWriter = ResponseWriter(call_id, model, translated, choices[0])
-            case MessagesRequest():
-                writer = AnthropicWriter(call_id, model, translated, choices[0])
-            case None:
-                envelope = Envelope(call_id, kind, model, _fingerprint(info, adapter), usage_in_chunks=include_usage)
-                writer = ChoiceWriter(
-                    choices,
-                    form,
-                    envelope,
-                    include_usage=include_usage,
-                    continuous_usage=bool(stream_options.continuous_usage_stats),
-                    drafting_details=bool(fields.drafting_details),
-                )
+        answer = Answer(call_id, model, _fingerprint(info, adapter), choices, self._tokenizer)
         call = Call(
             request_id=request.state.request_id,
             id=call_id,
             model=model,
             choices=choices,
-            writer=writer,
-            stream=stream,
-            domain=domain_of(fields, form.kind, asked is not None),
+            writer=_WRITERS[type(body)](body, answer),
+            stream=bool(fields.stream),
+            domain=domain_of(fields, asked is not None),
             is_limited=is_limited(fields),
         )
         request.state.call = call

@@ -1,6 +1,7 @@
 """The HTTP API over a scripted cluster, with a tokenizer small enough to train on the spot."""
 
 import functools
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -119,6 +120,34 @@ async def serving(
     async with client_of(app) as http, ending:
         yield http, cluster
     assert cluster.num_open == 0
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT = "the answer is naïve ❤️🎉, or another"
+
+
+async def ask(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> dict[str, Any]:
+    """The answer of a server that says ``text``, as ``how`` of `saying`."""
+    async with serving(saying(text, **how)) as (http, _):
+        response = await http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert "x-outrider-warning" not in response.headers
+        return dict(response.json())
+
+
+async def stream(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> list[dict[str, Any]]:
+    """As ``ask``, in chunks."""
+    async with serving(saying(text, **how)) as (http, _):
+        response = await http.post(path, json={**body, "stream": True})
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return chunks_in(response.text)
+
+
+def chunks_in(text: str) -> list[dict[str, Any]]:
+    """Of a stream that is complete."""
+    *chunks, done = events(text)
+    assert done == "[DONE]"
+    return list(map(json.loads, chunks))
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

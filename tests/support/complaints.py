@@ -4,9 +4,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.api import chat_body, completion_body
+from tests.support.api import CHAT, COMPLETIONS, chat_body, completion_body
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES = {CHAT: chat_body, COMPLETIONS: completion_body}
 
 

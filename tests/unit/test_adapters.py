@@ -49,9 +49,8 @@ class Server:
         self.cluster.info = changed.model if changed is not None and changed.model is not None else self.cluster.info
         return changed is not None
 
-    def http(self, key: str = "") -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return client_of(self._app, headers=headers)
+    def http(self) -> httpx.AsyncClient:
+        return client_of(self._app)
 
 
 async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path) -> None:
@@ -120,9 +119,9 @@ async def test_only_operators_change_adapters_where_keys_are_asked_for(tmp_path:
         (everyone, "sk-user", HTTPStatus.UNAUTHORIZED),
         (everyone, "sk-operator", HTTPStatus.OK),
     ):
-        async with Server(tmp_path, **settings).http(key) as http:
-            for url in (LOAD, UNLOAD):
-                answer = await http.post(url, json=SQL if url == LOAD else {"lora_name": "sql"})
+        async with Server(tmp_path, **settings).http() as http:
+            for url, headers in ((LOAD, {"authorization": f"Bearer {key}"}), (UNLOAD, {"x-api-key": key})):
+                answer = await http.post(url, json=SQL if url == LOAD else {"lora_name": "sql"}, headers=headers)
                 assert answer.status_code == status, answer.text
 
 

@@ -1,6 +1,5 @@
 """What answers look like: whole and streamed, usage, log-probabilities, drafting, and predicted outputs."""
 
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,38 +12,24 @@ from cluster.client import ClusterStatus
 from cluster.types import PREDICTION, Request, TokenLogprobs
 from deploy.api import errors, prompts, schema
 from tests.support.api import (
+    CHAT,
+    COMPLETIONS,
     MAX_MODEL_LEN,
     MODEL,
+    TEXT,
+    ask,
     chat_body,
+    chunks_in,
     completion_body,
-    events,
     finishing,
     model_info,
     saying,
     serving,
+    stream,
     token_ids,
     tokenizer,
 )
 from tests.support.scripted import Step
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEXT = "the answer is naïve ❤️🎉, or another"
-
-
-async def ask(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> dict[str, Any]:
-    async with serving(saying(text, **how)) as (http, _):
-        response = await http.post(path, json=body)
-        assert response.status_code == 200, response.text
-        return dict(response.json())
-
-
-async def stream(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> list[dict[str, Any]]:
-    async with serving(saying(text, **how)) as (http, _):
-        response = await http.post(path, json={**body, "stream": True})
-        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        *chunks, done = events(response.text)
-        assert done == "[DONE]"
-        return [json.loads(chunk) for chunk in chunks]
 
 
 async def test_a_chat_answer() -> None:
@@ -171,12 +156,6 @@ async def test_a_stop_string_ends_the_work_of_the_engine() -> None:
         assert cluster.aborted == [cluster.requests[0].id]
 
 
-async def test_min_tokens_holds_stop_strings_off() -> None:
-    body = chat_body(stop="answer", min_tokens=len(token_ids("the answer is")))
-    answer = await ask(CHAT, body)
-    assert answer["choices"][0]["message"]["content"] == TEXT
-
-
 def with_logprobs(request: Request) -> list[Step]:
     steps: list[Step] = []
     for commit in finishing(request, token_ids("the ☃"), num_per_round=2, drafter="ngram"):
@@ -191,7 +170,7 @@ async def test_chat_logprobs(streamed: bool) -> None:
         body = chat_body(logprobs=True, top_logprobs=2, stream=streamed)
         response = await http.post(CHAT, json=body)
     if streamed:
-        chunks = [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+        chunks = chunks_in(response.text)
         contents = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         tokens = [token for content in contents if content for token in content["content"]]
     else:
@@ -243,7 +222,7 @@ async def test_each_token_has_one_log_probability_however_an_answer_ends(
     body |= {"stream": streamed, "return_token_ids": True, **ending}
     async with serving(with_logprobs) as (http, _):
         response = await http.post(path, json=body | ({"stream_options": {"include_usage": True}} if streamed else {}))
-    answers = [json.loads(data) for data in events(response.text) if data != "[DONE]"] if streamed else [response.json()]
+    answers = chunks_in(response.text) if streamed else [response.json()]
     num_tokens = 0
     for choice in [choice for answer in answers for choice in answer["choices"] if choice["logprobs"]]:
         logprobs = choice["logprobs"]

@@ -183,6 +183,13 @@ async def test_a_trailing_slash_is_an_unknown_url_and_no_redirect() -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/", 200), (CHAT, 405), ("/no", 404)])
+async def test_head_is_answered_as_get(path: str, status: int) -> None:
+    async with serving() as (http, _):
+        response = await http.head(path)
+        assert (response.status_code, "x-request-id" in response.headers) == (status, True)
+
+
 @pytest.mark.parametrize(("given", "kept"), [("my-id", True), ("x" * 129, False), ("no spaces", False)])
 async def test_a_client_s_request_id_is_kept_where_it_is_sane(given: str, kept: bool) -> None:
     async with serving() as (http, _):
@@ -325,7 +332,7 @@ async def test_a_defect_of_the_answer_s_writer_is_logged_without_its_message(
     def breaks(*_: object) -> bytes:
         raise ValueError(MARKER)
 
-    monkeypatch.setattr("deploy.api.formats.ChoiceWriter.document", breaks)
+    monkeypatch.setattr("deploy.api.choice_writer.ChoiceWriter.document", breaks)
     async with serving() as (http, _):
         assert (await http.post(CHAT, json=chat_body(messages=MESSAGES))).status_code == 500
     assert "ValueError" in caplog.text

@@ -21,7 +21,9 @@ from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
 from deploy.api.settings import MAX_PROMPTS_BYTES, ApiSettings, sampling_defaults
 from tests.support.api import (
+    CHAT,
     CHAT_TEMPLATE,
+    COMPLETIONS,
     MAX_MODEL_LEN,
     MODEL,
     chat_body,
@@ -30,8 +32,6 @@ from tests.support.api import (
     serving,
     token_ids,
 )
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 async def requests_of(path: str, body: dict[str, Any], **settings: Any) -> list[Request]:

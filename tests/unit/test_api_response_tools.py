@@ -62,11 +62,16 @@ def test_a_recorded_call_of_codex_is_answered() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("arguments", "text"), [({"input": "*** Begin\n+é"}, "*** Begin\n+é"), ({"text": "a"}, '{"text": "a"}')]
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin\\n+é"}', "*** Begin\n+é"),
+        ('{"input": "half: \\ud800"}', "half: ?"),
+        ('{"text": "a"}', '{"text": "a"}'),
+    ],
 )
-def test_a_custom_tool_is_called_with_a_text(stream: bool, arguments: dict[str, Any], text: str) -> None:
+def test_a_custom_tool_is_called_with_a_text(stream: bool, arguments: str, text: str) -> None:
     body = {"input": "a", "tools": [{**CUSTOM, "format": GRAMMAR}], "max_output_tokens": 200, "stream": stream}
-    response, prompt = post(call("patch", arguments), body)
+    response, prompt = post(f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>', body)
     assert "start: begin" in prompt
     if stream:
         events = events_of(response)

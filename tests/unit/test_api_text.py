@@ -236,13 +236,6 @@ def test_an_unfinished_character_before_the_end_of_the_sequence_is_not_the_end_s
     assert [(token.start, token.end) for token in delta.tokens] == [(0, 1), (1, 2), (2, 2)]
 
 
-def test_a_stop_token_is_no_text_either() -> None:
-    (comma,) = token_ids(",")
-    choice = choice_of(stop_token_ids=(comma,))
-    (delta,) = play(choice, commits_of([*token_ids("café"), comma], [], FinishReason.STOP), 1)
-    assert delta.text == "café"
-
-
 def test_drafts_behind_a_stop_string_were_not_needed() -> None:
     ids = list(token_ids("word by word"))
     choice = choice_of(stop=("word",))

@@ -1,5 +1,6 @@
 """Tools, reasoning and log-probabilities of prompts through the API, over a scripted cluster."""
 
+import asyncio
 import json
 import threading
 from contextlib import AbstractAsyncContextManager
@@ -15,10 +16,21 @@ from deploy.api.schema import ChatRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
-from tests.support.api import CHAT_TEMPLATE, chat_body, completion_body, events, fast_tokenizer, saying, serving
-from tests.support.scripted import ScriptedClient
+from tests.support.api import (
+    CHAT,
+    CHAT_TEMPLATE,
+    COMPLETIONS,
+    chat_body,
+    chunks_in,
+    completion_body,
+    fast_tokenizer,
+    finishing,
+    saying,
+    serving,
+    token_ids,
+)
+from tests.support.scripted import ScriptedClient, Step
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -51,10 +63,8 @@ async def streamed(http: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, An
     response = await http.post(CHAT, json=chat_body(stream=True, **fields))
     message: dict[str, Any] = {"calls": {}}
     finish = ""
-    for data in events(response.text):
-        if data == "[DONE]":
-            continue
-        for choice in json.loads(data)["choices"]:
+    for chunk in chunks_in(response.text):
+        for choice in chunk["choices"]:
             finish = choice["finish_reason"] or finish
             delta = choice["delta"]
             for name in ("content", "reasoning_content"):
@@ -108,6 +118,26 @@ async def test_calls_of_tools_in_an_answer_and_in_its_stream() -> None:
         prompt = fast_tokenizer().decode(list(cluster.requests[0].prompt_token_ids), skip_special_tokens=False)
         assert '<tools>\n{"type": "function", "function": {"name": "get_weather"' in prompt
         assert prompt.startswith("<|start|>system\nYou may call functions")
+
+
+HALF = [
+    ("hermes", r'<tool_call>{"name": "f\ud800", "arguments": {}}</tool_call>', "f?", "{}"),
+    ("hermes", r'<tool_call>{"arguments": "{\"a\": \"\ud800\"}", "name": "f"}</tool_call>', "f", '{"a": "?"}'),
+    ("pythonic", r"[f(a='\ud800')]", "f", '{"a": "?"}'),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "name", "arguments"), HALF)
+async def test_a_call_may_have_half_of_a_surrogate_pair(form: str, text: str, name: str, arguments: str) -> None:
+    async with serving(saying(text), max_model_len=4096, tool_call_parser=form) as (http, _):
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        (choice,) = (await http.post(CHAT, json=chat_body(tools=tools))).json()["choices"]
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
+        message, _ = await streamed(http, tools=tools)
+        assert message["calls"][0]["arguments"] == arguments
+        body = {**chat_body(max_tokens=200), "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+        (block,) = (await http.post("/v1/messages", json=body)).json()["content"]
+        assert block["input"] == json.loads(arguments)
 
 
 async def test_calls_are_text_without_tools() -> None:
@@ -199,7 +229,16 @@ async def test_earlier_calls_and_results_in_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"), [("", "{}"), ("  ", "{}"), ("{", '"{"'), ("[" * 100_000, '"[[['), ("[1]", "[1]")]
+    ("arguments", "shown"),
+    [
+        ("", "{}"),
+        ("  ", "{}"),
+        ("{", '"{"'),
+        ("[" * 100_000, '"[[['),
+        ("[" * 900 + "]" * 900, '"[[['),
+        (r'{"half": "\ud800"}', '"{'),
+        ("[1]", "[1]"),
+    ],
 )
 async def test_whatever_arguments_earlier_calls_have_the_prompt_is_made(arguments: str, shown: str) -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}]
@@ -249,7 +288,7 @@ async def test_choices_have_calls_of_their_own() -> None:
             CHAT,
             json=chat_body(tools=TOOLS, max_tokens=150, n=3, stream=True, stream_options={"include_usage": True}),
         )
-        chunks = [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+        chunks = chunks_in(response.text)
         assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
         assert chunks[-1]["choices"] == []
         for index in range(3):
@@ -277,6 +316,7 @@ async def test_parameters_must_be_those_of_an_object() -> None:
         ({"guided_json": '{"items":'}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "5"}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a" * 65_530}, "guided_regex"),
+        ({"guided_json": "[" * 987 + "]" * 987}, "guided_json"),  # for Python not too deep to read, but to write
     ],
 )
 async def test_a_malformed_grammar_beside_tools_is_a_400(fields: dict[str, Any], param: str) -> None:
@@ -318,6 +358,29 @@ async def test_log_probabilities_of_the_prompt() -> None:
         assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+async def test_a_streamed_echo_waits_for_the_log_probabilities_of_its_own_prompt() -> None:
+    is_read = asyncio.Event()
+
+    def script(request: Any) -> list[Step]:
+        commits: list[Step] = list(finishing(request, token_ids("the answer")))
+        return [is_read, *commits] if request.id.endswith("-1") else [*commits[:2], is_read, *commits[2:]]
+
+    async with serving(script) as (http, cluster):
+        fields = {"prompt": ["an answer", "another"], "echo": True, "logprobs": 1, "max_tokens": 4, "stream": True}
+        asking = asyncio.create_task(http.post(COMPLETIONS, json=completion_body(**fields)))
+        await cluster.asked(2)
+        for _ in range(20):
+            await asyncio.sleep(0)  # the first tokens of the first choice are written
+        is_read.set()
+        response = await asking
+    assert response.status_code == 200, response.text
+    choices = [chunk["choices"][0] for chunk in chunks_in(response.text)]
+    for i, prompt in enumerate(fields["prompt"]):
+        first = next(choice for choice in choices if choice["index"] == i)
+        assert first["text"] == prompt
+        assert len(first["logprobs"]["tokens"]) == len(token_ids(prompt))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_an_echo_with_log_probabilities(max_tokens: int, stream: bool) -> None:
@@ -327,7 +390,7 @@ async def test_an_echo_with_log_probabilities(max_tokens: int, stream: bool) -> 
         response = await http.post(COMPLETIONS, json=completion_body(**fields, stream=stream))
         assert response.status_code == 200, response.text
         if stream:
-            chunks = [json.loads(data)["choices"][0] for data in events(response.text) if data != "[DONE]"]
+            chunks = [chunk["choices"][0] for chunk in chunks_in(response.text)]
             choice = {
                 "text": "".join(chunk["text"] for chunk in chunks),
                 "logprobs": {

@@ -1,7 +1,6 @@
 """Fields that vLLM's clients send, and what they do here."""
 
 import asyncio
-import json
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,23 +11,24 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Prefill, Request, TokenLogprobs
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import (
+    CHAT,
+    COMPLETIONS,
     MAX_MODEL_LEN,
     MODEL,
+    TEXT,
+    ask,
     chat_body,
+    chunks_in,
     completion_body,
     end_id,
-    events,
     finishing,
-    saying,
     serving,
+    stream,
     token_ids,
     tokenizer,
 )
 from tests.support.asgi import Caller
 from tests.support.scripted import Step
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEXT = "the answer is forty-two"
 
 OFF: dict[str, Any] = {
     "bad_words": [],
@@ -45,20 +45,6 @@ OFF: dict[str, Any] = {
     "return_token_ids": False,
     "allowed_token_ids": None,
 }
-
-
-async def ask(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> dict[str, Any]:
-    async with serving(saying(text, **how)) as (http, _):
-        response = await http.post(path, json=body)
-        assert response.status_code == 200, response.text
-        assert "x-outrider-warning" not in response.headers
-        return dict(response.json())
-
-
-async def chunks_of(path: str, body: dict[str, Any], text: str = TEXT) -> list[dict[str, Any]]:
-    async with serving(saying(text)) as (http, _):
-        response = await http.post(path, json={**body, "stream": True})
-        return [json.loads(data) for data in events(response.text) if data != "[DONE]"]
 
 
 async def request_of(path: str, body: dict[str, Any]) -> Request:
@@ -123,17 +109,18 @@ async def test_the_stop_string_is_part_of_the_text_if_asked_for(num_per_round: i
     assert "".join(segment["text"] for segment in segments) == "the answer is"
 
 
+COMMA = token_ids(",")[0]
+
+
+def stopped_by_a_comma(request: Request) -> list[Step]:
+    *steps, last = finishing(request, token_ids("the answer"))
+    return [*steps, replace(last, token_ids=(*last.token_ids[:-1], COMMA))]
+
+
 async def test_the_stop_token_is_part_of_the_text_if_asked_for() -> None:
-    (comma,) = token_ids(",")
-
-    def script(request: Request) -> list[Step]:
-        steps = list(finishing(request, token_ids("the answer")))
-        last = steps.pop()
-        return [*steps, replace(last, token_ids=(*last.token_ids[:-1], comma))]
-
-    async with serving(script) as (http, _):
+    async with serving(stopped_by_a_comma) as (http, _):
         for include, text in ((False, "the answer"), (True, "the answer,")):
-            body = chat_body(stop_token_ids=[comma], include_stop_str_in_output=include)
+            body = chat_body(stop_token_ids=[COMMA], include_stop_str_in_output=include)
             answer = (await http.post(CHAT, json=body)).json()
             assert answer["choices"][0]["message"]["content"] == text
 
@@ -142,7 +129,7 @@ async def test_token_ids_of_a_chat() -> None:
     whole = await ask(CHAT, chat_body(return_token_ids=True))
     assert tokenizer().text_of(whole["prompt_token_ids"]).startswith("<|start|>user\nwhat is it?")
     assert whole["choices"][0]["token_ids"] == [*token_ids(TEXT), end_id()]
-    first, *rest = await chunks_of(CHAT, chat_body(return_token_ids=True))
+    first, *rest = await stream(CHAT, chat_body(return_token_ids=True))
     assert first["prompt_token_ids"] == whole["prompt_token_ids"]
     assert all("prompt_token_ids" not in chunk for chunk in rest)
     streamed = [i for chunk in rest for i in chunk["choices"][0]["token_ids"]]
@@ -160,7 +147,7 @@ async def test_token_ids_of_completions() -> None:
         list(token_ids("an answer")),
     ]
     assert [choice["token_ids"] for choice in whole["choices"]] == [list(token_ids(TEXT)[:3])] * 2
-    chunks = await chunks_of(COMPLETIONS, body)
+    chunks = await stream(COMPLETIONS, body)
     prompts = {c["choices"][0]["index"]: c["choices"][0].get("prompt_token_ids") for c in reversed(chunks)}
     assert prompts == {0: list(token_ids("the")), 1: list(token_ids("an answer"))}
 
@@ -170,7 +157,7 @@ async def test_echo() -> None:
     whole = await ask(COMPLETIONS, body)
     assert [choice["text"] for choice in whole["choices"]] == ["the " + TEXT] * 2 + ["an answer " + TEXT] * 2
     texts = dict.fromkeys(range(4), "")
-    for chunk in await chunks_of(COMPLETIONS, body):
+    for chunk in await stream(COMPLETIONS, body):
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
     assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
     ids = await ask(COMPLETIONS, completion_body(prompt=[end_id(), *token_ids("the ")], echo=True))
@@ -232,7 +219,7 @@ async def test_how_speculative_decoding_went(path: str, body: Any) -> None:
         assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
         options = {"stream": True, "stream_options": {"include_usage": True}}
         response = await http.post(path, json=body(max_tokens=20, **options))
-        *chunks, last = [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+        *chunks, last = chunks_in(response.text)
         assert last["choices"] == []
         assert last["metrics"] == whole["metrics"]
         assert last["usage"] == whole["usage"]
@@ -301,23 +288,16 @@ async def test_tokenize_and_detokenize() -> None:
 
 
 async def test_the_reason_of_a_stop_is_told() -> None:
-    (comma,) = token_ids(",")
-
-    def stopped(request: Request) -> list[Step]:
-        steps = list(finishing(request, token_ids("the answer")))
-        last = steps.pop()
-        return [*steps, replace(last, token_ids=(*last.token_ids[:-1], comma))]
-
     for path, body in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
         assert (await ask(path, body(stop=["r is", "never"])))["choices"][0]["stop_reason"] == "r is"
         assert (await ask(path, body(max_tokens=2)))["choices"][0]["stop_reason"] is None
         assert (await ask(path, body(max_tokens=50)))["choices"][0]["stop_reason"] is None
-        *chunks, last = await chunks_of(path, body(stop=["r is"]))
+        *chunks, last = await stream(path, body(stop=["r is"]))
         assert last["choices"][0]["stop_reason"] == "r is"
         assert all("stop_reason" not in chunk["choices"][0] for chunk in chunks)
-        async with serving(stopped) as (http, _):
-            answer = (await http.post(path, json=body(stop_token_ids=[comma]))).json()
-            assert answer["choices"][0]["stop_reason"] == comma
+        async with serving(stopped_by_a_comma) as (http, _):
+            answer = (await http.post(path, json=body(stop_token_ids=[COMMA]))).json()
+            assert answer["choices"][0]["stop_reason"] == COMMA
 
 
 async def test_the_usage_so_far_is_in_each_chunk_if_asked_for() -> None:
@@ -334,13 +314,13 @@ async def test_the_usage_so_far_is_in_each_chunk_if_asked_for() -> None:
         await caller.got_body.wait()
         is_read.set()
         await answer
-        chunks = [json.loads(data) for data in events(caller.body) if data != "[DONE]"]
+        chunks = chunks_in(caller.body)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert (counts[0], counts[-1]) == (1, len(token_ids(TEXT)) + 1)
         assert chunks[-1]["choices"] == []
         assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
-        (*rest, last) = await chunks_of(path, body(stream_options={"include_usage": True}))
+        (*rest, last) = await stream(path, body(stream_options={"include_usage": True}))
         assert all(chunk["usage"] is None for chunk in rest)
         assert last["usage"] is not None
 

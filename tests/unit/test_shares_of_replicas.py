@@ -76,9 +76,7 @@ async def test_a_tenant_s_sequences_are_divided_and_too_few_are_refused(tmp_path
     for num, share in ((1, 5), (2, 2), (5, 1)):
         admission.divide(num)
         assert [admission.is_busy(share, "search"), admission.is_busy(share + 1, "search")] == [False, True]
-        with pytest.raises(
-            OutriderError, match="2 sequences exceed the 1 that a call of search may have"
-        ):  # others may join
+        with pytest.raises(OutriderError, match="2 sequences exceed the 1 that a call of search may have"):
             async with admission.admitted(2, "search"):
                 raise AssertionError
     with pytest.raises(

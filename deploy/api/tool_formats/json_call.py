@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 
-from deploy.api.answer_parts import Arguments, CallStart
+from deploy.api.answer_parts import Arguments, CallStart, whole_characters
 from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
 from deploy.api.tool_formats.scanner import CallReader
 
@@ -197,4 +197,4 @@ def _string(text: str) -> str | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return whole_characters(value) if isinstance(value, str) else None

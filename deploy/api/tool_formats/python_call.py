@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from cluster.sampling_params import MAX_GRAMMAR_CHARS
-from deploy.api.answer_parts import Arguments, CallStart
+from deploy.api.answer_parts import Arguments, CallStart, whole_characters
 from deploy.api.grammar_parts import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.messages import Tool
 from deploy.api.tool_formats.scanner import CallReader
@@ -89,7 +89,7 @@ def _scalar(token: re.Match[str]) -> str:
     if token["string"] is not None and text[:3] not in ('"""', "'''"):
         text = text.replace("\r", "\\r").replace("\n", "\\n") if "\\\n" not in text else text
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        return whole_characters(json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError):
         return "?"
 

@@ -1,25 +1,107 @@
 """JSON of chat and completion choices."""
 
-import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.types import FinishReason, TokenLogprobs
-from deploy.api.answer import Envelope, encode_json, metrics_of, total_counts, usage_of
-from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
+from deploy.api.answer import Answer, acceptance_of, call_id, encode_json, usage_of
+from deploy.api.answer_parts import Arguments, CallStart, Reasoning, Text
 from deploy.api.call import DONE
 from deploy.api.choice import Choice, Delta, OutputToken
 from deploy.api.errors import ApiError
-from deploy.api.tokenizer import Tokenizer
+from deploy.api.schema import GenerationFields, StreamOptions
 
 _LOWEST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-class _Format(ABC):
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+class ChoiceWriter(ABC):
+    """``deploy.api.call.AnswerWriter`` for answers that are lists of choices."""
+
+    _kind: ClassVar[str]  # of a whole answer
+    _chunk_kind: ClassVar[str]
+
+    def __init__(self, fields: GenerationFields, answer: Answer) -> None:
+        self._answer = answer
+        options = fields.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._continuous_usage = self._include_usage and bool(options.continuous_usage_stats)
+        self._drafting_details = bool(fields.drafting_details)
+        self._num_unfinished = len(answer.choices)
+        self._begun: set[int] = set()  # choices, by their indices
+        common = {
+            "id": answer.id,
+            "object": self._chunk_kind if fields.stream else self._kind,
+            "created": int(time.time()),
+            "model": answer.model,
+            "system_fingerprint": answer.fingerprint,
+        }
+        self._head = encode_json(common)[:-1]  # of the answer, or of all chunks
+
+    def document(self, deltas: Sequence[Delta]) -> bytes:
+        choices = self._answer.choices
+        whole = [self._whole(choice, delta) for choice, delta in zip(choices, deltas, strict=True)]
+        outrider = acceptance_of(choices)
+        if self._drafting_details:
+            outrider["segments"] = [list(map(asdict, delta.segments)) for delta in deltas]
+        fields = {"choices": whole, "usage": usage_of(choices), "outrider": outrider, **self._root(), **self._metrics()}
+        return self._object(fields)
+
+    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
+        events = []
+        for choice, delta in batch:
+            if choice.index not in self._begun:  # only now the log-probabilities of its prompt are known
+                self._begun.add(choice.index)
+                if (opening := self._opening(choice)) is not None:
+                    events.append(self._event(opening, **self._root()))
+            self._num_unfinished -= delta.finish is not None
+            outrider: dict[str, object] = {}
+            if self._drafting_details:
+                outrider["segments"] = list(map(asdict, delta.segments))
+            if self._num_unfinished == 0 and not self._include_usage:
+                outrider |= acceptance_of(self._answer.choices)
+            events.append(self._event(self._chunk(choice, delta), **({"outrider": outrider} if outrider else {})))
+        return b"".join(events)
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        choices = self._answer.choices
+        last = {"choices": [], "usage": usage_of(choices), "outrider": acceptance_of(choices), **self._metrics()}
+        return b"data: " + self._object(last) + b"\n\n" + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return f"data: {encode_json(error.body())}\n\n".encode() + DONE
+
+    def _event(self, choice: dict[str, object], **fields: object) -> bytes:
+        """One server-sent event."""
+        usage = usage_of(self._answer.choices) if self._continuous_usage else None
+        usages = {"usage": usage} if self._include_usage else {}  # as in OpenAI's API: null in all chunks but the last
+        return b"data: " + self._object({"choices": [choice], **usages, **fields}) + b"\n\n"
+
+    def _object(self, fields: dict[str, object]) -> bytes:
+        return f"{self._head},{encode_json(fields)[1:]}".encode()
+
+    def _metrics(self) -> dict[str, object]:
+        """vLLM's ``metrics``, which describe one sequence: empty for a call with several."""
+        choices = self._answer.choices
+        return {"metrics": {"speculative_decoding": choices[0].counts.speculative_decoding()}} if len(choices) == 1 else {}
+
+    def _root(self) -> dict[str, object]:
+        """Fields beside ``choices``, in the whole answer or the first chunk of a choice."""
+        return {}
+
+    @abstractmethod
+    def _opening(self, choice: Choice) -> dict[str, object] | None:
+        """The first chunk of a choice's stream, if there is one before its text."""
+
+    @abstractmethod
+    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
+
+    @abstractmethod
+    def _whole(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
 
     @abstractmethod
     def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]: ...
@@ -35,7 +117,7 @@ class _Format(ABC):
     def _ranked(self, token_id: int, found: TokenLogprobs) -> dict[str, object]:
         top = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(found.top, start=1) if top_id != token_id]
         return {
-            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_name(one)}
+            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._answer.tokenizer.token_name(one)}
             for one, logprob, rank in ((token_id, found.logprob, found.rank), *top)
         }
 
@@ -51,29 +133,27 @@ class _Format(ABC):
         }
 
 
-class ChatFormat(_Format):
+class ChatWriter(ChoiceWriter):
     """OpenAI's chat format."""
 
-    id_prefix = "chatcmpl-"
-    kind = "chat.completion"  # of a whole answer
-    chunk_kind = "chat.completion.chunk"
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
 
-    def opening(self, choice: Choice) -> dict[str, object] | None:
-        """The first chunk of a choice's stream, if there is one before its text."""
+    def _opening(self, choice: Choice) -> dict[str, object] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
-        """Fields beside ``choices``, in the whole answer or a stream's first chunk."""
-        return _prompt_token_ids(choices[0]) | self._prompt_logprobs(choices[0])
+    def _root(self) -> dict[str, object]:
+        first = self._answer.choices[0]
+        return _prompt_token_ids(first) | self._prompt_logprobs(first)
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
+    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
         content: dict[str, object] = {"content": delta.text} if delta.text else {}
         if choice.options.new_parser is not None:
             content = self._parsed(choice, delta)
         return {"index": choice.index, "delta": content, **self._ending(choice, delta)}
 
-    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
+    def _whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": delta.text, "refusal": None}
         if choice.options.new_parser is not None:
             parsed = self._parsed(choice, delta)
@@ -114,22 +194,20 @@ class ChatFormat(_Format):
         }
 
     def _named(self, token_id: int, logprob: float | None) -> dict[str, object]:
-        spelled = self._tokenizer.token_bytes(token_id)
+        spelled = self._answer.tokenizer.token_bytes(token_id)
         return {
-            "token": self._tokenizer.token_name(token_id),
+            "token": self._answer.tokenizer.token_name(token_id),
             "logprob": _finite(logprob),
             "bytes": list(spelled) if spelled else None,
         }
 
 
-class CompletionFormat(_Format):
+class CompletionWriter(ChoiceWriter):
     """OpenAI's legacy format: parallel lists, and a mapping from token to log-probability per position."""
 
-    id_prefix = "cmpl-"
-    kind = "text_completion"
-    chunk_kind = "text_completion"
+    _kind = _chunk_kind = "text_completion"
 
-    def opening(self, choice: Choice) -> dict[str, object] | None:
+    def _opening(self, choice: Choice) -> dict[str, object] | None:
         prompt_token_ids = _prompt_token_ids(choice)
         if choice.options.echo is None and not prompt_token_ids:
             return None
@@ -137,15 +215,12 @@ class CompletionFormat(_Format):
         logprobs = self._echoed(choice)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None, **prompt_token_ids}
 
-    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
-        return {}
-
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
+    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
         return {"index": choice.index, "text": delta.text, **self._ending(choice, delta)}
 
-    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
+    def _whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         echo = choice.options.echo or ""
-        fields = {**self.chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
+        fields = {**self._chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
         echoed = self._echoed(choice)
         if echoed is not None:
             own = self._columns(() if choice.options.is_prompt_only else delta.tokens, len(echo))
@@ -159,7 +234,7 @@ class CompletionFormat(_Format):
             return None
         ids = choice.request.prompt_token_ids
         found = [None, *(replace(one, top=one.top[:num_top]) for one in choice.prompt_logprobs)]
-        bounds = self._tokenizer.bounds(ids, choice.options.echo)
+        bounds = self._answer.tokenizer.bounds(ids, choice.options.echo)
         tokens = [OutputToken(i, *bound, None, one) for i, bound, one in zip(ids, bounds, found, strict=True)]
         columns = self._columns(tokens, 0)
         columns["top_logprobs"][0] = None
@@ -185,99 +260,16 @@ class CompletionFormat(_Format):
 
     def _name(self, token_id: int) -> str:
         """Distinct also for incomplete characters, which would all decode to U+FFFD."""
-        spelled = self._tokenizer.token_bytes(token_id)
+        spelled = self._answer.tokenizer.token_bytes(token_id)
         try:
-            return spelled.decode("utf-8") or self._tokenizer.token_name(token_id)
+            return spelled.decode("utf-8") or self._answer.tokenizer.token_name(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-AnswerFormat = ChatFormat | CompletionFormat
 
 
 def _prompt_token_ids(choice: Choice) -> dict[str, object]:
     return {"prompt_token_ids": choice.request.prompt_token_ids} if choice.options.token_ids else {}
 
 
-def parts_of(choice: Choice, delta: Delta) -> Sequence[Part]:
-    """The new parts, also of a choice that is not parsed."""
-    if choice.options.new_parser is not None:
-        return delta.parts
-    return (Text(delta.text),) if delta.text else ()
-
-
-def call_id(choice: Choice, call: CallStart) -> str:
-    """The model's id of a tool call, or a new one with letters and digits at its end: Mistral's templates ask for nine."""
-    if call.id is not None:
-        return call.id
-    digest = hashlib.sha256(f"{choice.request.id} {call.index}".encode()).hexdigest()
-    return digest[:9] if choice.options.short_ids else f"call_{digest[:24]}"
-
-
 def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is None else max(logprob, _LOWEST_LOGPROB)
-
-
-class ChoiceWriter:
-    """``deploy.api.call.AnswerWriter`` for answers that are lists of choices."""
-
-    def __init__(
-        self,
-        choices: Sequence[Choice],
-        form: AnswerFormat,
-        envelope: Envelope,
-        *,
-        include_usage: bool,
-        continuous_usage: bool,
-        drafting_details: bool,
-    ) -> None:
-        self._choices = choices
-        self._format = form
-        self._envelope = envelope
-        self._include_usage = include_usage
-        self._continuous_usage = include_usage and continuous_usage
-        self._drafting_details = drafting_details
-        self._num_unfinished = len(choices)
-
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        whole = [self._format.whole(choice, delta) for choice, delta in zip(self._choices, deltas, strict=True)]
-        outrider = self._acceptance()
-        if self._drafting_details:
-            outrider["segments"] = [list(map(asdict, delta.segments)) for delta in deltas]
-        root = {**self._format.root(self._choices), **metrics_of(self._choices)}
-        fields = {"choices": whole, "usage": usage_of(self._choices), "outrider": outrider, **root}
-        return self._envelope.document(fields)
-
-    def opening(self) -> bytes:
-        openings = [self._format.opening(choice) for choice in self._choices]
-        root = self._format.root(self._choices)
-        usage = self._usage_so_far()
-        return b"".join(self._envelope.event([opening], usage=usage, **root) for opening in openings if opening is not None)
-
-    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
-        events = []
-        for choice, delta in batch:
-            self._num_unfinished -= delta.finish is not None
-            outrider: dict[str, object] = {}
-            if self._drafting_details:
-                outrider["segments"] = list(map(asdict, delta.segments))
-            if self._num_unfinished == 0 and not self._include_usage:
-                outrider |= self._acceptance()
-            chunk, usage = self._format.chunk(choice, delta), self._usage_so_far()
-            events.append(self._envelope.event([chunk], usage=usage, outrider=outrider or None))
-        return b"".join(events)
-
-    def closing(self) -> bytes:
-        if not self._include_usage:
-            return DONE
-        fields = {"outrider": self._acceptance(), **metrics_of(self._choices)}
-        return self._envelope.event([], usage=usage_of(self._choices), **fields) + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return f"data: {encode_json(error.body())}\n\n".encode() + DONE
-
-    def _usage_so_far(self) -> dict[str, object] | None:
-        return usage_of(self._choices) if self._continuous_usage else None
-
-    def _acceptance(self) -> dict[str, object]:
-        return {"acceptance": total_counts(self._choices).as_json()}
