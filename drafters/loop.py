@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_PERIOD_S = 0.1  # of level reports and scores; the router reads them once a slot
 MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
+LONGEST_SCORING_S = 1.0  # that a step of scoring counts for: a machine that was suspended would score nothing for long
 
 
 # What the first half of a step did. ``answered`` took no time of the drafter; the proposals of ``drafted`` are not sent yet.
@@ -115,7 +116,7 @@ class DrafterLoop:
             )
             self._send_proposals(found, {}, now_s, timings)
         elif work == "scored":
-            self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
+            self._next_spare_s = now_s + min(now_s - began_s, LONGEST_SCORING_S) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
                 self._next_scores_s = now_s + REPORT_PERIOD_S
                 for peer in [peer for peer in self.sessions.peers.values() if peer.scores]:

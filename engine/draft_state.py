@@ -41,6 +41,7 @@ class DraftState:
     is_displaced: bool = False  # a free draft is verified in place of the drafter's, which is asked for none meanwhile
     expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
     held_since_s: float | None = None  # for its proposal, by the last plan; None: it is not held
+    held_until_s: float = 0.0  # at most, by that plan
     proposal: Proposal | None = None  # extends the committed tokens
     # Other proposals at hand, with their survival: those that are expected to bring less. They are judged, too.
     passed_over: list[Candidate] = field(default_factory=list)
@@ -127,17 +128,19 @@ class DraftState:
     def is_held(self) -> bool:
         return self.held_since_s is not None
 
-    def hold(self, now_s: float) -> None:
-        """The request is left out of a pass until its proposal comes."""
+    def hold(self, now_s: float, until_s: float) -> None:
+        """The request is left out of a pass until its proposal comes, or ``until_s``."""
         if self.held_since_s is None:
             self.held_since_s = now_s
+        self.held_until_s = until_s
 
     def end_hold(self, now_s: float) -> float | None:
-        """The request is in a pass again. Returns its waiting time if the hold ran out before the proposal came."""
+        """The request is in a pass again. Returns its waiting time if the hold ran out before the proposal came: as planned,
+        since a machine that was suspended waited for longer."""
         was_held, self.held_since_s = self.is_held, None
         if not was_held or self.awaiting_since_s is None or self.drafter is None:
             return None
-        return now_s - self.awaiting_since_s
+        return min(now_s, self.held_until_s) - self.awaiting_since_s
 
     def preempt(self) -> None:
         self.held_since_s = None

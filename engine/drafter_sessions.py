@@ -175,8 +175,8 @@ class DrafterSessions:
                 held_since_s, waited_s = draft.held_since_s, draft.end_hold(now_s)
                 if held_since_s is not None and draft.drafter is not None:
                     self.learning.held(draft.drafter, now_s - held_since_s, waited_s)
-        for request_id in plan.held:
-            self._sequences[request_id].draft.hold(now_s)
+        for request_id, until_s in plan.held.items():
+            self._sequences[request_id].draft.hold(now_s, until_s)
         self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
 
     def set_budgets(self, budgets: Mapping[str, DraftTerms]) -> None:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
+LONGEST_ROUND = 32.0  # steps that a round of a request counts for at most: the machine may have been suspended
 # Upper bounds of histograms.
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 OCTAVES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
@@ -202,7 +203,8 @@ class Telemetry:
             tally.num_proposed += commit.num_proposed
             tally.num_accepted += commit.num_accepted
             tally.num_committed += num_committed
-            tally.elapsed_s += self.step_s.value if before_s is None else now_s - before_s
+            step_s, round_s = self.step_s.value, 0.0 if before_s is None else now_s - before_s
+            tally.elapsed_s += step_s if before_s is None else min(round_s, LONGEST_ROUND * step_s or round_s)
             if judgement is not None:
                 failed = judgement.failed(num_committed, draft_len, ended=commit.finish is not None)
                 count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)

@@ -6,7 +6,7 @@ from functools import partial
 
 from cluster.drafting_counts import DraftingCounts, DraftingTally
 from cluster.types import record
-from router.estimates.decayed import RECENT, USUAL, DecayedMean
+from router.estimates.decayed import RECENT, UNUSUAL, USUAL, DecayedMean
 from router.estimates.draft_times import DraftTimes
 from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
@@ -141,13 +141,16 @@ class DrafterStats:
         return self.accepted_per_round.value if self.num_judged >= MIN_RECORDS else 0.0
 
     def replied(self, reply_s: float) -> None:
-        """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then."""
+        """Adds a reply time: from the commit to the arrival of the proposal, which may lie unread for a pass then. One of a
+        machine that was suspended for minutes would end holds for a hundred rounds."""
+        self.tally.reply_s.note(reply_s)
+        if usual_s := max(self.reply_s.value, self.times.at(self.times.batch)):
+            reply_s = min(reply_s, UNUSUAL * usual_s)
         self.reply_s.add(reply_s)
         if self.latest_draft_s is not None:
             transit_s = max(0.0, reply_s - self.latest_draft_s)
             known = transit_s if self.transit_s is None else self.transit_s
             self.transit_s = min(transit_s, known + _TRANSIT_WEIGHT * (transit_s - known))
-        self.tally.reply_s.note(reply_s)
 
     def awaited(self, was_awaited: bool) -> None:
         """Whether the target had nothing to compute when a proposal came."""

@@ -103,7 +103,7 @@ class Departures:
     def note(self, now_s: float, num_ended: int) -> None:
         if self._last_s is not None:
             for _ in range(num_ended):
-                self._interval.add((now_s - self._last_s) / num_ended)
+                self._interval.add(self._interval.clipped((now_s - self._last_s) / num_ended))
         self._last_s = now_s
 
     def idle(self) -> None:

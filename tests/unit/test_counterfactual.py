@@ -87,6 +87,19 @@ class Bench:
         return found
 
 
+@pytest.mark.parametrize(("took_s", "rests_s"), [(0.5, 4.5), (150.0, 9.0)])
+def test_scoring_has_its_share_of_time_but_for_a_pause_of_the_machine(took_s: float, rests_s: float) -> None:
+    bench = Bench(make(NgramOptions(), Site(None, "cpu")))
+    bench.loop = DrafterLoop("d", make(NgramOptions(), Site(None, "cpu")), bench.mailbox, spare_share=0.1)
+    bench.open("r", PROMPT, SAMPLED, 0)
+    bench.mail(extends=(Extend("r", len(PROMPT), PROMPT),))
+    assert bench.loop.begin(0.0) == "scored"
+    bench.loop.finish("scored", 0.0, took_s)
+    bench.mail(extends=(Extend("r", 2 * len(PROMPT), PROMPT),))
+    assert bench.loop.begin(took_s) == "nothing"
+    assert bench.loop.next_due_s() == pytest.approx(took_s + rests_s)
+
+
 def scored(
     make_one: Callable[[], Drafter], text: Sequence[int], sampling: SamplingParams, lens: Sequence[int]
 ) -> dict[int, DraftScore]:

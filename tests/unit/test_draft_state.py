@@ -96,16 +96,18 @@ def test_a_hold_that_runs_out_says_how_long_it_waited() -> None:
     draft = start()
     assert draft.end_hold(2.0) is None
     draft.expect(1.0, is_queried=True)
-    draft.hold(2.0)
-    draft.hold(3.0)
+    draft.hold(2.0, 4.0)
+    draft.hold(3.0, 4.0)
     assert draft.held_since_s == 2.0
     assert draft.end_hold(3.5) == 2.5
     assert not draft.is_held
-    draft.hold(4.0)
+    draft.hold(3.5, 4.0)
+    assert draft.end_hold(150.0) == 3.0, "a suspended machine waits for longer than planned"
+    draft.hold(4.0, 5.0)
     draft.offer(propose(3, 5))
     assert draft.end_hold(4.0) is None, "the proposal has come"
     draft.expect(5.0, is_queried=True)
-    draft.hold(4.0)
+    draft.hold(4.0, 5.0)
     draft.preempt()
     assert draft.end_hold(6.0) is None, "a preempted request waits for nothing"
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, SubmitRound
+from cluster.messages import Budget, CommitRound, DraftRound, Extend, Hello, ProposalRound, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, DraftTerms, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, Proposal, Request, RoutingTable
 from engine.loop_status import StepReport
 from engine.request_spans import RequestSpans
 from engine.round import DrafterPool, Policies, TargetLoop
@@ -100,6 +100,48 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
         assert cost.step_s(1, 0) == pytest.approx(PASS_S)
     else:
         assert cost.step_s(1, 0) > 1.2 * PASS_S
+
+
+@pytest.mark.parametrize("paused", ["target", "drafter", "both"])
+def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) -> None:
+    """As of a machine that is suspended: a drafter that answers in 4 ms is late by minutes, once."""
+    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
+    table, cost = RoutingTable(1, defaults=(("d",),)), TableCost((1, 32), (PASS_S, PASS_S))
+    policies = Policies(draft_lengths=DraftLengths({"d": 2}))
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, policies, DrafterPool(table))
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    drafter = network.connect("memory://t", inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", Mailbox(), Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=150, ignore_eos=True), 0.0)
+    output, num_rounds, awaited_in = plain_run(request), 0, list[int]()
+    gateway.send(SubmitRound((request,)))
+    due: list[tuple[float, Proposal]] = []
+    while num_rounds < 32:
+        begun = loop.begin(clock.now_s)
+        if isinstance(begun, StepReport):
+            assert begun.wake_s is not None
+            pause_s = 150.0 if num_rounds == 20 and num_rounds not in awaited_in else 0.0
+            awaited_in.append(num_rounds)
+            if paused != "target":
+                due = [(at_s + pause_s, proposal) for at_s, proposal in due]
+            clock.now_s = min(begun.wake_s, *[at_s for at_s, _ in due], begun.wake_s + 1.0)
+            clock.now_s += 0.0 if paused == "drafter" else pause_s
+        else:
+            num_rounds += 1
+            loop.execute(begun)
+            clock.now_s += PASS_S
+            loop.finish(begun, clock.now_s)
+        for message in [one.message for one in inbox.drain() if isinstance(one, Received)]:
+            assert isinstance(message, DraftRound)
+            for one in (*message.opens, *message.extends):
+                base_len = len(one.token_ids) + (one.base_len if isinstance(one, Extend) else 0)
+                tokens = output[base_len - 3 : base_len - 1]
+                due.append((clock.now_s + 0.004, Proposal("r", base_len, tokens, (0.9,) * len(tokens), "d")))
+        for _, proposal in [one for one in due if one[0] <= clock.now_s]:
+            drafter.send(ProposalRound(1, (proposal,)))
+        due = [one for one in due if one[0] > clock.now_s]
+    assert len([number for number in awaited_in if number < 20]) > 10
+    assert [number for number in awaited_in if number > 20], f"awaited in rounds {awaited_in}"
 
 
 def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:

@@ -14,7 +14,7 @@ from cluster.config import (
     SuffixOptions,
 )
 from cluster.types import Commit, FinishReason, RoutingTable
-from engine.telemetry import Telemetry
+from engine.telemetry import LONGEST_ROUND, Telemetry
 from router.assignment import (
     Chain,
     MemberCosts,
@@ -256,6 +256,16 @@ def test_a_round_tells_which_positions_were_reached_and_right(
     right = expected.num_right
     assert seen.positions.num_reached == expected.num_reached
     assert tuple(n for n in seen.positions.num_right if n) == tuple(n for n in right if n)
+
+
+def test_a_pause_of_the_machine_is_no_time_of_the_drafter_that_it_befell() -> None:
+    telemetry = Telemetry()
+    for now_s in (0.02, 0.04, 150.04, 150.06):
+        commit = Commit("r", 10, (5,), drafter="d")
+        telemetry.count_round(commit, "d", now_s=now_s)
+        telemetry.record(1, [commit], 0.02, now_s)
+    (seen,) = telemetry.take_observations()
+    assert seen.elapsed_s == pytest.approx(0.02 + LONGEST_ROUND * 0.02 + 0.02)
 
 
 def test_a_draft_that_was_cut_short_is_not_taken_for_silence() -> None:
