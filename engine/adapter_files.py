@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,8 +103,9 @@ class PendingAdapters:
             return
         waiting = [item for item in self._reads.items() if item[1].began_s is None]
         for adapter, read in waiting[:free]:
-            read.began_s = now_s
-            threading.Thread(target=self._run, args=(adapter, read.done), name="adapter", daemon=True).start()
+            with suppress(RuntimeError):  # no thread can be started now
+                threading.Thread(target=self._run, args=(adapter, read.done), name="adapter", daemon=True).start()
+                read.began_s = now_s
 
     def _run(self, adapter: Adapter, done: "Future[InvalidField | None]") -> None:
         fault = None

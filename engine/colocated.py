@@ -4,6 +4,7 @@ where they draft: on the target's own thread, or in a lane beside it."""
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, Protocol
 
@@ -122,8 +123,9 @@ class InlineDrafters:
                     thread = threading.Thread(
                         target=self._run, args=(loop, unlink, lane, stop), name=f"lane {name}", daemon=True
                     )
-                    self._threads[name] = thread, stop
-                    thread.start()
+                    with suppress(RuntimeError):  # no thread can be started now: this is called again
+                        thread.start()
+                        self._threads[name] = thread, stop
 
     def _run(self, loop: InlineLoop, unlink: Callable[[], None], lane: Lane, stop: threading.Event) -> None:
         try:

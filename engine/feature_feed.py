@@ -121,7 +121,10 @@ class FeatureFeeds:
         if layers is None:
             return None
         feed = FeatureFeed(self._engine, self._columns(layers))
-        threading.Thread(target=self._connect, args=(feed, link), name=f"feed {link.peer.name}", daemon=True).start()
+        try:
+            threading.Thread(target=self._connect, args=(feed, link), name=f"feed {link.peer.name}", daemon=True).start()
+        except RuntimeError:  # no thread can be started now: the drafter dials again
+            link.close()
         return feed
 
     def _connect(self, feed: FeatureFeed, link: Link) -> None:

@@ -117,11 +117,15 @@ class PendingGrammars:
         if self._running is not None or not self._queue or len(self._late) >= MAX_LATE:
             return
         grammar = next(iter(self._queue))
-        wanted = self._queue.pop(grammar)
-        wanted.since_s = now_s
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        future = self._executor.submit(self.grammars.compile, grammar)
+        try:
+            future = self._executor.submit(self.grammars.compile, grammar)
+        except RuntimeError:  # no thread can be started now, and this executor would never try again
+            self._executor = None
+            return
+        wanted = self._queue.pop(grammar)
+        wanted.since_s = now_s
         self._running = grammar, wanted, future
         future.add_done_callback(lambda _: self.wake())
 

@@ -1,7 +1,9 @@
-"""Bounded polling for changes in other processes."""
+"""Bounded polling for changes in other processes, and a process that can start no more threads."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +17,16 @@ def eventually(truth: Callable[[], bool], deadline_s: float = DEADLINE_S) -> Non
     while not truth():
         assert time.monotonic() < end_s, f"did not become true within {deadline_s:g} s"
         time.sleep(0.05)
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """As where the system's limit is reached: a stack of this size finds no room."""
+    before = threading.stack_size(2**46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def gauge(http: httpx.Client, name: str, member: str | None = None) -> float:

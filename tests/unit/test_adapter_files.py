@@ -17,7 +17,7 @@ from engine.adapter_files import MAX_HUNG, MAX_READS, READ_S, read_adapter
 from engine.round import TargetLoop
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, no_more_threads
 
 SQL = Adapter("sql", "/adapters/sql", "k")
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -77,6 +77,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 def test_a_disk_that_hangs_delays_requests_of_its_adapter_alone(served: Served) -> None:
     served.submit("late", SQL)
     served.submit("plain", None)
+    with no_more_threads():  # the files are read when one can be started
+        served.step()
     for _ in range(8):
         served.step()
     assert served.finishes == {"plain": (FinishReason.LENGTH, None)}

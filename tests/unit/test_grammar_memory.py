@@ -12,6 +12,7 @@ from engine.grammar import compiling, waiting
 from engine.grammar.compiling import CompiledGrammar, Grammars
 from engine.grammar.vocabulary import GrammarVocabulary
 from engine.grammar.waiting import GrammarRefusal, PendingGrammars
+from tests.support.waiting import no_more_threads
 
 A, B, C, D = (Grammar(GrammarKind.REGEX, f"{char}[a-z]{{3}}") for char in "abcd")
 
@@ -57,10 +58,12 @@ class Waiter:
 
 
 def test_the_time_of_a_compile_counts_from_its_own_beginning(slow: SlowGrammars) -> None:
+    """Also where no thread could be started before."""
     waiter = Waiter(slow)
-    waiter.pending.start("a", A, 0.0)
-    waiter.pending.start("b", B, 0.0)
-    assert waiter.finished(29.0) == {}
+    with no_more_threads():
+        waiter.pending.start("a", A, -10.0)
+        waiter.pending.start("b", B, 0.0)
+    assert waiter.finished(0.0) == waiter.finished(29.0) == {}
     slow.may_end[A].set()
     assert isinstance(waiter.next_finished(29.0)["a"], CompiledGrammar)
     assert waiter.finished(58.0) == {}

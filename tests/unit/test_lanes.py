@@ -28,6 +28,7 @@ from router.drafting.partition_choice import WHOLE, PartitionChoice
 from router.planning.planner import PlannerSettings, StepPlanner
 from tests.support.colocated import engine_of, outputs, plain_outputs, requests, write_target
 from tests.support.dspark import write_dspark
+from tests.support.waiting import no_more_threads
 
 DSPARK = "dspark"
 COST = TableCost((1, 32), (0.02, 0.03))
@@ -244,12 +245,14 @@ class Hanging:
 
 
 def test_a_drafter_added_while_a_lane_is_in_use_drafts_from_the_next_round_on() -> None:
-    """Also one of the same name as one that was removed, once that has ended."""
+    """Also one of the same name as one that was removed, once that has ended, and one that found no thread at first."""
     inline, lane = InlineDrafters(lambda: 0.0), Recorder()
     inline.draft_in(lane)
     former, loop = Hanging(), Hanging()
-    inline.add(former, lambda: None)  # type: ignore[arg-type]
-    assert not inline.step()
+    with no_more_threads():
+        inline.add(former, lambda: None)  # type: ignore[arg-type]
+        assert not inline.step()
+    inline.step()
     assert former.begun.wait(10.0)
     (thread, _) = inline._threads[DSPARK]
     inline.remove(DSPARK)
