@@ -5,16 +5,14 @@ temperature. Otherwise the logits are scattered over the whole vocabulary, and t
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.noise import noise_keys
 from engine.ops import FusedSampling, GumbelArgmax
-from engine.sampling import Chosen, Sampler, SampleSpan
+from engine.sampling import Chosen, Picks, Sampler, SampleSpan, chosen_of, keys_of, place, temperatures_of
 
 
 class WholeVocabulary:
@@ -60,23 +58,11 @@ class ReducedHead:
             return self._fused.choose(logits, spans, want_confidences=True)
         if self._kernel is None or not all(span.state.is_plain for span in spans):
             return self._sampler.choose(self._whole.scatter(logits), spans, want_confidences=True)
-        samplings = [span.state.sampling for span in spans for _ in range(span.num_rows)]
-        firsts = [len(span.state) + span.num_before for span in spans]
-        positions = np.concatenate([np.arange(n, n + span.num_rows) for n, span in zip(firsts, spans, strict=True)])
-        keys = noise_keys(np.array([sampling.seed for sampling in samplings], np.uint64), positions)
-        temperatures = np.array([sampling.temperature for sampling in samplings], np.float32)
+        place(spans)
+        keys, temperatures = keys_of(spans), temperatures_of(spans)
         token_ids, highest = self._kernel(logits, keys, temperatures)
         divisors = torch.from_numpy(np.where(temperatures > 0.0, temperatures, np.float32(1.0)))
         columns = torch.from_numpy(self.columns(token_ids))
         probabilities = (logits.float() / divisors[:, None]).softmax(-1)
-        confidences = probabilities.gather(1, columns[:, None]).squeeze(1).tolist()
-        ends = list(accumulate((span.num_rows for span in spans), initial=0))
-        return [_chosen(token_ids.tolist(), confidences, highest, range(*pair)) for pair in pairwise(ends)]
-
-
-def _chosen(token_ids: Sequence[int], confidences: Sequence[float], highest: np.ndarray, rows: range) -> Chosen:
-    """The choices of ``rows`` before the first without one."""
-    bad = [row for row in rows if not np.isfinite(highest[row])]
-    kept = slice(rows.start, bad[0] if bad else rows.stop)
-    error = f"no token can be chosen: the logits hold {highest[bad[0]]}" if bad else None
-    return Chosen(tuple(token_ids[kept]), confidences=tuple(confidences[kept]), error=error)
+        confidences = probabilities.gather(1, columns[:, None]).squeeze(1).double().numpy()
+        return chosen_of(spans, Picks(token_ids, highest.astype(np.float64), confidences), {})

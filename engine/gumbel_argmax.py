@@ -62,19 +62,17 @@ def largest(x: Tensor, num: int) -> Tensor:
     return torch.from_numpy(np.sort(selected, axis=-1)[:, ::-1].copy())
 
 
-def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
+def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
     """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens. The sum is
     taken in float64, where it is exact. A row without a finite maximum yields V.
 
     Args:
         temperatures, floors: (R,) float32; a floor of -inf admits all tokens.
         keys: (R,) int64, of ``engine.noise.noise_keys``.
-        first_id: the token of the first column, a multiple of 64.
     """
-    first_block = first_id // BLOCK_LEN
     num_blocks = at.blocks.shape[-1]
     z_blocks = relative(at.blocks, at.rows, temperatures)
-    noise = _on_device(block_max, keys[:, None], first_block + torch.arange(num_blocks, device=x.device))
+    noise = _on_device(block_max, keys[:, None], torch.arange(num_blocks, device=x.device))
     bounds = torch.where(z_blocks >= floors[:, None], z_blocks + noise + _ROUNDING, -torch.inf)
     num_first = min(_NUM_FIRST_BLOCKS + 1, num_blocks)
     highest, block_ids = bounds.topk(num_first)
@@ -84,9 +82,7 @@ def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, ke
         """(r,) rows and (r, b) blocks of each: the best score and the token that has it, (r,)."""
         token_ids, values = _look_into(x, block_ids, rows)
         z = relative(values, at.rows[rows], temperatures[rows])
-        gumbel = _on_device(
-            block_gumbel, keys[rows, None], first_block + block_ids, torch.arange(BLOCK_LEN, device=x.device)
-        )
+        gumbel = _on_device(block_gumbel, keys[rows, None], block_ids, torch.arange(BLOCK_LEN, device=x.device))
         scores = torch.where(z >= floors[rows, None, None], z.double() + gumbel.double(), -torch.inf).flatten(1)
         best = scores.amax(-1)
         wins = scores == best[:, None]

@@ -88,16 +88,14 @@ class Edits:
     masks: Tensor | None = None  # of a grammar, by row (`engine.grammar.vocabulary`)
 
 
-def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
-    """Edits the rows of one span, x (num_rows, V) float32, in place. ``first_id``: the token of the first column, where x
-    holds a part of the vocabulary."""
+def edit(x: Tensor, edits: Edits) -> None:
+    """Edits the rows of one span, x (num_rows, V) float32, in place."""
     sampling = edits.sampling
 
     def columns(token_ids: NDArray[np.int64], *values: NDArray[Any]) -> list[Tensor]:
         """The tokens' columns of x, and their parts of ``values`` (..., K)."""
-        found = token_ids - first_id
-        inside = (found >= 0) & (found < x.shape[1])
-        return [to_device(array[..., inside], x.device) for array in (found, *values)]
+        inside = token_ids < x.shape[1]
+        return [to_device(array[..., inside], x.device) for array in (token_ids, *values)]
 
     if edits.counts is not None:
         ids, num_generated, occurred = columns(*edits.counts.with_drafts(edits.draft_ids, len(x)))
@@ -116,7 +114,6 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
     if edits.masks is not None:
-        assert first_id == 0, "a request with a grammar is sampled over whole rows"
         if x.device.type == "cpu":
             from xgrammar import apply_token_bitmask_inplace
 

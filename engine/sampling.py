@@ -14,7 +14,6 @@ Log-probabilities of prompts and of chosen tokens are computed here, too.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,7 +183,7 @@ class Sampler:
     (``cluster.message_checks`` checks requests and proposals).
 
     ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch. ``token_ids``: of
-    the columns of the logits, where they are a part of the vocabulary: a range, unless the kernel is fused.
+    the columns of the logits, where those of a fused kernel are a part of the vocabulary.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Sampler:
         token_ids: Sequence[int] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.token_ids = range(vocab_size) if token_ids is None else token_ids
+        self._num_columns = vocab_size if token_ids is None else len(token_ids)
         self.eos_token_ids = tuple(eos_token_ids)
         self._kernel = kernel
 
@@ -208,7 +207,7 @@ class Sampler:
                 (padding) are ignored.
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
-        picks = self.candidates(logits, spans, want_confidences)
+        picks = self._picks(logits, spans, want_confidences)
         end_in_time(spans, picks.token_ids)
         chosen = chosen_of(spans, picks, _raw_logprobs(logits, self.vocab_size, spans, picks))
         return [_fitting(span, one) for span, one in zip(spans, chosen, strict=True)]
@@ -217,24 +216,21 @@ class Sampler:
         """The logits of the whole vocabulary, (rows, V)."""
         return logits[:, : self.vocab_size]
 
-    def candidates(
-        self,
-        logits: Tensor,
-        spans: Sequence[SampleSpan],
-        want_confidences: bool = False,
-        want_logits: bool = False,
-    ) -> "Picks":
-        """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
-        ends = list(accumulate((span.num_rows for span in spans), initial=0))
-        num_tokens = len(self.token_ids)
-        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < num_tokens:
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
-        for span, start in zip(spans, ends, strict=False):
-            span.rows, span.edits = slice(start, start + span.num_rows), self._edits(span)
+    def _picks(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool) -> "Picks":
+        num_rows, num_columns = place(spans), self._num_columns
+        if logits.dim() != 2 or len(logits) != num_rows or logits.shape[1] < num_columns:
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {num_columns} tokens")
+        for span in spans:
+            span.edits = self._edits(span)
         if isinstance(self._kernel, FusedSampling) and spans:
-            return self._fused(self._kernel, logits, spans, want_confidences)
-        logits = logits[:, :num_tokens]
-        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
+            found = self._kernel.choose(
+                logits, spans, keys_of(spans), temperatures_of(spans), want_confidences=want_confidences
+            )
+            return Picks(found.token_ids, found.highest, found.confidences if want_confidences else None)
+        logits = logits[:, :num_columns]
+        picks = Picks(
+            np.full(num_rows, num_columns), np.full(num_rows, np.nan), np.zeros(num_rows) if want_confidences else None
+        )
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
@@ -242,14 +238,6 @@ class Sampler:
                 if alike:
                     _pick(logits, alike, picks, kernel)
         return picks
-
-    def _fused(
-        self, kernel: FusedSampling, logits: Tensor, members: Sequence[SampleSpan], want_confidences: bool
-    ) -> "Picks":
-        keys, temperatures = keys_of(members), temperatures_of(members)
-        found = kernel.choose(logits, members, keys, temperatures, want_confidences=want_confidences)
-        confidences = found.confidences if want_confidences else None
-        return Picks(self.token_ids, found.token_ids, found.highest, confidences, found.logits)
 
     def _edits(self, span: SampleSpan) -> Edits | None:
         state, sampling = span.state, span.state.sampling
@@ -272,20 +260,19 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Per row, (N,): the token, and the largest logit (not finite: no choice); on request, the token's probability, and its
-    logit after the edits. ``offered``: the tokens of the columns."""
+    """Per row, (N,): the token, the largest logit (not finite: no choice) and, on request, the token's probability."""
 
-    offered: Sequence[int]
     token_ids: NDArray[np.int64]
     highest: NDArray[np.float64]
     confidences: NDArray[np.float64] | None
-    logits: NDArray[np.float64] | None
 
-    @staticmethod
-    def empty(num_rows: int, offered: Sequence[int], want_confidences: bool, want_logits: bool) -> "Picks":
-        void, nan = np.full(num_rows, offered[-1] + 1), np.full(num_rows, np.nan)
-        confidences, logits = np.zeros(num_rows), np.full(num_rows, -np.inf)
-        return Picks(offered, void, nan, confidences if want_confidences else None, logits if want_logits else None)
+
+def place(spans: Sequence[SampleSpan]) -> int:
+    """Sets the rows of each span in the logits of all. Returns their number."""
+    num_rows = 0
+    for span in spans:
+        span.rows = slice(num_rows, num_rows := num_rows + span.num_rows)
+    return num_rows
 
 
 def _pick(logits: Tensor, members: Sequence[SampleSpan], picks: Picks, kernel: GumbelArgmax | None) -> None:
@@ -300,12 +287,9 @@ def _pick(logits: Tensor, members: Sequence[SampleSpan], picks: Picks, kernel: G
         x = x.to(torch.float32, copy=is_all)
         for own_rows, member in zip(x.split([member.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
-                edit(own_rows, member.edits, picks.offered[0])
+                edit(own_rows, member.edits)
     if kernel is not None:
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
-        if picks.logits is not None:
-            chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered[0])
-            picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
@@ -313,24 +297,16 @@ def _pick(logits: Tensor, members: Sequence[SampleSpan], picks: Picks, kernel: G
     if members[0].is_noisy:
         temperatures = to_device(temperatures_of(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device), picks.offered[0])
+        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device))
     else:
         token_ids = greedy(x, at)
-    columns = [token_ids.double() + picks.offered[0], at.rows.double()]
+    columns = [token_ids.double(), at.rows.double()]
     if picks.confidences is not None:
         columns.append(probabilities(x, at, temperatures, floor, token_ids).double())
-    if picks.logits is not None:
-        columns.append(_logits_of(x, token_ids).double())
-    found = iter(torch.stack(columns).cpu().numpy())  # one copy from the device for the whole group
-    picks.token_ids[rows], picks.highest[rows] = next(found), next(found)
-    for wanted in (picks.confidences, picks.logits):
-        if wanted is not None:
-            wanted[rows] = next(found)
-
-
-def _logits_of(x: Tensor, columns: Tensor) -> Tensor:
-    """Of one column per row, (R,). A row without a choice may name none that exists."""
-    return x.gather(1, columns.clamp(0, x.shape[-1] - 1)[:, None]).squeeze(1)
+    found = torch.stack(columns).cpu().numpy()  # one copy from the device for the whole group
+    picks.token_ids[rows], picks.highest[rows] = found[:2]
+    if picks.confidences is not None:
+        picks.confidences[rows] = found[2]
 
 
 def _by_kernel(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from cluster.errors import RankLost
 from cluster.messages import Open
-from cluster.sampling_params import Grammar
+from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.forward import CausalModel
 from engine.grammar.compiling import Grammars
@@ -50,10 +49,9 @@ class LeadingTarget(NativeTarget):
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         computed_len = super().open(request, token_ids)
-        sampling = request.sampling
-        if sampling.grammar is not None:  # the others need to know only that there is one: rank 0 masks
-            sampling = replace(sampling, grammar=Grammar(sampling.grammar.kind))
         prompt_len, salt = len(request.prompt_token_ids), request.cache_salt
+        # The others gather the logits of prompts, and are told what rank 0 chooses.
+        sampling = SamplingParams(1, prompt_logprobs=request.sampling.prompt_logprobs)
         opened = Open(request.id, tuple(token_ids), prompt_len, sampling, cache_salt=salt)
         self._changes.append(RankChange(open=opened))
         return computed_len

@@ -168,22 +168,18 @@ def test_the_choice_over_shards_is_the_whole_one(group: ThreadRanks, kernel: boo
     if data.draw(st.booleans()):
         logits = logits.round(decimals=1)  # ties
     if data.draw(st.booleans()):
-        logits[:, : data.draw(st.sampled_from([64, vocab_size - 10]))] = -torch.inf  # whole shards without a choice
-    if data.draw(st.booleans()):
         logits[0, data.draw(st.integers(0, vocab_size - 1))] = torch.nan
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     logits = logits.to(dtype)
     eos = (vocab_size // 2,)
 
-    def raced(token_ids: range) -> CpuGumbelArgmax | None:
-        return CpuGumbelArgmax(build.load_library(dtype), dtype, np.array(token_ids)) if kernel else None
-
-    whole = Sampler(vocab_size, eos, raced(range(vocab_size)))
+    raced = CpuGumbelArgmax(build.load_library(dtype), dtype, np.arange(vocab_size)) if kernel else None
+    whole = Sampler(vocab_size, eos, raced)
     parts = split(vocab_size, len(group.ranks), 64)
 
     def choose(ranks: GlooRanks) -> list[Chosen]:
         own = parts[ranks.rank]
-        sampler = ShardedSampler(whole, Sampler(vocab_size, eos, raced(own), own), [len(part) for part in parts], ranks)
+        sampler = ShardedSampler(whole, [len(part) for part in parts], ranks)
         return sampler.choose(logits[:, own.start : own.stop], spans)
 
     chosen = whole.choose(logits, spans)
@@ -243,8 +239,7 @@ def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path, monkeypatch: pytest
         with closing(leader):
             assert play(leader, asked, requests).outputs == expected
         following.result()
-    assert any(b"regex" in message for message in sent)
-    assert not any(b"[a-f]" in message for message in sent)
+    assert not any(b"regex" in message or b"[a-f]" in message for message in sent)
     assert len(set(expected["a"])) <= 6 < len(set(expected["b"]))
 
 
