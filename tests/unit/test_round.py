@@ -28,6 +28,8 @@ from tests.support.simulated_network import Faults
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 PASS_S = 0.04
+DRAFTED = DrafterPool(RoutingTable(1, defaults=(("d",),)))
+PLAIN = DrafterPool()
 
 
 class Clock:
@@ -37,26 +39,53 @@ class Clock:
         return self.now_s
 
 
+class Linked:
+    """A loop over an engine, with a gateway and one drafter."""
+
+    def __init__(
+        self,
+        engine: ToyTarget,
+        cost: CostModel,
+        policies: Policies | None = None,
+        pool: DrafterPool | None = None,
+        inboxes: tuple[Mailbox, Mailbox] | None = None,
+    ) -> None:
+        mailbox, network = Mailbox(), LocalNetwork()
+        self.clock, self.inbox, self.drafter_inbox = Clock(), *(inboxes or (Mailbox(), Mailbox()))
+        self.loop = TargetLoop(engine, MODEL, mailbox, cost, self.clock, policies, pool or DRAFTED)
+        network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+        self.drafter = network.connect("memory://t", self.drafter_inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
+        self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+
+    def submit(self, name: str, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0.0)
+        self.gateway.send(SubmitRound((request,)))
+        return request
+
+    def drafts_asked(self) -> list[DraftRound]:
+        """What the drafter was sent since the last call."""
+        messages = [event.message for event in self.drafter_inbox.drain() if isinstance(event, Received)]
+        return [message for message in messages if isinstance(message, DraftRound)]
+
+    def commits(self) -> list[Commit]:
+        """What the gateway was sent since the last call."""
+        messages = [event.message for event in self.inbox.drain() if isinstance(event, Received)]
+        return [commit for message in messages if isinstance(message, CommitRound) for commit in message.commits]
+
+
 def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when_it_changes() -> None:
-    clock, mailbox, inbox, drafter_inbox, network = Clock(), Mailbox(), Mailbox(), Mailbox(), LocalNetwork()
     row_s = 0.004
     cost = TableCost((1, 32), (PASS_S, PASS_S + 31 * row_s))
-    table = RoutingTable(1, defaults=(("d",),))
-    lengths = DraftLengths({"d": 5})
-    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, Policies(draft_lengths=lengths), DrafterPool(table))
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    network.connect("memory://t", drafter_inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True), 0.0),)))
+    linked = Linked(ToyTarget(), cost, Policies(draft_lengths=DraftLengths({"d": 5})))
+    loop, clock = linked.loop, linked.clock
+    linked.submit("r", 30)
     rounds: list[DraftRound] = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         if begun.plan.spans:
             loop.execute(begun)
             clock.now_s += PASS_S
             loop.finish(begun, clock.now_s)
-        for event in drafter_inbox.drain():
-            if isinstance(event, Received) and isinstance(event.message, DraftRound):
-                rounds.append(event.message)
+        rounds += linked.drafts_asked()
         clock.now_s += 0.06  # a hold is over by then
     assert [opened.request_id for opened in rounds[0].opens] == ["r"]
     assert rounds[0].budgets == (Budget("r", DraftTerms(5)),)
@@ -72,25 +101,17 @@ def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when
 @pytest.mark.parametrize("slowdown", [1.0, 2.0])
 def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
     """The commits carry the time of the end, and the cost model learns what lay between."""
-    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
     cost = OnlineCost(TableCost((1, 32), (PASS_S, PASS_S)))
-    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock)
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True), 0.0)
-    gateway.send(SubmitRound((request,)))
+    linked = Linked(ToyTarget(), cost, pool=PLAIN)
+    loop, clock = linked.loop, linked.clock
+    request = linked.submit("r", 30)
     commits: list[Commit] = []
-    while True:
-        begun = loop.begin(clock.now_s)
-        if isinstance(begun, StepReport):
-            break
+    while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         loop.execute(begun)
         assert begun.spans
         clock.now_s += slowdown * PASS_S  # an event queue does other things meanwhile
         loop.finish(begun, clock.now_s)
-        for event in inbox.drain():
-            if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                commits += event.message.commits
+        commits += linked.commits()
     assert tuple(token for commit in commits for token in commit.token_ids) == plain_run(request)
     assert commits[0].prefill is not None
     assert commits[0].prefill.prefill_s == pytest.approx(slowdown * PASS_S)
@@ -105,16 +126,9 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
 @pytest.mark.parametrize("paused", ["target", "drafter", "both"])
 def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) -> None:
     """As of a machine that is suspended: a drafter that answers in 4 ms is late by minutes, once."""
-    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
-    table, cost = RoutingTable(1, defaults=(("d",),)), TableCost((1, 32), (PASS_S, PASS_S))
-    policies = Policies(draft_lengths=DraftLengths({"d": 2}))
-    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, policies, DrafterPool(table))
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    drafter = network.connect("memory://t", inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", Mailbox(), Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=150, ignore_eos=True), 0.0)
-    output, num_rounds, awaited_in = plain_run(request), 0, list[int]()
-    gateway.send(SubmitRound((request,)))
+    linked = Linked(ToyTarget(), TableCost((1, 32), (PASS_S, PASS_S)), Policies(draft_lengths=DraftLengths({"d": 2})))
+    loop, clock = linked.loop, linked.clock
+    output, num_rounds, awaited_in = plain_run(linked.submit("r", 150)), 0, list[int]()
     due: list[tuple[float, Proposal]] = []
     while num_rounds < 32:
         begun = loop.begin(clock.now_s)
@@ -131,14 +145,13 @@ def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) 
             loop.execute(begun)
             clock.now_s += PASS_S
             loop.finish(begun, clock.now_s)
-        for message in [one.message for one in inbox.drain() if isinstance(one, Received)]:
-            assert isinstance(message, DraftRound)
+        for message in linked.drafts_asked():
             for one in (*message.opens, *message.extends):
                 base_len = len(one.token_ids) + (one.base_len if isinstance(one, Extend) else 0)
                 tokens = output[base_len - 3 : base_len - 1]
                 due.append((clock.now_s + 0.004, Proposal("r", base_len, tokens, (0.9,) * len(tokens), "d")))
         for _, proposal in [one for one in due if one[0] <= clock.now_s]:
-            drafter.send(ProposalRound(1, (proposal,)))
+            linked.drafter.send(ProposalRound(1, (proposal,)))
         due = [one for one in due if one[0] > clock.now_s]
     assert len([number for number in awaited_in if number < 20]) > 10
     assert [number for number in awaited_in if number > 20], f"awaited in rounds {awaited_in}"
@@ -146,12 +159,10 @@ def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) 
 
 def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:
     """While a pass computes it tells of the round before, of the blocks too: a report beside the loop is of one moment."""
-    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
     target = ToyTarget(num_blocks=64)
-    loop = TargetLoop(target, MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock)
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=3, ignore_eos=True), 0.0),)))
+    linked = Linked(target, TableCost((1, 32), (PASS_S, PASS_S)), pool=PLAIN)
+    loop, clock = linked.loop, linked.clock
+    linked.submit("r", 3)
     found = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         loop.execute(begun)
@@ -164,16 +175,9 @@ def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:
 
 def test_prompts_that_are_cached_begin_together() -> None:
     """Beside streams, whose passes have room for few prompt tokens."""
-    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
-    planner = StepPlanner(PlannerSettings(max_chunk_len=16))
-    loop = TargetLoop(
-        ToyTarget(num_blocks=64), MODEL, mailbox, TableCost((1, 32), (PASS_S, PASS_S)), clock, Policies(planner)
-    )
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-
-    def request(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
-        return Request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0.0)
+    policies = Policies(StepPlanner(PlannerSettings(max_chunk_len=16)))
+    linked = Linked(ToyTarget(num_blocks=64), TableCost((1, 32), (PASS_S, PASS_S)), policies, PLAIN)
+    loop, clock = linked.loop, linked.clock
 
     def rounds(num: int) -> list[set[str]]:
         """The requests of each pass."""
@@ -188,11 +192,14 @@ def test_prompts_that_are_cached_begin_together() -> None:
         return found
 
     shared = tuple(i % 5 for i in range(17))
-    gateway.send(SubmitRound((request("stream", (1, 2, 3), 40), request("first", shared, 1))))
+    linked.submit("stream", 40)
+    linked.submit("first", 1, shared)
     rounds(4)
-    gateway.send(SubmitRound(tuple(request(f"r{i}", (*shared, 6, i % 5), 8) for i in range(4))))
+    for i in range(4):
+        linked.submit(f"r{i}", 8, (*shared, 6, i % 5))
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3"}]
-    gateway.send(SubmitRound(tuple(request(f"new{i}", (i + 1, *shared), 1) for i in range(2))))
+    for i in range(2):
+        linked.submit(f"new{i}", 1, (i + 1, *shared))
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3", "new0"}], "of others as many as their tokens leave room for"
 
 
@@ -216,8 +223,8 @@ class Launching(ToyTarget):
         return super().execute(spans)
 
 
-class Served:
-    """A loop over an engine, requests of different lengths, and a drafter that is linked and never answers."""
+class Served(Linked):
+    """With requests of different lengths; the drafter never answers."""
 
     def __init__(
         self,
@@ -227,25 +234,15 @@ class Served:
         settings: PlannerSettings | None = None,
         table_cost: TableCost | None = None,
     ) -> None:
-        self.clock, self.inbox, self.engine = Clock(), Mailbox(), engine
         table_cost = table_cost or TableCost((1, 32), (PASS_S, 2 * PASS_S))
         self.cost: CostModel = OnlineCost(table_cost) if corrects_cost else table_cost
-        mailbox, network, planner = Mailbox(), LocalNetwork(), StepPlanner(settings or PlannerSettings(max_hold_s=0.0))
-        table = RoutingTable(1, defaults=(("d",),))
-        pool = DrafterPool(table, colocated)
-        self.loop = TargetLoop(engine, MODEL, mailbox, self.cost, self.clock, Policies(planner), pool)
+        planner = StepPlanner(settings or PlannerSettings(max_hold_s=0.0))
+        super().__init__(engine, self.cost, Policies(planner), DrafterPool(DRAFTED.table, colocated))
         if isinstance(engine, Launching):
             engine.telemetry = self.loop.telemetry
-        network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-        network.connect("memory://t", Mailbox(), Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
-        self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
         self.num_told = 0  # tokens
         self.submit("a", 8)
         self.submit("b", 12)
-
-    def submit(self, name: str, max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.gateway.send(SubmitRound((Request(name, (1, 2, 3), sampling, 0.0),)))
 
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
@@ -255,9 +252,7 @@ class Served:
                 self.loop.execute(begun)
                 self.clock.now_s += PASS_S * len(begun.spans)
                 self.loop.finish(begun, self.clock.now_s)
-            for event in self.inbox.drain():
-                if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                    self.num_told += sum(len(commit.token_ids) for commit in event.message.commits)
+            self.num_told += sum(len(commit.token_ids) for commit in self.commits())
             if not self.loop.requests():
                 assert self.loop.telemetry.num_committed == self.num_told, "what clients were told is counted"
 
@@ -394,7 +389,7 @@ def test_an_engine_works_for_the_loop_whose_pass_it_computes() -> None:
 @pytest.mark.parametrize("order", ["pd0c1pd1c2pc3pd3c4", "pd0pc1d1pc2pc3d3c4"])
 def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clients_after(order: str) -> None:
     """They draft meanwhile. What a client is told is counted, beside the next pass where the device is asynchronous."""
-    clock, mailbox, network, events = Clock(), Mailbox(), LocalNetwork(), list[str]()
+    events = list[str]()
 
     class Computing(Launching):
         is_asynchronous = order.startswith("pd0p")
@@ -409,12 +404,9 @@ def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clien
                 events.append(f"{'d' if isinstance(event.message, DraftRound) else 'c'}{loop.telemetry.num_passes}")
             return super().put(event, on_room)
 
-    pool, cost = DrafterPool(RoutingTable(1, defaults=(("d",),))), TableCost((1, 32), (PASS_S, PASS_S))
-    loop = TargetLoop(Computing(), MODEL, mailbox, cost, clock, pool=pool)
-    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-    network.connect("memory://t", Seeing(), Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
-    gateway = network.connect("memory://t", Seeing(), Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
-    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=4, ignore_eos=True), 0.0),)))
+    linked = Linked(Computing(), TableCost((1, 32), (PASS_S, PASS_S)), inboxes=(Seeing(), Seeing()))
+    loop, clock = linked.loop, linked.clock
+    linked.submit("r", 4)
     while not events or loop.status().num_running:
         loop.step(clock.now_s)
         clock.now_s += 0.06  # a hold is over by then
