@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks.fault_rows import REFUSED, Row, RowResult
+from benchmarks.fault_rows import REFUSED, FaultRows, Row, RowResult
 from benchmarks.faults import pinned, with_files
 from benchmarks.host_rows import start_host_rows
 from benchmarks.load import LoadRequest, TimedAnswer, run_streams
@@ -59,7 +59,9 @@ def run(options: BenchOptions) -> BenchResult:
     early.
     """
     if options.hosts:
-        return _over_hosts(options.model, QUICK_HOSTS_S if options.quick else DURATION_S)
+        with tempfile.TemporaryDirectory(prefix="outrider-soak-") as folder, ExitStack() as stack:
+            rows = start_host_rows(stack, with_files(pinned(local_config(options.model)), Path(folder)))
+            return with_faults(rows, stack, QUICK_HOSTS_S if options.quick else DURATION_S)
     config, duration_s = of_many_streams(local_config(options.model)), QUICK_S if options.quick else DURATION_S
     _allow_sockets(2 * NUM_HELD)
     with ServerProcess(config) as server:
@@ -79,11 +81,12 @@ def of_many_streams(config: Config) -> Config:
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> float:
-    """Of a line through (seconds, value): its rise over its start."""
+    """Of a line through two or more (seconds, value): its rise over its start."""
     times, values = np.array(samples).T
     slope, _ = np.polyfit(times - times[0], values, 1)
     rise = float(slope * (times[-1] - times[0]))
-    return rise / (float(values.mean()) - rise / 2)
+    start = float(values.mean()) - rise / 2
+    return rise / start if start else 0.0
 
 
 def num_at_once(answers: Sequence[TimedAnswer]) -> int:
@@ -110,9 +113,12 @@ async def saturated(
     loop.call_later(duration_s, is_over.set)
     loop.add_signal_handler(signal.SIGINT, is_over.set)
 
-    def sample() -> None:
-        while not ended.wait(PERIOD_S):
+    def sample() -> None:  # twice at least, so that a line goes through the samples
+        is_last = False
+        while not is_last:
+            is_last = ended.is_set()
             samples.append((time.monotonic(), tree_pss_bytes(pid, HELD)))
+            ended.wait(PERIOD_S)
 
     async def caller() -> None:
         while not (is_over.is_set() or (stopped is not None and stopped.is_set())):
@@ -158,37 +164,36 @@ def _result(
     )
 
 
-def _over_hosts(model: str, duration_s: float) -> BenchResult:
+def with_faults(rows: FaultRows, server: ExitStack, duration_s: float, period_s: float = FAULT_PERIOD_S) -> BenchResult:
+    """As ``run`` over hosts, which ``server`` ends. ``period_s``: of faults."""
     rng, result, injured = random.Random(1), RowResult("soak"), Counter[str]()
     asks = [_ask(rng, i) for i in range(NUM_KNOWN)]
     num_refused, samples, ended = 0, list[tuple[float, dict[str, int]]](), threading.Event()
-    with tempfile.TemporaryDirectory(prefix="outrider-soak-") as folder, ExitStack() as stack:
-        rows = start_host_rows(stack, with_files(pinned(local_config(model)), Path(folder)))
-        plain = asyncio.run(rows.undisturbed(asks))
+    plain = asyncio.run(rows.undisturbed(asks))
 
-        async def ask_one(number: int) -> TimedAnswer:
-            nonlocal num_refused
-            answer = await rows.target.ask(asks[number % NUM_KNOWN])
-            if answer.status in REFUSED:
-                num_refused += 1
-            else:
-                result.judge(plain[number % NUM_KNOWN], answer)
-            return answer
+    async def ask_one(number: int) -> TimedAnswer:
+        nonlocal num_refused
+        answer = await rows.target.ask(asks[number % NUM_KNOWN])
+        if answer.status in REFUSED:
+            num_refused += 1
+        else:
+            result.judge(plain[number % NUM_KNOWN], answer)
+        return answer
 
-        injuring = threading.Thread(target=injure, args=(rows.table(), ended, injured, result))
-        began_s = time.monotonic()
-        injuring.start()
-        try:
-            answers = asyncio.run(saturated(os.getpid(), ask_one, duration_s, samples, NUM_HOST_STREAMS, ended))
-        finally:
-            duration_s = time.monotonic() - began_s
-            ended.set()
-            injuring.join()
-        left: list[str] = []
-        with _recorded(result):
-            left = rows.left_behind()
-        with _recorded(result):
-            stack.close()
+    injuring = threading.Thread(target=injure, args=(rows.table(), ended, injured, result, period_s))
+    began_s = time.monotonic()
+    injuring.start()
+    try:
+        answers = asyncio.run(saturated(os.getpid(), ask_one, duration_s, samples, NUM_HOST_STREAMS, ended))
+    finally:
+        duration_s = time.monotonic() - began_s
+        ended.set()
+        injuring.join()
+    left: list[str] = []
+    with _recorded(result):
+        left = rows.left_behind()
+    with _recorded(result):
+        server.close()
     kept = [(at_s, float(sum(num for name, num in held.items() if name.startswith(KEPT)))) for at_s, held in samples]
     return BenchResult(
         bench="soak",
@@ -218,9 +223,7 @@ def _recorded(result: RowResult) -> Iterator[None]:
         result.not_recovered(NUM_HOST_STREAMS, repr(error))
 
 
-def injure(
-    rows: Sequence[Row], ended: threading.Event, injured: Counter[str], result: RowResult, period_s: float = FAULT_PERIOD_S
-) -> None:
+def injure(rows: Sequence[Row], ended: threading.Event, injured: Counter[str], result: RowResult, period_s: float) -> None:
     """Faults that end no stream, one in each period, until ``ended`` is set, which the first that does not pass does, too.
     ``injured`` gets those that did."""
     next_s = time.monotonic()

@@ -25,7 +25,7 @@ from benchmarks.fault_rows import MAX_SERVERS, FaultRows, Measured, Row, RowResu
 from benchmarks.injections import NUM_HOSTILE, hostile_clients, stopped, without_disk
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
 from benchmarks.recovery import Metrics
-from benchmarks.soak import NUM_STREAMS, growth, injure, num_at_once, saturated
+from benchmarks.soak import NUM_HOST_STREAMS, NUM_STREAMS, growth, injure, num_at_once, saturated, with_faults
 from tests.support.waiting import eventually
 
 
@@ -313,6 +313,61 @@ def test_an_error_of_the_benchmark_itself_is_raised() -> None:
     with pytest.raises(ConnectionResetError):
         measured(10**4, failing, next_one)
     assert (failing.injured, next_one.injured) == (["first"], [])
+
+
+class SoakedRows(Rows):
+    """``left``: what is left behind; None: the server does not recover."""
+
+    def __init__(self, injure: Callable[[Rows, str], object], left: list[str] | None) -> None:
+        super().__init__(injure)
+        self._left_behind, self.asked = left, threading.Event()
+        self.target: Any = SimpleNamespace(ask=self._ask)
+
+    async def undisturbed(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
+        return [answer("abcde")] * len(asks)
+
+    def left_behind(self) -> list[str]:
+        if self._left_behind is None:
+            raise FaultBenchFailed("it has not recovered")
+        return self._left_behind
+
+    async def _ask(self, ask: LoadRequest) -> TimedAnswer:
+        self.asked.set()
+        await asyncio.sleep(0)
+        return answer("abcde")
+
+
+def test_a_soak_whose_server_recovers_from_its_faults_goes_on_to_its_end() -> None:
+    def injure(rows: Rows, name: str) -> None:
+        assert isinstance(rows, SoakedRows)
+        assert rows.asked.wait(30.0)
+        if len(rows.injured) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    closed: list[str] = []
+    rows, server = SoakedRows(injure, ["a block"]), ExitStack()
+    server.callback(closed.append, "closed")
+    found = with_faults(rows, server, 3600.0, period_s=0.0)
+    assert found.figures["num_faults"] == len(rows.injured) >= 5
+    assert [found.figures[name] for name in ("num_lost", "num_wrong_tokens", "num_leaked")] == [0, 0, 1]
+    assert (closed, found.notes) == (["closed"], ("a block",))
+
+
+def test_a_soak_whose_server_does_not_recover_ends_with_its_figures() -> None:
+    """From its first fault, nor when the callers are gone; nor does it end."""
+
+    def fail(*_: object) -> None:
+        raise FaultBenchFailed("it does not end")
+
+    def injure(rows: Rows, name: str) -> None:
+        raise TimeoutError
+
+    server = ExitStack()
+    server.callback(fail)
+    found = with_faults(SoakedRows(injure, None), server, 3600.0, period_s=0.0)
+    assert found.figures["num_faults"] == 0
+    assert found.figures["num_lost"] == 3 * NUM_HOST_STREAMS
+    assert [line for line in ("first", "not recovered", "not end") if not any(line in note for note in found.notes)] == []
 
 
 def test_a_process_that_ended_by_itself_is_named_with_the_row_and_the_reason() -> None:
