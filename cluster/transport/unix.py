@@ -117,7 +117,7 @@ class _Connection:
         self._limits = limits
         self._incoming = bytearray()
         self._is_paused = False  # the mailbox is full
-        self._heard_s = self._written_s = time.monotonic()
+        self._heard_s = self._written_s = self._ticked_s = time.monotonic()
         self._lock = threading.Lock()  # guards the fields below, and the socket during a write
         self._unwritten: deque[memoryview] = deque()
         self._is_closed = False
@@ -237,6 +237,8 @@ class _Connection:
         if self._is_closed:
             return
         now_s = time.monotonic()
+        late_s = max(0.0, now_s - self._ticked_s - self._limits.heartbeat_s)  # this process did not run, and heard nothing
+        self._ticked_s, self._heard_s = now_s, min(now_s, self._heard_s + late_s)
         if not self._is_paused and now_s - self._heard_s > self._limits.silence_s:
             self.link.lost(f"nothing was heard for {now_s - self._heard_s:.1f} s")
             return

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.messages import Hello, ProposalRound, Role
 from cluster.transport import reactor
-from cluster.transport.base import LinkDown, Mailbox
+from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox
 from cluster.transport.factory import connect, listen
 
 DEADLINE_S = 20.0
@@ -75,6 +75,24 @@ def test_a_socket_is_watched_for_what_was_asked_and_no_longer(io: reactor.Reacto
 def test_users_share_one(io: reactor.Reactor) -> None:
     assert reactor.running() is io
     assert len(io_threads()) == 1
+
+
+def test_time_in_which_it_did_not_run_is_no_silence_of_the_other_end(io: reactor.Reactor) -> None:
+    """As after SIGSTOP of all processes of a machine: no end could send or hear anything."""
+    limits = Limits(heartbeat_s=0.05, silence_s=0.5)
+    mailbox, near_mailbox = Mailbox(), Mailbox()
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        address = f"unix://{Path(folder)}/socket"
+        listener = listen(address, mailbox, TARGET, limits)
+        link = connect(address, near_mailbox, DRAFTER, DEADLINE_S, limits)
+        ticked = threading.Event()
+        io.call(lambda: threading.Event().wait(2.0 * limits.silence_s))
+        io.call(lambda: io.call_later(limits.heartbeat_s, ticked.set))
+        assert ticked.wait(DEADLINE_S)
+        link.send(ProposalRound(1))
+        assert [type(event) for event in (*near_mailbox.drain(),)] == [LinkUp]
+        link.close()
+        listener.close()
 
 
 def test_links_go_down_with_it_and_new_ones_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
