@@ -66,6 +66,8 @@ def parse(text: str, model: type[M], source: str) -> M:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = {} if root is None else document.convert(root, ())
+    except RecursionError as error:
+        raise ConfigError(source, (Problem(None, "", "is nested too deeply"),)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         message = f"is not YAML: {getattr(error, 'problem', error)}"
@@ -107,11 +109,19 @@ class _Document:
                 return self._mapping(node, loc)
             if isinstance(node, yaml.SequenceNode):
                 return [self.convert(item, (*loc, i)) for i, item in enumerate(node.value)]
-            value = self._scalars.construct_object(node)
-            is_plain = value is None or isinstance(value, str | bool | int | float)
-            return value if is_plain else node.value  # a date or bytes: its text
+            return self._scalar(node, loc)
         finally:
             self._open.discard(id(node))
+
+    def _scalar(self, node: yaml.Node, loc: Loc) -> Any:
+        try:
+            value = self._scalars.construct_object(node)
+        except (ValueError, KeyError, AttributeError):  # of the constructors: a month 13, say, or thousands of digits
+            shown = f"{node.value[:40]!r} is no {node.tag.rpartition(':')[2]}"
+            self.problems.append(Problem(node.start_mark.line + 1, _dotted(loc), f"{shown}: text needs quotes"))
+            return None
+        is_plain = value is None or isinstance(value, str | bool | int | float)
+        return value if is_plain else node.value  # a date or bytes: its text
 
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
         data: dict[str, Any] = {}

@@ -118,7 +118,7 @@ class TargetConfig(Replicated):
         """LoRA adapters at once, each with a place in every layer: ``max_loras``, and all of ``lora_modules``."""
         if not (self.lora_modules or self.vllm.get("enable_lora")):
             return 0
-        return max(int(self.vllm.get("max_loras", 1)), len(self.lora_modules))
+        return max(self.vllm.get("max_loras", 1), len(self.lora_modules))
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -158,6 +158,8 @@ class TargetConfig(Replicated):
         if arguments and info.data.get("engine") != "vllm":
             raise ValueError("must be empty unless engine is vllm")
         check_arguments(arguments)
+        if type(most := arguments.get("max_loras", 1)) is not int:
+            raise ValueError(f"max_loras must be an integer, got {most!r}")
         return arguments
 
     @field_validator("lora_modules")
