@@ -53,8 +53,11 @@ def load_network(
     Raises ModelUnavailable if it is missing, half-written, unsupported, or not of this target.
     """
     config = read_config(folder, num_target_layers)
-    with torch.device("meta"):
-        network = make_network(config)
+    try:
+        with torch.device("meta"):
+            network = make_network(config)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:  # of a size that is no positive number, say
+        raise ModelUnavailable(f"{folder / CONFIG} describes no network that can be made: {error}") from error
     with open_tensors(folder) as source:
         tensors = {
             name: _tensor(source, name, parameter, config, target, str(folder), dtype)

@@ -122,6 +122,8 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> NetworkCo
         raise ModelUnavailable(f"{path} has no field {missing}: it is not a drafter of kind {kind}") from missing
     except ModelUnavailable as refused:
         raise ModelUnavailable(f"{path}: {refused}") from refused
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelUnavailable(f"{path} has a value of the wrong kind: {error}") from error
 
 
 def num_layers_of(model: Path) -> int:
@@ -407,7 +409,10 @@ def _offsets(folder: Path, raw: Mapping[str, Any]) -> Tensor | None:
     if raw.get("draft_vocab_size") is None:
         return None
     with open_tensors(folder) as tensors:
-        return tensors.integers("d2t") if "d2t" in tensors else None
+        offsets = tensors.integers("d2t") if "d2t" in tensors else None
+    if offsets is not None and (offsets.dim() != 1 or offsets.is_floating_point() or offsets.dtype == torch.bool):
+        raise ModelUnavailable(f"d2t must be a list of integers, got {offsets.dtype} {tuple(offsets.shape)}")
+    return offsets
 
 
 def _checked(config: BlockConfig) -> BlockConfig:

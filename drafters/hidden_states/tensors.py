@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
@@ -38,9 +37,10 @@ class _Pickled:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            found = dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # whatever bytes that are no pickle lead to
             raise ModelUnavailable(f"{path} is no file of tensors ({error})") from error
+        self._tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

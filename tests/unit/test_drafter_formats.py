@@ -187,6 +187,11 @@ def test_dflash_as_its_authors_release_it_is_read(tmp_path: Path, target: Path) 
         ("dflash", {"block_size": 0}, "block_size must be a whole number"),
         ("dflash", {"aux_hidden_state_layer_ids": [2, 2]}, "must be different"),
         ("peagle", {"mask_token_id": None}, "mask_token_id must be a whole number"),
+        ("dflash", {"transformer_layer_config": None}, "has a value of the wrong kind"),
+        ("dspark", {"aux_hidden_state_layer_ids": []}, "has a value of the wrong kind"),
+        ("eagle3", {"speculators_config": "none"}, "has a value of the wrong kind"),
+        ("eagle3", {"target_hidden_size": -1}, "describes no network that can be made"),
+        ("dspark", {"markov_rank": "many"}, "describes no network that can be made"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -195,7 +200,27 @@ def test_what_is_not_supported_is_refused_by_name(
     _, raw = written(tmp_path, target, kind)
     (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
     with pytest.raises(ModelUnavailable, match=reason):
+        load_network(tmp_path, num_target_layers=NUM_LAYERS)
+
+
+@pytest.mark.parametrize("d2t", [torch.full((len(REDUCED),), torch.nan), torch.tensor(3), torch.zeros(len(REDUCED)).bool()])
+def test_tokens_of_a_head_that_are_no_list_of_integers_are_refused(d2t: torch.Tensor, tmp_path: Path, target: Path) -> None:
+    written(tmp_path, target, "eagle3", draft_token_ids=REDUCED)
+    save_file(load_file(tmp_path / "model.safetensors") | {"d2t": d2t}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelUnavailable, match="d2t must be a list of integers"):
         read_config(tmp_path, NUM_LAYERS)
+
+
+@pytest.mark.parametrize("stored", [b"\x80\x04junk", [1], torch.zeros(3), {"d2t": 3, "fc.weight": 1}])
+def test_a_pickle_that_holds_no_tensors_is_refused(stored: Any, tmp_path: Path, target: Path) -> None:
+    written(tmp_path, target, "eagle3", draft_token_ids=REDUCED)
+    (tmp_path / "model.safetensors").unlink()
+    if isinstance(stored, bytes):
+        (tmp_path / "pytorch_model.bin").write_bytes(stored)
+    else:
+        torch.save(stored, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelUnavailable):
+        load_network(tmp_path, target_rows(target))
 
 
 def test_a_sliding_window_leaves_out_the_context_before_it(target: Path) -> None:
