@@ -158,13 +158,18 @@ def packed(answers: Iterable[TargetAnswer], max_tokens: int) -> Iterator[list[Ta
 
 
 def _given(line: str, path: Path, number: int) -> GivenPrompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidField("prompts", f"{path}:{number}", f"is not JSON ({error.msg})") from error
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+    record = _record(line, path, number)
+    if not isinstance(record.get("prompt"), str):
         raise InvalidField("prompts", f"{path}:{number}", 'must be an object with a text "prompt"')
     return GivenPrompt(str(record.get("domain", path.stem)), record["prompt"])
+
+
+def _record(line: str | bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InvalidField("prompts", f"{path}:{number}", f"is not JSON ({error})") from error
+    return record if isinstance(record, dict) else {}
 
 
 def _records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -172,9 +177,9 @@ def _records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
         if not path.exists():
             continue
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):  # the last line may be unfinished
-                    yield json.loads(line)
+                    yield _record(line, path, number)
 
 
 def choose_vocabulary(

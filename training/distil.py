@@ -1,5 +1,6 @@
 """The training loop: a student, the target's hidden states, a schedule, and checkpoints to resume from exactly."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from training.corpus import TargetAnswer
 from training.distributed import World
 from training.hidden_states import HiddenStateReader
 from training.losses import Losses
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _BETAS = (0.9, 0.95)
@@ -93,10 +96,14 @@ class Distillation:
         self.num_steps = sum(1 for number in range(schedule.num_epochs) for _ in self._epoch(number))
 
     def restore(self) -> bool:
-        """Loads the checkpoint, if there is one of this format; returns whether."""
+        """Loads the checkpoint, if there is a readable one of this format; returns whether."""
         if not self._path.exists():
             return False
-        state: dict[str, Any] = torch.load(self._path, map_location=self._world.device, weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(self._path, map_location=self._world.device, weights_only=True)
+        except Exception:  # whatever a damaged file leads to
+            logger.exception("%s cannot be read: this step begins anew", self._path)
+            return False
         if state.get("format") != _FORMAT:
             return False
         self._load(state["parameters"])

@@ -73,8 +73,11 @@ class WorkFolder:
         file = self.path / FILE
         if not file.exists():
             return {"format": _FORMAT, "identity": self.identity, "steps": {}}
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = content.get("identity", {})
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            known = content.get("identity", {})
+        except (ValueError, AttributeError) as error:
+            raise InvalidField("work", str(self.path), f"has a damaged {FILE} ({error}): choose another folder") from error
         missing = [key for key in self.identity if key not in known]
         if content.get("format") != _FORMAT or missing:
             reason = f"another version, which did not record its {', '.join(missing) or 'steps'}"

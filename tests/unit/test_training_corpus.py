@@ -88,6 +88,10 @@ def test_an_unfinished_line_is_truncated(tmp_path: Path) -> None:
     repair(path)
     append(path, WrittenPrompt(1, "chat", None))
     assert [w.index for w in read_written([path])] == [0, 1]
+    with path.open("ab") as file:
+        file.write(b"\0\0\n")
+    with pytest.raises(InvalidField, match=r"prompts-0\.jsonl:3"):
+        list(read_written([path]))
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 5000, "with <|im_end|> inside it", "cut \ufffd in the middle", "so " * 40])

@@ -84,7 +84,7 @@ def test_a_finished_step_gets_no_more_time(tmp_path: Path) -> None:
     assert work.deadline("answers", 100.0)()
 
 
-def test_a_checkpoint_of_another_format_is_ignored(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_damaged_or_of_another_format_is_ignored(target: FrozenTarget, tmp_path: Path) -> None:
     readings = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1)
     plan, timing, path = BatchPlan(100, 10), Schedule(num_epochs=1, learning_rate=1e-3), tmp_path / "checkpoint.pt"
 
@@ -94,8 +94,18 @@ def test_a_checkpoint_of_another_format_is_ignored(target: FrozenTarget, tmp_pat
     assert not training().restore()
     training().save()
     assert training().restore()
+    path.write_bytes(path.read_bytes()[:1000])
+    assert not training().restore()
+    training().save()
     torch.save(torch.load(path, weights_only=True) | {"format": 0}, path)
     assert not training().restore()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_damaged_work_folder_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"damaged manifest\.json"):
+        WorkFolder(tmp_path, {})
 
 
 def test_layers_drafters_are_saved_atomically(target: FrozenTarget, tmp_path: Path) -> None:
