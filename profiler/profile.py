@@ -253,7 +253,7 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     parts = list(parts_of_drafter(drafter, profile.identity.threads))
     if len(parts) != len(options.members) or any(part.key not in profile.drafters for part in parts):
         return drafter
-    one_row_s = profile.step.fit.at(1, 0)
+    one_row_s = max(_LEAST_S, profile.step.fit.at(1, 0))
     drafts_s = [profile.drafters[part.key].draft.fit.at(1, part.draft_len) for part in parts]
     has_model = [part.options.traits.has_model for part in parts]
     costs = [min(100.0, one / one_row_s) if has else 0.0 for one, has in zip(drafts_s, has_model, strict=True)]

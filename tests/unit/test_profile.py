@@ -243,6 +243,7 @@ def test_a_pass_takes_time_whatever_a_profile_says() -> None:
     empty = {name: getattr(profile, name).model_copy(update={"fit": nothing}) for name in ("step", "prefill")}
     cost = ProfiledCost(profile.model_copy(update=empty), config)
     assert min(cost.step_s(1, 0), cost.prefill_s(1, 0), cost.table(0).at(1)) > 0.0
+    assert with_measured_costs(config_of(CASCADE), profile_of(config_of(CASCADE)).model_copy(update=empty))
 
 
 def test_a_drafter_with_other_options_than_were_measured_is_not_known() -> None:
