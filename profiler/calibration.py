@@ -127,23 +127,6 @@ class TemperatureScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class IsotonicScaling:
-    """Per position a monotone map from the product of the confidences to survival; further positions use the last.
-
-    The baseline for temperature scaling.
-    """
-
-    maps: tuple[tuple[Floats, Floats], ...] = ()
-
-    def survival(self, confidences: ArrayLike, log_margins: ArrayLike | None = None) -> Floats:
-        """As of TemperatureScaling; margins are not used."""
-        out = np.asarray(np.cumprod(np.asarray(confidences, np.float64), axis=-1), np.float64)
-        for k in range(out.shape[-1] if self.maps else 0):
-            out[..., k] = np.interp(out[..., k], *self.maps[min(k, len(self.maps) - 1)])
-        return np.asarray(np.minimum.accumulate(out, axis=-1), np.float64)
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """A scaling for each of one or more sampling temperatures: where drafts are sampled, fewer survive.
 
@@ -183,9 +166,6 @@ TELLING_MARGINS = Calibration(with_margins={0.0: TemperatureScaling((np.inf,), (
 def log_margins(confidences: Sequence[float]) -> tuple[float, ...]:
     """log(1 + m) of the tokens of a draft, from confidences under TELLING_MARGINS."""
     return tuple(logit(np.asarray(confidences, np.float64), _MARGIN).tolist())
-
-
-Scaling = TemperatureScaling | IsotonicScaling  # pure; preserves the order of confidences at each position
 
 
 def fit_temperatures(records: Records) -> TemperatureScaling:
@@ -253,23 +233,6 @@ def fit_by_grid(records: Records) -> TemperatureScaling:
         found.append(float(_GRID[best]))
         before = tried[best]
     return TemperatureScaling(tuple(found) or (1.0,))
-
-
-def fit_isotonic(records: Records) -> IsotonicScaling:
-    """Isotonic least-squares regression per position."""
-    from scipy.optimize import isotonic_regression
-
-    raw = np.cumprod(records.confidences, axis=-1)
-    maps: list[tuple[Floats, Floats]] = []
-    for k in range(records.max_len):
-        reached = records.reaching(k)
-        if reached.sum() < MIN_RECORDS:
-            break
-        xs, where = np.unique(raw[reached, k], return_inverse=True)
-        weights = np.bincount(where).astype(np.float64)
-        means = np.bincount(where, records.survived(k)[reached].astype(np.float64)) / weights
-        maps.append((xs, np.asarray(isotonic_regression(means, weights=weights).x)))
-    return IsotonicScaling(tuple(maps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ _CALIBRATIONS = {
     "after": "calibrated",
     "margins": "calibrated, with margins",
     "grid": "calibrated as in the paper",
-    "isotonic": "isotonic maps",
 }
 _SIZE = (4.5, 3.6)  # inches, of one plot
 _DPI = 110

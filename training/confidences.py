@@ -11,10 +11,8 @@ from profiler.calibration import (
     FILE,
     Calibration,
     Records,
-    Scaling,
     TemperatureScaling,
     fit_by_grid,
-    fit_isotonic,
     fit_temperatures,
     quality,
     save_calibration,
@@ -45,9 +43,8 @@ def calibrate(drafts: Mapping[float, Halves], folder: Path) -> dict[str, float]:
     """Writes the calibration, fitted on both halves at each sampling temperature, and the reliability diagram of each.
 
     Returns ``records``, the number of drafts, and as far as these suffice ``ece_*``, ``auroc_*`` and ``brier_*`` of the
-    original confidences (``before``), calibrated ones (``after``), those with margins (``margins``), the paper's own method
-    (``grid``) and ``isotonic`` maps, each half judged with the other's fit; above the lowest temperature with
-    ``.t<temperature>``.
+    original confidences (``before``), calibrated ones (``after``), those with margins (``margins``), and the paper's method
+    (``grid``), each half judged with the other's fit; above the lowest temperature with ``.t<temperature>``.
     """
     figures: dict[str, float] = {}
     fits: dict[float, TemperatureScaling] = {}
@@ -62,7 +59,6 @@ def calibrate(drafts: Mapping[float, Halves], folder: Path) -> dict[str, float]:
             "before": np.asarray(np.cumprod(records.confidences, axis=1), np.float64),
             "after": _cross_validated(records, in_first, fit_temperatures),
             "grid": _cross_validated(records, in_first, fit_by_grid),
-            "isotonic": _cross_validated(records, in_first, fit_isotonic),
         }
         if any(margins):
             predicted["margins"] = _cross_validated(known, in_first, fit_temperatures)
@@ -82,7 +78,7 @@ def calibrate(drafts: Mapping[float, Halves], folder: Path) -> dict[str, float]:
 
 
 def _cross_validated(
-    records: Records, in_first: NDArray[np.bool_], fit: Callable[[Records], Scaling]
+    records: Records, in_first: NDArray[np.bool_], fit: Callable[[Records], TemperatureScaling]
 ) -> NDArray[np.float64]:
     """(N, K) survival of each half by the fit on the other."""
     survival = np.empty(records.confidences.shape)

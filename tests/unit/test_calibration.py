@@ -11,13 +11,10 @@ from cluster.errors import ModelUnavailable
 from profiler.calibration import (
     FILE,
     Calibration,
-    IsotonicScaling,
     Quality,
     Records,
-    Scaling,
     TemperatureScaling,
     fit_by_grid,
-    fit_isotonic,
     fit_temperatures,
     load_calibration,
     log_margins,
@@ -49,12 +46,12 @@ def as_list(records: Records) -> list[tuple[tuple[float, ...], int]]:
     return [(tuple(row), int(num)) for row, num in zip(records.confidences.tolist(), records.num_accepted, strict=True)]
 
 
-@pytest.mark.parametrize("fit", [fit_temperatures, fit_by_grid, fit_isotonic])
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_by_grid])
 @pytest.mark.parametrize("boast", [2.0, 0.5])
 def test_survival_can_be_counted_on_after_fitting_on_other_drafts(fit: type, boast: float) -> None:
     test = drafts(20_000, boast, seed=1)
     assert worst_ece(np.cumprod(test.confidences, axis=1), test) > 0.04
-    scaling: Scaling = fit(drafts(10_000, boast))
+    scaling: TemperatureScaling = fit(drafts(10_000, boast))
     assert worst_ece(scaling.survival(test.confidences), test) < 0.02
 
 
@@ -111,9 +108,8 @@ def test_quality_is_a_mean_over_positions() -> None:
     assert quality(np.cumprod(blind.confidences, axis=1), blind).auroc == 0.5, "that late prefixes survive less is no merit"
 
 
-@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic])
-def test_order_is_kept_and_survival_never_rises(fit: type) -> None:
-    scaling: Scaling = fit(drafts(3_000, 3.0))
+def test_order_is_kept_and_survival_never_rises() -> None:
+    scaling = fit_temperatures(drafts(3_000, 3.0))
     grid = np.linspace(0.0, 1.0, 200)
     for k in range(K):
         table = np.full((len(grid), k + 1), 0.7)
@@ -128,15 +124,14 @@ def test_order_is_kept_and_survival_never_rises(fit: type) -> None:
 @pytest.mark.parametrize("num", [0, 1, 63, 500])
 def test_few_or_one_sided_records_are_no_trouble(num: int, num_accepted: int) -> None:
     records = Records.of([((0.9, 0.8), num_accepted)] * num)
-    for scaling in (fit_temperatures(records), fit_isotonic(records)):
-        survival = scaling.survival([[0.9, 0.8, 0.7]])
-        assert np.all(np.isfinite(survival))
-        if num < 64:
-            np.testing.assert_allclose(survival, np.cumprod([[0.9, 0.8, 0.7]], axis=1), rtol=1e-6)
-        elif num_accepted:
-            assert survival[0, 1] > 0.95
-        else:
-            assert survival[0, 0] < 0.9
+    survival = fit_temperatures(records).survival([[0.9, 0.8, 0.7]])
+    assert np.all(np.isfinite(survival))
+    if num < 64:
+        np.testing.assert_allclose(survival, np.cumprod([[0.9, 0.8, 0.7]], axis=1), rtol=1e-6)
+    elif num_accepted:
+        assert survival[0, 1] > 0.95
+    else:
+        assert survival[0, 0] < 0.9
 
 
 def test_tokens_that_were_not_verified_say_nothing() -> None:
@@ -218,10 +213,6 @@ def test_right_predictions_show_the_error_of_chance() -> None:
     assert floor == pytest.approx(np.mean(seen), rel=0.05)
     assert expected_calibration_error(told, rng.random(800) < told**2) > 2 * floor, "too high ones show more"
     assert calibrated_error([]) == 0.0
-
-
-def test_unfitted_isotonic_maps_leave_confidences_as_they_are() -> None:
-    np.testing.assert_allclose(IsotonicScaling().survival([[0.5, 0.5]]), [[0.5, 0.25]])
 
 
 # ---- online

@@ -38,7 +38,6 @@ def test_calibration_quality_is_written(tmp_path: Path) -> None:
     assert figures["records"] == 6000
     assert figures["ece_before"] > 0.08
     assert figures["ece_after"] < 0.025
-    assert figures["ece_isotonic"] < 0.03
     assert figures["auroc_after"] == pytest.approx(figures["auroc_before"], abs=0.03)
     assert figures["ece_grid"] > figures["ece_after"], "a temperature alone cannot take out an offset"
     assert figures["records.t0.7"] == 1800
