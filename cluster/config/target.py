@@ -118,7 +118,7 @@ class TargetConfig(Replicated):
         """LoRA adapters at once, each with a place in every layer: ``max_loras``, and all of ``lora_modules``."""
         if not (self.lora_modules or self.vllm.get("enable_lora")):
             return 0
-        return max(self.vllm.get("max_loras", 1), len(self.lora_modules))
+        return max(int(self.vllm.get("max_loras", 1)), len(self.lora_modules))
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -59,29 +59,22 @@ class Scripted:
 
 @dataclass
 class Counted:
-    """Counts how often it is asked."""
+    """Counts how often it is asked, and takes its time to draft."""
 
     drafter: Drafter
+    seconds: float = 0.0
+    clock: list[float] = field(default_factory=lambda: [0.0])
     num_asked: int = 0
     capabilities = Capabilities()
 
-    def open(
-        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
-    ) -> None:
-        self.drafter.open(request_id, token_ids, prompt_len, sampling, salt)
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self.drafter.extend(request_id, token_ids)
+    def __post_init__(self) -> None:
+        self.open, self.extend = self.drafter.open, self.drafter.extend
+        self.release, self.check_integrity = self.drafter.release, self.drafter.check_integrity
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.clock[0] += self.seconds
         self.num_asked += len(demands)
         return self.drafter.propose(demands)
-
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
-
-    def check_integrity(self) -> None:
-        self.drafter.check_integrity()
 
 
 @dataclass
@@ -278,40 +271,11 @@ def test_a_model_on_few_trials_is_found_whatever_is_drafted_ahead(num_ahead: int
     assert nums_right == [4] * 4
 
 
-@dataclass
-class Slow:
-    """Takes its time to draft."""
-
-    drafter: Drafter
-    seconds: float
-    clock: list[float]
-    num_asked: int = 0
-    capabilities = Capabilities()
-
-    def open(
-        self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams, salt: str = ""
-    ) -> None:
-        self.drafter.open(request_id, token_ids, prompt_len, sampling, salt)
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self.drafter.extend(request_id, token_ids)
-
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        self.clock[0] += self.seconds
-        self.num_asked += 1
-        return self.drafter.propose(demands)
-
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
-
-    def check_integrity(self) -> None: ...
-
-
 @pytest.mark.parametrize(("configured", "seconds", "pays"), [(0.05, 0.05, False), (0.9, 0.002, True)])
 def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float, seconds: float, pays: bool) -> None:
     """A model that gets one token right half of the time: worth a tenth of a round, not two rounds and a half."""
     clock = [0.0]
-    model = Slow(Recorded([1, 0], 0.5), seconds, clock)
+    model = Counted(Recorded([1, 0], 0.5), seconds, clock)
     members = [CascadeMember("silent", Recorded([0], 0.5), 0.0), CascadeMember("model", model, configured)]
     drafter = CascadeDrafter(members, clock=lambda: clock[0])
     drafter.open("r", (0, 1, 2), 3, SAMPLING)
