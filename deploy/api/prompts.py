@@ -13,9 +13,8 @@ from cluster.types import ModelInfo
 from deploy.api.answer import encode_json
 from deploy.api.errors import bad_request
 from deploy.api.messages import text_of
-from deploy.api.params import Prompt, check_model, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
+from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
-from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 
 T = TypeVar("T")
@@ -56,11 +55,37 @@ class Prompts:
             messages = await fitting(messages, fits)
         return await self._encoded(request, partial(encode, messages), "messages", fields, info)
 
-    async def num_tokens(self, request: Request, fields: ChatRequest, info: ModelInfo) -> int:
-        """Of a conversation, which may exceed the context."""
-        messages = [message.for_template() for message in fields.messages]
+    async def token_ids(self, request: Request, fields: ChatRequest | TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+        """Of a conversation or text, which may exceed the context."""
+        if isinstance(fields, TokenizeRequest) and fields.prompt is not None:
+            return await self._token_ids(request, self._encode(fields.prompt, fields, self._max_tokens), "prompt", info)
+        messages = [message.for_template() for message in fields.messages or ()]
         encode = partial(self._tokenizer.encode_chat, messages, fields.template_options(), max_tokens=self._max_tokens)
-        return len(await self._token_ids(request, encode, "messages", info))
+        return await self._token_ids(request, encode, "messages", info)
+
+    async def tokenize(self, request: Request, fields: TokenizeRequest, info: ModelInfo) -> Response:
+        """Tokens of a prompt or of messages, as for a completion or chat."""
+        if (fields.prompt is None) == (fields.messages is None):
+            raise bad_request("prompt", "or messages must be given, but not both")
+        if fields.messages is not None and fields.add_special_tokens:
+            raise bad_request("add_special_tokens", "is not supported yet with messages; leave it out")
+        token_ids = await self.token_ids(request, fields, info)
+
+        def document() -> str:
+            token_strs = _list_json(self._tokenizer.token_strs(token_ids)) if fields.return_token_strs else "null"
+            head = f'"count":{len(token_ids)},"max_model_len":{info.max_model_len}'
+            return f'{{{head},"tokens":{_list_json(token_ids)},"token_strs":{token_strs}}}'
+
+        return await self._in_share(request, partial(_response, document, len(token_ids)))
+
+    async def detokenize(self, request: Request, fields: DetokenizeRequest, info: ModelInfo) -> Response:
+        """The text of tokens, with special tokens."""
+        check_tokens("tokens", fields.tokens, info)
+
+        def document() -> str:
+            return encode_json({"prompt": self._tokenizer.text_of(fields.tokens)})
+
+        return await self._in_share(request, partial(_response, document, len(fields.tokens)))
 
     async def prediction(self, request: Request, fields: ChatRequest, prompt_len: int, info: ModelInfo) -> tuple[int, ...]:
         """Of the predicted answer, as far as the context has room for it; (): none is predicted."""
@@ -91,12 +116,7 @@ class Prompts:
         prompts = []
         for field, one in fields.prompts().items():
             if isinstance(one, str):
-                encode = partial(
-                    self._tokenizer.encode,
-                    one,
-                    add_special_tokens=fields.add_special_tokens is not False,
-                    max_tokens=self._limit(fields, info),
-                )
+                encode = self._encode(one, fields, self._limit(fields, info))
                 prompt = await self._encoded(request, encode, field, fields, info)
             else:
                 prompt = _cut(Prompt(tuple(one), field), fields, info)
@@ -112,6 +132,10 @@ class Prompts:
     def _limit(self, fields: GenerationFields, info: ModelInfo) -> int:
         """Texts with far more tokens are refused before all of them is encoded."""
         return max_prompt_tokens(info) if fields.truncate_prompt_tokens is None else self._max_tokens
+
+    def _encode(self, text: str, fields: CompletionRequest | TokenizeRequest, max_tokens: int) -> Encode:
+        adds = fields.add_special_tokens is not False
+        return partial(self._tokenizer.encode, text, add_special_tokens=adds, max_tokens=max_tokens)
 
     async def _encoded(
         self, request: Request, encode: Encode, field: str, fields: GenerationFields, info: ModelInfo
@@ -172,40 +196,6 @@ async def fitting(messages: Messages, fits: Callable[[Messages], Awaitable[bool]
 _INLINE_TOKENS = 2000
 # The JSON encoder holds the GIL, so lists are encoded in slices of this length.
 _SLICE_LEN = 2**13
-
-
-async def tokenize(fields: TokenizeRequest, tokenizer: Tokenizer, info: ModelInfo, settings: ApiSettings) -> Response:
-    """Tokens of a prompt or of messages, as for a completion or chat."""
-    check_model(fields.model, info)
-    # Texts longer than the model's context may be tokenized, within the body's limit.
-    max_tokens = settings.max_request_bytes
-    if (fields.prompt is None) == (fields.messages is None):
-        raise bad_request("prompt", "or messages must be given, but not both")
-    try:
-        if fields.prompt is not None:
-            adds = fields.add_special_tokens is not False
-            token_ids = await tokenizer.encode(fields.prompt, add_special_tokens=adds, max_tokens=max_tokens)
-        else:
-            if fields.add_special_tokens:
-                raise bad_request("add_special_tokens", "is not supported yet with messages; leave it out")
-            messages = [message.for_template() for message in fields.messages or ()]
-            token_ids = await tokenizer.encode_chat(messages, fields.template_options(), max_tokens=max_tokens)
-    except TextTooLong as error:
-        raise bad_request("prompt", f"has more than {error.num_tokens} tokens") from error
-
-    def document() -> str:
-        token_strs = _list_json(tokenizer.token_strs(token_ids)) if fields.return_token_strs else "null"
-        head = f'"count":{len(token_ids)},"max_model_len":{info.max_model_len}'
-        return f'{{{head},"tokens":{_list_json(token_ids)},"token_strs":{token_strs}}}'
-
-    return await _response(document, len(token_ids))
-
-
-async def detokenize(fields: DetokenizeRequest, tokenizer: Tokenizer, info: ModelInfo) -> Response:
-    """The text of tokens, with special tokens."""
-    check_model(fields.model, info)
-    check_tokens("tokens", fields.tokens, info)
-    return await _response(lambda: encode_json({"prompt": tokenizer.text_of(fields.tokens)}), len(fields.tokens))
 
 
 async def _response(document: Callable[[], str], num_tokens: int) -> Response:

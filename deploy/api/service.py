@@ -44,7 +44,7 @@ from deploy.api.params import (
     parse_drafting,
     wants_prompt_only,
 )
-from deploy.api.prompts import Prompts, detokenize, tokenize
+from deploy.api.prompts import Prompts
 from deploy.api.response_fields import ResponsesRequest
 from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import (
@@ -190,8 +190,8 @@ class Service:
             chat = fields.as_chat()
             info = await self.info()
             check_model(chat.model, info)
-            num_tokens = await self._prompts.num_tokens(request, chat, info)
-        return JSONResponse({"input_tokens": num_tokens})
+            token_ids = await self._prompts.token_ids(request, chat, info)
+        return JSONResponse({"input_tokens": len(token_ids)})
 
     async def embeddings(self, request: Request) -> Response:
         """Not supported: the served model generates text."""
@@ -242,13 +242,15 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        fields = await self._bodies.read(request, TokenizeRequest)
-        return await self._in_share(request, partial(tokenize, fields, self._tokenizer, await self.info(), self._settings))
+        fields, info = await self._bodies.read(request, TokenizeRequest), await self.info()
+        check_model(fields.model, info)
+        return await self._prompts.tokenize(request, fields, info)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        fields = await self._bodies.read(request, DetokenizeRequest)
-        return await self._in_share(request, partial(detokenize, fields, self._tokenizer, await self.info()))
+        fields, info = await self._bodies.read(request, DetokenizeRequest), await self.info()
+        check_model(fields.model, info)
+        return await self._prompts.detokenize(request, fields, info)
 
     async def _in_share(self, request: Request, work: Callable[[], Awaitable[T]], *, is_brief: bool = True) -> T:
         """As ``_in_time``, within the tenant's share of threads. ``is_brief``: what a short body asks for is awaited at

@@ -191,11 +191,11 @@ def test_a_sample_sums_over_targets_and_drafters() -> None:
     samples = history.samples(after=0)
     assert len(samples) == MAX_SAMPLES
     sample = samples[-1]
-    assert (sample.num_running, sample.num_waiting, sample.num_queued) == (6, 2, 7)
-    assert (sample.num_ready_targets, sample.num_ready_drafters, sample.num_proposed, sample.num_accepted) == (1, 1, 40, 21)
-    assert (sample.kv_usage, sample.plain_s / sample.decode_s) == (0.25, 1.5)
-    assert sample.slo == {"interactive": (8, 6, 2)}
-    assert history.samples(after=sample.number - 1) == [sample]
+    states = {"num_running": 6, "num_waiting": 2, "num_queued": 7, "num_ready_targets": 1, "num_ready_drafters": 1}
+    counts = {"num_proposed": 40, "num_accepted": 21, "kv_usage": 0.25, "slo": {"interactive": (8, 6, 2)}}
+    assert {name: sample[name] for name in states | counts} == states | counts
+    assert sample["plain_s"] / sample["decode_s"] == 1.5
+    assert history.samples(after=sample["number"] - 1) == [sample]
 
 
 def test_answers_are_counted_between_samples() -> None:
@@ -219,7 +219,7 @@ def test_answers_are_counted_between_samples() -> None:
     history.answers.note(Commit("a", 101, (5,)))
     for _ in range(2):
         history.take(ClusterStatus("m", "hedge", 1, (), ()), 0.0)
-    counts, after = (sample.answers for sample in history.samples(0))
+    counts, after = (AnswerCounts(**sample["answers"]) for sample in history.samples(0))
     assert (counts.num_complete, counts.num_failed, counts.num_aborted) == (2, 1, 1)
     assert (counts.num_prompt_tokens, counts.num_cached_tokens) == (100, 60)
     for times, number, seconds in ((counts.ttft, 4, 2.0), (counts.tpot, 4, 0.5), (counts.e2e, 2, 3.5)):

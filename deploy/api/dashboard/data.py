@@ -70,7 +70,7 @@ class DashboardData:
             "requests": [asdict(one) for one in timelines.requests(after, tenant)],
             "rounds": [astuple(one) for one in timelines.rounds(after, tenant)],  # fields as in `Round`
             "drafts": timelines.drafts(),
-            "samples": [asdict(one) for one in self._history.samples(sample)],
+            "samples": self._history.samples(sample),
         }
         return JSONResponse(answer, headers={"cache-control": "no-store"})
 

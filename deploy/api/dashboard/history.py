@@ -6,7 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed
@@ -22,6 +23,7 @@ MAX_SAMPLES = 600  # 20 minutes
 RATIO = 1.1  # of the bounds of one bucket of times, so that a percentile is right within 5%
 _LEAST_S = 1e-4
 
+Sample = dict[str, Any]  # as the page reads it
 Times = dict[int, int]  # number of answers by bucket; bucket i holds times around RATIO ** (i + 0.5) seconds
 
 
@@ -61,32 +63,6 @@ def _bucket(seconds: float) -> int:
     return math.floor(math.log(max(seconds, _LEAST_S)) / math.log(RATIO))
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Gauges, and counters since the targets' start, which fall when a target restarts."""
-
-    number: int
-    at_s: float
-    policy: str
-    num_running: int
-    num_waiting: int
-    num_queued: int  # calls, in this process
-    tokens_per_s: float
-    kv_usage: float  # share of the KV cache's blocks in use
-    num_targets: int
-    num_ready_targets: int
-    num_drafters: int
-    num_ready_drafters: int
-    num_proposed: int
-    num_accepted: int
-    num_rounds: int  # of requests that only decoded
-    decode_s: float
-    plain_s: float
-    rejected_s: float
-    slo: dict[str, tuple[int, int, int]]  # by class: answers, those that met their objectives, refused requests
-    answers: AnswerCounts  # of this process, since the sample before it
-
-
 class History:
     """``status`` and ``num_queued`` are asked for each sample. A cluster that does not answer leaves a gap."""
 
@@ -110,37 +86,39 @@ class History:
             await asyncio.sleep(INTERVAL_S)
 
     def take(self, status: ClusterStatus, now_s: float) -> None:
+        """Samples gauges, and counters since the targets' start, which fall when a target restarts."""
         self._num_taken += 1
         targets, drafters = status.targets, status.drafters
         num_blocks = sum(one.num_blocks for one in targets)
         num_free = sum(one.num_free_blocks for one in targets)
         counts = summed(tuple(one for target in targets for one in target.slo))
         self._samples.append(
-            Sample(
-                number=self._num_taken,
-                at_s=now_s,
-                policy=status.policy,
-                num_running=sum(one.num_running for one in targets),
-                num_waiting=sum(one.num_waiting for one in targets),
-                num_queued=self._num_queued(),
-                tokens_per_s=sum(one.tokens_per_s for one in targets),
-                kv_usage=1 - num_free / num_blocks if num_blocks else 0.0,
-                num_targets=len(targets),
-                num_ready_targets=sum(one.state == "ready" for one in targets),
-                num_drafters=len(drafters),
-                num_ready_drafters=sum(one.state == "ready" for one in drafters),
-                num_proposed=sum(one.num_proposed for one in drafters),
-                num_accepted=sum(one.num_accepted for one in drafters),
-                num_rounds=sum(one.num_rounds for target in targets for one in target.drafting.by_load),
-                decode_s=sum(one.drafting.decode_s for one in targets),
-                plain_s=sum(one.drafting.plain_s for one in targets),
-                rejected_s=sum(one.drafting.rejected_s for one in targets),
-                slo={one.name: (one.num_answers, one.num_met, one.num_refused) for one in counts},
-                answers=self.answers,
-            )
+            {
+                "number": self._num_taken,
+                "at_s": now_s,
+                "policy": status.policy,
+                "num_running": sum(one.num_running for one in targets),
+                "num_waiting": sum(one.num_waiting for one in targets),
+                "num_queued": self._num_queued(),  # calls, in this process
+                "tokens_per_s": sum(one.tokens_per_s for one in targets),
+                "kv_usage": 1 - num_free / num_blocks if num_blocks else 0.0,
+                "num_targets": len(targets),
+                "num_ready_targets": sum(one.state == "ready" for one in targets),
+                "num_drafters": len(drafters),
+                "num_ready_drafters": sum(one.state == "ready" for one in drafters),
+                "num_proposed": sum(one.num_proposed for one in drafters),
+                "num_accepted": sum(one.num_accepted for one in drafters),
+                # Of rounds that only decoded.
+                "num_rounds": sum(one.num_rounds for target in targets for one in target.drafting.by_load),
+                "decode_s": sum(one.drafting.decode_s for one in targets),
+                "plain_s": sum(one.drafting.plain_s for one in targets),
+                "rejected_s": sum(one.drafting.rejected_s for one in targets),
+                "slo": {one.name: (one.num_answers, one.num_met, one.num_refused) for one in counts},
+                "answers": asdict(self.answers),  # of this process, since the sample before
+            }
         )
         self.answers = AnswerCounts()
 
     def samples(self, after: int) -> list[Sample]:
         """Those with a number above ``after``, in order."""
-        return [one for one in self._samples if one.number > after]
+        return [one for one in self._samples if one["number"] > after]
