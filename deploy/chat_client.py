@@ -125,7 +125,11 @@ def connect(url: str, api_key: str | None, timeout_s: float = READ_TIMEOUT_S) ->
 
 def served_model(client: httpx.Client) -> str:
     """Name of the served model. Raises ServerFailed."""
-    return str(get(client, "/v1/models").json()["data"][0]["id"])
+    response = get(client, "/v1/models")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerFailed(f"{response.url}: is no list of models, so that this is no server with OpenAI's API") from error
 
 
 def get(client: httpx.Client, path: str) -> httpx.Response:

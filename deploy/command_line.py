@@ -39,6 +39,9 @@ _WITHOUT = {
 def drafter_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A drafter of the file without its name, and a line for each key that changes nothing. Raises InvalidField: a method
     that is not supported, or a key that is unknown or missing."""
+    for key in ("method", "model", "revision"):
+        if not isinstance(config.get(key, ""), str):
+            raise InvalidField(f"{FLAG}.{key}", config[key], "must be a string")
     method = config.get("method") or ("draft_model" if "model" in config else None)
     if method is None:
         raise InvalidField(FLAG, dict(config), 'needs "method", or "model" for a draft model')
@@ -163,7 +166,10 @@ def as_file(command: str) -> str:
 
 def _words_of(command: str) -> list[str]:
     """Without the program, and settings of the environment before it. Raises InvalidField."""
-    words = shlex.split(command.replace("\\\n", " "))
+    try:
+        words = shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        raise InvalidField("--from", command, f"is no command line: {error}") from error
     for ending in (["vllm", "serve"], ["outrider", "serve"], ["-m", "vllm.entrypoints.openai.api_server"]):
         for start in range(len(words) - len(ending) + 1):
             if words[start : start + len(ending)] == ending:
@@ -229,10 +235,11 @@ def _object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _nested(key: str, value: Any, into: dict[str, Any]) -> dict[str, Any]:
-    """``into`` with the value at a dotted key."""
+def _nested(key: str, value: Any, into: Any) -> dict[str, Any]:
+    """``into`` with the value at a dotted key, instead of what is there and no object."""
     first, _, rest = key.partition(".")
-    return {**into, first: _nested(rest, value, into.get(first, {})) if rest else value}
+    known = into if isinstance(into, dict) else {}
+    return {**known, first: _nested(rest, value, known.get(first)) if rest else value}
 
 
 def _check_base_models(line: CommandLine) -> None:
@@ -275,6 +282,6 @@ def _pass_on(line: CommandLine, name: str, key: str, values: Sequence[str]) -> N
     argument = engine_argument(name, value)
     if value is None:
         value = not argument.is_negated
-    before = line.fields.get("target", {}).get("vllm", {}).get(argument.name, {})
+    before = line.fields.get("target", {}).get("vllm", {}).get(argument.name)
     line.put(f"target.vllm.{argument.name}", _nested(key, value, before) if key else value)
     line.put("target.engine", "vllm")

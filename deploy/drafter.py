@@ -59,7 +59,7 @@ def serve_drafter(config: Config, name: str | None, address: str) -> None:
 def _chosen(config: Config, name: str | None) -> DrafterConfig:
     drafters = {one.name: one for one in with_shipped(config).drafters}
     if name is None and len(drafters) == 1:
-        return next(iter(drafters.values()))
+        (name,) = drafters
     if name not in drafters:
         raise InvalidField("--name", name, f"must be one of the drafters {', '.join(drafters)}")
     if drafters[name].options.traits.reads_hidden_states:

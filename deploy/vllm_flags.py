@@ -18,7 +18,7 @@ def scalar(text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # the latter of a date that there is not
         return text
 
 

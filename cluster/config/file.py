@@ -100,6 +100,8 @@ class StateConfig(Section):
         parts = urlsplit(self.url)
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ValueError(f"url must start with redis://, rediss:// or unix://, got {parts.scheme!r}")
+        if parts.scheme != "unix" and (parts.hostname is None or parts.port == 0):  # raises ValueError for no number
+            raise ValueError("url must name a host, and its port unless that is 6379")
         if parts.password is not None:
             raise ValueError("url must not hold a password: put it into a file and name that in password_file")
         return self

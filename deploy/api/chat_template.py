@@ -88,7 +88,7 @@ class ChatTemplate:
             names["tools"] = options.tools
         try:
             text = self._template.render(messages=messages, **names)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             roles = [message["role"] for message in messages[:8]]
             raise InvalidField("messages", roles, f"refused by the model's chat template: {error}") from error
         if not options.continue_final_message:

@@ -163,7 +163,7 @@ class Operators:
             message = "the policy is chain, whose drafters are started for it: change the file"
             raise ApiError(HTTPStatus.CONFLICT, message, code="policy_is_chain")
         if fields.instead_of != status.policy:
-            message = f"instead_of: the policy is {status.policy} now, not {fields.instead_of!r}: look again"
+            message = f"instead_of: the policy is {status.policy} now, not {shorten(fields.instead_of)}: look again"
             raise ApiError(HTTPStatus.CONFLICT, message, param="instead_of", code="policy_changed")
         policy = None if fields.policy is None else _POLICIES[fields.policy]
         if not await self._try_policy(policy, fields.for_s):

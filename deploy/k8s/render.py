@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -62,7 +62,7 @@ def values_for(config: Config, options: Options = Options()) -> dict[str, Any]:
     """Values for `k8s/chart`. Raises InvalidField: the file asks for what the chart cannot give."""
     config = for_cluster(config, options)
     weights_gb = _weights_gb(config, options.model_gb)
-    groups = dict(_drafter_groups(config, weights_gb))
+    groups = _drafter_groups(config, weights_gb)
     if "gateway" in groups:
         raise InvalidField("resources.node_labels", "gateway", f"the group of this name runs the API: use another {POOL}")
     values: dict[str, Any] = {"modelSpec": {"config": _plain(config)}, "worker": _target_group(config, weights_gb)}
@@ -178,8 +178,9 @@ def _grace_s(config: Config) -> int:
     return math.ceil(config.api.drain_s) + PROCESSES_END_S
 
 
-def _drafter_groups(config: Config, weights_gb: Mapping[str, float]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By the labels of their pods: those of the same labels share pods."""
+def _drafter_groups(config: Config, weights_gb: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """By the labels of their pods: those of the same labels share pods. Raises InvalidField."""
+    groups: dict[str, dict[str, Any]] = {}
     pools: dict[tuple[tuple[str, str], ...], list[DrafterConfig]] = defaultdict(list)
     for drafter in config.drafters:
         if not drafter.is_colocated:
@@ -191,7 +192,11 @@ def _drafter_groups(config: Config, weights_gb: Mapping[str, float]) -> Iterator
         num_pods, cpus, gpus = _pods(config, drafters)
         memory_gb = _memory_gb(drafters, num_pods[-1], weights_gb)
         name = "-".join(value for _, value in labels).lower().replace("_", "-").replace(".", "-")
-        yield name, _group(num_pods, cpus, gpus, memory_gb, dict(labels))
+        if name in groups:
+            reason = "make the name of another group: use other values"
+            raise InvalidField("drafters.resources.node_labels", dict(labels), reason)
+        groups[name] = _group(num_pods, cpus, gpus, memory_gb, dict(labels))
+    return groups
 
 
 def _pods(config: Config, drafters: Sequence[DrafterConfig]) -> tuple[tuple[int, int, int], float, int]:
@@ -329,7 +334,8 @@ def _on_redis(url: str, secrets: dict[str, Any]) -> dict[str, Any]:
     if parts.scheme == "unix":
         raise InvalidField("cluster.state.url", url, "must be redis:// or rediss://: pods share no sockets")
     address = f"{parts.scheme}://" if parts.scheme == "rediss" else ""
-    found: dict[str, Any] = {"enabled": True, "redisAddress": f"{address}{parts.hostname}:{parts.port or 6379}"}
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    found: dict[str, Any] = {"enabled": True, "redisAddress": f"{address}{host}:{parts.port or 6379}"}
     return found | ({"redisPassword": secrets["redisPassword"]} if "redisPassword" in secrets else {})
 
 

@@ -326,6 +326,22 @@ async def test_a_malformed_grammar_beside_tools_is_a_400(fields: dict[str, Any],
         assert response.json()["error"]["param"] == param
 
 
+async def test_tools_that_are_too_deep_for_the_template_are_refused() -> None:
+    template = (
+        "{% macro again(x) %}{{ shown(x) }}{% endmacro %}"
+        "{% macro shown(x) %}{% for y in x.values() if y is mapping %}{{ again(y) }}{% endfor %}{% endmacro %}"
+        "{% for tool in tools or [] %}{{ shown(tool) }}{% endfor %}" + CHAT_TEMPLATE
+    )
+    schema: dict[str, Any] = {}
+    for _ in range(180):
+        schema = {"properties": schema}
+    async with serving(None, template, tool_call_parser="hermes") as (http, _):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        response = await http.post(CHAT, json=chat_body(tools=tools))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        assert (await http.post(CHAT, json=chat_body(tools=TOOLS[:1], tool_choice="none"))).status_code == 200
+
+
 async def test_tools_are_tokenized_as_for_a_chat() -> None:
     async with answering("the answer") as (http, cluster):
         await http.post(CHAT, json=chat_body(tools=TOOLS))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +143,10 @@ def test_an_answer_that_is_ended_is_kept_and_its_work_stops() -> None:
 def test_no_server_is_one_clear_line() -> None:
     with connect("http://127.0.0.1:9", None) as client, pytest.raises(ServerFailed, match="outrider serve"):
         served_model(client)
+    for body in ("<html>", '{"data": []}', "5"):
+        page = httpx.MockTransport(lambda request, body=body: httpx.Response(200, text=body))
+        with httpx.Client(transport=page, base_url="http://a") as client, pytest.raises(ServerFailed, match="OpenAI's API"):
+            served_model(client)
 
 
 def test_a_model_cannot_steer_the_terminal() -> None:

@@ -122,6 +122,10 @@ def test_speculative_configurations_make_a_pool() -> None:
         (["--response-role", "x"], "no counterpart"),
         (["a/b", "--quantization", "awq"], "make setup-vllm"),
         (["--speculative-config", "ngram"], "must be a JSON object"),
+        (["--speculative-config", '{"method": 5}'], "speculative-config.method: must be a string"),
+        (["--speculative-config", '{"model": "x/y", "revision": 5}'], "speculative-config.revision: must be a string"),
+        (["-sc.method=ngram", "-sc.prompt_lookup_mx=1", "-sc.prompt_lookup_mx.a=2"], "did you mean 'prompt_lookup_max'?"),
+        (["--set", "model.max_model_len=2024-99-99"], "got '2024-99-99'"),
         (["--speculative-config", '{"method": "eagel3", "model": "x/y"}'], "not supported yet; supported are ngram"),
         (
             ["--set", "target.engine=native", "--speculative-config", '{"method": "mtp"}'],
@@ -204,8 +208,9 @@ def test_a_command_line_of_vllm_becomes_a_file() -> None:
     }
     printed = CliRunner().invoke(cli.app, ["config", "--from", command])
     assert printed.stdout == written
-    with pytest.raises(InvalidField, match="vllm serve"):
-        as_file("python train.py")
+    for words in ("python train.py", "vllm serve 'a"):
+        with pytest.raises(InvalidField, match="vllm serve"):
+            as_file(words)
     with pytest.raises(InvalidField, match="write its settings as flags"):
         as_file("vllm serve --config vllm.yaml")
 

@@ -170,6 +170,8 @@ zzz: 1
             "a is used more than once",
         ),
         ("cluster: {state: {url: 'http://x'}}", "cluster.state", 1, "url must start with redis://"),
+        ("cluster: {state: {url: 'redis://x:99999'}}", "cluster.state", 1, "ort out of range"),
+        ("cluster: {state: {url: 'redis://'}}", "cluster.state", 1, "url must name a host"),
         ("memory: {min_residence_s: 0}", "memory.min_residence_s", 1, "must be greater than 0, got 0"),
         ("router: {policy: {kind: hedg}}", "router.policy.kind", 1, "(did you mean 'hedge'?), got 'hedg'"),
         (

@@ -295,3 +295,5 @@ def test_what_cannot_draft_elsewhere_is_refused(name: str | None, address: str, 
     pool.append(DrafterConfig(name="remote", options=HiddenStateOptions(path="dspark"), remote=True))
     with pytest.raises(InvalidField, match=reason):
         serve_drafter(Config(drafters=tuple(pool)), name, address)
+    with pytest.raises(InvalidField, match="hidden states"):  # the only one, which needs no name
+        serve_drafter(Config(drafters=(pool[-1],)), None, address)

@@ -3,6 +3,7 @@
 import stat
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -195,7 +196,18 @@ def test_the_network_policy_lets_pods_reach_the_redis_of_the_file(
     assert [problem for manifest in manifests for problem in problems(manifest)] == []
     (policy,) = [m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-redis"]
     assert policy["spec"]["egress"] == [{"to": to, "ports": [{"protocol": "TCP", "port": port}]}]
+    address = only(manifests, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisAddress"]
+    assert urlsplit(address if "//" in address else f"//{address}").port == port
     assert ("networkPolicy.redis.to" in capsys.readouterr().err) is (to == [{"ipBlock": {"cidr": "0.0.0.0/0"}}])
+
+
+def test_labels_that_make_the_name_of_another_group_are_refused() -> None:
+    options = NgramOptions()
+    drafters = [
+        DrafterConfig(name=label, options=options, resources=Resources(node_labels={label: "fast"})) for label in ("a", "b")
+    ]
+    with pytest.raises(InvalidField, match="the name of another group"):
+        values_for(Config(drafters=tuple(drafters)))
 
 
 def test_a_model_that_is_elsewhere_needs_its_size() -> None:
