@@ -216,9 +216,9 @@ def vllm_weights(folder: Path, element: int) -> Footprint:
 def _stored_tensors(path: Path) -> Iterator[tuple[str, int]]:
     """(dtype, bytes) of each tensor by the header of a safetensors file. Raises ModelUnavailable."""
     try:
-        with path.open("rb") as file:
+        with safe_open(path, framework="np"), path.open("rb") as file:  # the first checks the header
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
     for name, tensor in header.items():
         if name != "__metadata__":

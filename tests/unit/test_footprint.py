@@ -18,7 +18,7 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import ModelUnavailable
-from drafters.footprint import PROCESS_BYTES, TORCH_BYTES, Footprint, footprint
+from drafters.footprint import PROCESS_BYTES, TORCH_BYTES, Footprint, footprint, vllm_weights
 from drafters.shipped import shipped_options
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
@@ -153,6 +153,13 @@ def test_files_that_are_no_weights_are_named(model: Path, tmp_path: Path) -> Non
     config = DrafterConfig(name="d", options=LayersOptions(path=str(folder)).of_target(str(model)))
     with pytest.raises(ModelUnavailable, match=r"model\.safetensors is not a whole safetensors file"):
         footprint(config, "cpu", 100)
+
+
+@pytest.mark.parametrize("header_len", [2, 2**40, 2**64 - 1])
+def test_a_header_that_is_none_is_named(header_len: int, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header_len.to_bytes(8, "little") + b"[]")
+    with pytest.raises(ModelUnavailable, match="not a whole safetensors file"):
+        vllm_weights(tmp_path, 2)
 
 
 @needs_compiler

@@ -169,9 +169,10 @@ def test_settings_and_templates_are_part_of_a_model(copy: Path) -> None:
 
 def test_half_a_file_and_none_are_refused(copy: Path) -> None:
     path = copy / SINGLE
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ModelUnavailable, match="half-written"):
-        model_fingerprint(copy)
+    for content in (path.read_bytes()[:100], b"\xff" * 100, (2**40).to_bytes(8, "little") + b"{}"):  # lengths of a header
+        path.write_bytes(content)
+        with pytest.raises(ModelUnavailable, match="half-written"):
+            model_fingerprint(copy)
     path.unlink()
     with pytest.raises(ModelUnavailable, match=r"no \*\.safetensors"):
         model_fingerprint(copy)
