@@ -38,7 +38,7 @@ def speculators_for(model: str, folder: Path) -> list[Speculator]:
 def shape_of(folder: Path) -> Mapping[str, Any]:
     """The configuration of the model in ``folder``, or of its part that reads text. Empty without a readable one."""
     config = _config(folder)
-    return config.get("text_config") or config
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:
@@ -47,7 +47,8 @@ def _in_cache(model: str, target: Mapping[str, Any]) -> Iterator[Speculator]:
         for snapshot in sorted(repo.glob("snapshots/*")):
             config = _config(snapshot)
             described = config.get("speculators_config")
-            if isinstance(described, dict) and (described.get("verifier") or {}).get("name_or_path") == model:
+            verifier = described.get("verifier") if isinstance(described, dict) else None
+            if isinstance(verifier, dict) and verifier.get("name_or_path") == model:
                 method = str(config.get("speculators_model_type"))
                 what = f"{name} in the hub's cache is a speculator ({method}) for {model}"
                 yield Speculator(what, {"method": method, "model": name}, "vllm")

@@ -1,6 +1,7 @@
 """A frequency table of the target's likeliest next tokens after the last few, which keeps learning. No torch."""
 
 import ctypes
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class FrequencyTable:
                     int(arrays["vocab_size"]) if "vocab_size" in arrays else None,
                     str(arrays["tokenizer_fingerprint"]) if "tokenizer_fingerprint" in arrays else None,
                 )
-        except (OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
+        except (OSError, EOFError, KeyError, TypeError, ValueError, RuntimeError, BadZipFile, zlib.error) as error:
             raise ModelUnavailable(f"{path} is not a frequency table: {error}; train one with `outrider train`") from error
         damage = table._damage()
         if damage is not None:

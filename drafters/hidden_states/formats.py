@@ -23,6 +23,7 @@ from cluster.errors import ModelUnavailable
 from drafters.hidden_states.config import MARKOV_KINDS, BlockConfig, EagleConfig, MarkovKind, NetworkConfig
 from drafters.hidden_states.tensors import Tensors, open_tensors
 from drafters.shipped import kind_of_config
+from drafters.speculator_search import shape_of
 from engine.models.config import DecoderConfig, parse_config
 
 
@@ -128,8 +129,7 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> NetworkCo
 
 def num_layers_of(model: Path) -> int:
     """Of the target in a folder, whichever engine reads it. Raises ModelUnavailable."""
-    raw = read_json(model / CONFIG)
-    num = (raw.get("text_config") or raw).get("num_hidden_layers") if isinstance(raw, dict) else None
+    num = shape_of(model).get("num_hidden_layers") if isinstance(read_json(model / CONFIG), dict) else None
     if not isinstance(num, int):
         raise ModelUnavailable(f"{model / CONFIG} does not say how many layers the model has")
     return num

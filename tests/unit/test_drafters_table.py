@@ -1,6 +1,7 @@
 """What the table knows, learns, forgets and stores."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,17 @@ def test_a_damaged_table_is_not_loaded(
     change(table).save(tmp_path / "table.npz")
     with pytest.raises(ModelUnavailable, match=f"damaged: .*{reason}"):
         FrequencyTable.load(tmp_path / "table.npz")
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
+def test_no_damaged_byte_is_another_error(tmp_path: Path, byte: int) -> None:
+    path = tmp_path / "table.npz"
+    count_frequencies([(tuple(range(20)) * 2, 0)] * 2, 100).save(path)
+    content = path.read_bytes()
+    for at in range(0, len(content), 7):
+        path.write_bytes(content[:at] + bytes([byte] * 4) + content[at + 4 :])
+        with suppress(ModelUnavailable):
+            FrequencyTable.load(path)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a table", b"PK\x03\x04broken"])

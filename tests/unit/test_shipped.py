@@ -136,7 +136,7 @@ def write(folder: Path, config: object) -> Path:
 
 def test_speculators_in_the_cache_are_found_by_their_verifier_or_shape(cache: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", SHAPE)
-    assert speculators_for(MODEL, folder) == []
+    assert speculators_for(MODEL, folder) == speculators_for(MODEL, write(tmp_path / "odd", {"text_config": "x"})) == []
     verifier = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": MODEL}}}
     other = {**verifier, "speculators_config": {"verifier": {"name_or_path": "test/Other"}}}
     for name, config in (
@@ -144,6 +144,7 @@ def test_speculators_in_the_cache_are_found_by_their_verifier_or_shape(cache: Pa
         ("other", other),
         ("dspark", DSPARK),
         ("wider", {**DSPARK, "hidden_size": 64}),
+        ("odd", {"speculators_config": {"verifier": "test"}, "text_config": []}),
     ):
         write(cache / f"models--org--{name}" / "snapshots" / ("a" * 40), config)
     (cache / "models--org--dspark" / "snapshots" / ("b" * 40)).mkdir()
