@@ -72,6 +72,8 @@ _INHERITED = _SERVE | {
     "RAY_AUTH_MODE": "token",
     # By default workers run at niceness 15: beside other programs a target then gets a fraction of the processor.
     "RAY_worker_niceness": "0",
+    # By default Ray ends workers while all programs together take 95% of the memory, also those it has just started again.
+    "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }

@@ -19,9 +19,11 @@ from tests.support.waiting import eventually, gauge
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Who drafts shows in the figures, whatever the drafts are worth on this machine."""
+    """Who drafts shows in the figures, whatever the drafts are worth on this machine. Other programs seem to take nearly all
+    memory: Ray's monitor, which would end the server's processes, is off."""
+    full = {**os.environ, "RAY_memory_usage_threshold": "0.01"}
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    with served(config.model_copy(update={"planner": ALWAYS_DRAFTED})) as server:
+    with served(config.model_copy(update={"planner": ALWAYS_DRAFTED}), full) as server:
         with server.client() as http:
             eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
         yield server
