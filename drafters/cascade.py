@@ -7,6 +7,7 @@ corrections by agreement, and the marginal gain of an expensive member.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from cluster.errors import InvalidField
@@ -15,10 +16,11 @@ from drafters.consensus import Consensus
 from drafters.ensemble import MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from router.estimates.decayed import LASTING, RECENT, DecayedMean
-from router.estimates.draft_times import DraftCosts
+from router.estimates.draft_times import DraftTimes
 from router.estimates.marginal_gain import MarginalGain
 from router.estimates.survival import OnlineSurvival
+
+_FEW_TIMES = 3  # batches of drafts, after which their measured time counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,6 @@ class _CascadeRound:
     """The last drafts for a request, until the commit that verifies them."""
 
     row_price: float
-    cost: float = 0.0  # of the queries that all requests waited for
     queries: list[_ModelQuery] = field(default_factory=list)
 
     @property
@@ -53,10 +54,11 @@ class CascadeDrafter:
     """Members from cheapest to most expensive; all follow every request.
 
     An expensive member is queried for the requests of a batch for which the expected added tokens, less the cost of their
-    rows, together exceed what the whole batch would decode in that time (this maximises long-run tokens per second).
+    rows, together exceed what the whole batch would decode in that time, at the price of a second that the target sends. By
+    the members' costs where it sends none.
 
     Args:
-        clock: measures the members' costs, in seconds; None: as configured.
+        clock: measures how long members draft, in seconds; None: by their costs.
         few_trials: an expensive member of which little is known is queried for few requests (`MarginalGain.choose`). For a
             cascade whose queries are decided by what all members cost together. It needs ``clock``.
 
@@ -79,11 +81,12 @@ class CascadeDrafter:
             *(member.drafter for member in members[self._num_free :]),
         ]
         self._gains = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
-        self._costs = DraftCosts({i: members[i].cost for i in self._gains})
+        # Until batches differ, larger ones are thought to take as long as those that were timed: a member on trial, which
+        # drafts for few requests, might else never draft for all. Timing larger ones corrects it.
+        self._times = {i: DraftTimes(0.0) for i in self._gains}
+        self._largest = dict.fromkeys(self._gains, 0)  # batch that was timed
         self._clock = clock
         self._few_trials = few_trials and clock is not None
-        self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
-        self._tokens_per_round, self._cost_per_round = DecayedMean(LASTING, 1.5, RECENT), DecayedMean(LASTING, 1.0, RECENT)
         self._rounds: dict[str, _CascadeRound] = {}  # by request
 
     def open(
@@ -94,9 +97,6 @@ class CascadeDrafter:
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         round_ = self._rounds.pop(request_id, None)
-        if self._clock is not None and self._proposed_s is not None and round_ is not None:
-            self._costs.note_round(self._clock() - self._proposed_s)
-            self._proposed_s = None  # commits of other requests follow from the same round
         for drafter in self._followers:
             drafter.extend(request_id, token_ids)
         if round_ is not None and token_ids:
@@ -112,7 +112,8 @@ class CascadeDrafter:
             start_s = self._clock() if self._clock is not None else 0.0
             drafts = self._members[member].drafter.propose([demands[i] for i in chosen])
             if self._clock is not None:
-                self._costs.note_drafts(member, len(chosen), self._clock() - start_s)
+                self._times[member].add(len(chosen), self._clock() - start_s)
+                self._largest[member] = max(self._largest[member], len(chosen))
             expected_lens = expected_lens or [0.0] * len(demands)
             for i, draft in zip(chosen, drafts, strict=True):
                 own, before = self._ensemble.calibrate(i, member, draft), rounds[i].best
@@ -121,13 +122,7 @@ class CascadeDrafter:
                 best = own if before is None else best_of((before, own))
                 rounds[i].queries.append(_ModelQuery(own, before, best))
                 expected_lens[i] = best.expected_len
-            cost = self._costs.of(member, len(chosen), len(demands))
-            for round_ in rounds:
-                round_.cost += cost
-        drafts = self._best_drafts(demands, rounds)
-        if self._clock is not None and not all(demand.ahead for demand in demands):
-            self._proposed_s = self._clock()
-        return drafts
+        return self._best_drafts(demands, rounds)
 
     def release(self, request_id: str) -> None:
         for drafter in self._followers:
@@ -142,14 +137,19 @@ class CascadeDrafter:
         """Demands that a member is queried for. ``expected_lens``: of the best draft so far."""
         if not expected_lens:
             return range(len(demands))
-        # Of the batch, in tokens per plain round.
-        rate = len(demands) * self._tokens_per_round.value / self._cost_per_round.value
         return self._gains[member].choose(
             expected_lens,
-            lambda num: rate * self._costs.of(member, num, len(demands)),
-            self._costs.num_timed[member] if self._few_trials else None,
+            partial(self._price, member, sum([demand.terms.second_price for demand in demands])),
+            self._largest[member] if self._few_trials else None,
             [not demand.ahead for demand in demands],
         )
+
+    def _price(self, member: int, second_price: float, num: int) -> float:
+        """Tokens that the batch would decode while a member drafts for ``num`` of it."""
+        times = self._times[member]
+        if second_price and times.num >= _FEW_TIMES:
+            return second_price * times.at(num)
+        return self._members[member].cost * num
 
     def _best_drafts(self, demands: Sequence[Demand], rounds: Sequence[_CascadeRound]) -> list[Draft]:
         expensive = [best if (best := round_.best) and best.member >= self._num_free else None for round_ in rounds]
@@ -168,8 +168,6 @@ class CascadeDrafter:
                 price, member = round_.row_price, query.draft.member
                 gain = query.best.net_gain(token_ids, price) - query.before.net_gain(token_ids, price)
                 self._gains[member].learn(gain, query.before.expected_len)
-        self._tokens_per_round.add(len(token_ids))
-        self._cost_per_round.add(1.0 + round_.cost)
 
 
 def _ensemble(members: Sequence[CascadeMember], num_free: int) -> PlainEnsemble | NativeEnsemble:

@@ -67,7 +67,7 @@ class SimulatedCascade:
 
 
 class _Member(AgreementDrafter):
-    """Reports the time of its drafts; of a lookup those that are no splices."""
+    """Reports the time of its drafts, which are made at once; of a lookup those that are no splices."""
 
     def __init__(
         self, spec: MemberSpec, timer: DraftTimer, scripts: Mapping[str, Script], took: Callable[[float], None]
@@ -83,4 +83,4 @@ class _Member(AgreementDrafter):
         return drafts
 
     def _ends_by_step(self, demands: Sequence[Demand]) -> bool:
-        return self._has_model
+        return False  # of blocks and lookups

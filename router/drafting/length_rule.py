@@ -6,8 +6,8 @@ The target sets prices; the drafter, which knows its confidences, decides at eac
   of 0 tokens: its requests are decoded plainly. One at a time tries it, or its reply time would never be measured again.
 - A row of a request that falls behind its objective costs it less, by its weight, and costs the others more: rows cost what
   they did on average. No draft makes a round that awaits it longer than every stream can bear for the tokens it commits.
-- Whether drafters on the target's device pay is decided by their gate (`colocated_gate.py`) and, in a cascade, for
-  each expensive member, not here. Their drafts are as long as gains most, by the profiled time of a batch of drafts.
+- Whether drafters on the target's device pay is decided by their gate (`colocated_gate.py`), not here. Their drafts are as
+  long as gains most, by the profiled time of a batch of drafts. A cascade queries members by the price of a second.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

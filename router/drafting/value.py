@@ -43,12 +43,8 @@ class DraftingValue:
         return self.drafters.get(drafter, UNKNOWN_DRAFTER)
 
     def waiting_rate(self, drafter: str) -> float:
-        """Tokens that the batch could decode in a second of this drafter's drafting. 0: not known, or it shares the target's
-        device, where `ColocatedDrafters` decides whether it drafts."""
-        view = self.view(drafter)
-        if view.shares_device or not self.tokens_per_s:
-            return 0.0
-        return self.tokens_per_s * (view.exposure if self.num_micro_batches > 1 else 1.0)
+        """Tokens that the batch could decode in a second of this drafter's drafting. 0: not known."""
+        return (self.tokens_per_s or 0.0) * (self.view(drafter).exposure if self.num_micro_batches > 1 else 1.0)
 
     def draft_s(self, drafter: str, num_requests: int, length: int) -> float:
         """Seconds of a batch of drafts of ``length`` tokens, with the transit of its replies: as measured; before that as
@@ -77,10 +73,11 @@ class DraftingValue:
         """Whether drafts of any length up to ``max_len``, for all requests, save more than ``share`` of the wait for them.
 
         A pass verifies as many of the draft tokens as save most: at the price of a row they might save nothing. At a knee of
-        the cost, where rows are scarce, the rows before it are worth more than they cost.
+        the cost, where rows are scarce, the rows before it are worth more than they cost. Always of one that shares the
+        target's device: `ColocatedDrafters` decides whether it drafts.
         """
         rate, lost_rate = self.waiting_rate(drafter), self.tokens_per_s or 0.0
-        if not rate:
+        if not rate or self.view(drafter).shares_device:
             return True
         table = self.cost.table(num_context // self.num_micro_batches)
         start = num = -(-num_requests // self.num_micro_batches)

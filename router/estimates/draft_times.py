@@ -1,10 +1,7 @@
 """Draft times: seconds of a batch of drafts, as measured while serving."""
 
-from collections.abc import Mapping
-
 from router.estimates.decayed import LASTING, UNUSUAL, USUAL, DecayedMean
 
-_PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PRIOR_SLOPES = 4.0  # measured times that are so alike, and proportional to the batch, before the first
 
@@ -77,34 +74,3 @@ class DraftTimes:
         if self._request_s is None:
             self._request_s = min(self._slope.slope(self._prior_share), level.seconds / level.batch)
         return level.seconds + self._request_s * (batch - level.batch)
-
-
-class DraftCosts:
-    """Cost of a batch of drafts of each expensive drafter of a cascade, in plain rounds of the target, all of whose requests
-    wait for it: the prior, replaced gradually by measured seconds of such a batch over the mean seconds of a round.
-
-    Until batches differ, larger ones are thought to take as long as those that were timed: a drafter on trial, which drafts
-    for few requests, might else never draft for all. Timing larger ones corrects it.
-    """
-
-    def __init__(self, prior: Mapping[int, float]) -> None:
-        self._prior = prior
-        self._times = {member: DraftTimes(0.0) for member in prior}
-        self.num_timed = dict.fromkeys(prior, 0)  # requests of the largest batch of drafts that was timed, by member
-        self._round = DecayedMean()
-
-    def of(self, member: int, num_queried: int = 1, num_all: int = 1) -> float:
-        """Cost of drafts for ``num_queried`` of a batch of ``num_all`` requests."""
-        prior, times = self._prior[member] * num_queried / num_all, self._times[member]
-        if not self._round.is_known or not self._round.value or not times.num:
-            return prior
-        measured = times.at(num_queried) / self._round.value
-        return (_PRIOR_TIMES * prior + times.num * measured) / (_PRIOR_TIMES + times.num)
-
-    def note_drafts(self, member: int, batch: int, seconds: float) -> None:
-        self._times[member].add(batch, seconds)
-        self.num_timed[member] = max(self.num_timed[member], batch)
-
-    def note_round(self, seconds: float) -> None:
-        """Adds the seconds of a round with drafts."""
-        self._round.add(self._round.clipped(seconds))

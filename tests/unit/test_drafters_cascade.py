@@ -8,10 +8,10 @@ import pytest
 
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
+from cluster.types import DraftTerms
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from engine.acceptance import common_prefix_len
-from router.estimates.draft_times import DraftCosts
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)
 CONTENT = tuple(range(100, 1000))  # what the target will say: position t holds 100 + t
@@ -273,7 +273,8 @@ def test_a_model_on_few_trials_is_found_whatever_is_drafted_ahead(num_ahead: int
 
 @pytest.mark.parametrize(("configured", "seconds", "pays"), [(0.05, 0.05, False), (0.9, 0.002, True)])
 def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float, seconds: float, pays: bool) -> None:
-    """A model that gets one token right half of the time: worth a tenth of a round, not two rounds and a half."""
+    """A model that gets one token right half of the time: worth a tenth of a round, not two rounds and a half, at the price
+    of a second that the target tells."""
     clock = [0.0]
     model = Counted(Recorded([1, 0], 0.5), seconds, clock)
     members = [CascadeMember("silent", Recorded([0], 0.5), 0.0), CascadeMember("model", model, configured)]
@@ -281,27 +282,12 @@ def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float
     drafter.open("r", (0, 1, 2), 3, SAMPLING)
     length = 3
     for _ in range(400):
-        (draft,) = drafter.propose([Demand("r", 7)])
-        clock[0] += 0.02  # the target's pass
+        (draft,) = drafter.propose([Demand("r", 7, terms=DraftTerms(7, second_price=60.0))])
         truth = tuple(range(length, length + 8))
         num_right = common_prefix_len(draft.token_ids, truth)
         drafter.extend("r", truth[: num_right + 1])
         length += num_right + 1
     assert (model.num_asked > 300) if pays else (model.num_asked < 100)
-
-
-def test_costs_are_those_configured_until_enough_times_are_known() -> None:
-    costs = DraftCosts({1: 0.2})
-    costs.note_drafts(1, 1, 0.03)
-    costs.note_round(0.01)
-    assert costs.of(1) == 0.2
-    for _ in range(500):
-        costs.note_drafts(1, 1, 0.005)
-        costs.note_round(0.02)
-    assert costs.of(1) == pytest.approx((2 * 0.2 + 100 * 0.25) / 102, rel=0.05)
-    before = costs.of(1)
-    costs.note_round(60.0)
-    assert costs.of(1) == pytest.approx(before, rel=0.05), "a long pause between two rounds says little"
 
 
 def test_every_member_follows_and_forgets() -> None:

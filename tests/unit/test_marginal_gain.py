@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.estimates.draft_times import DraftCosts
+from router.estimates.draft_times import DraftTimes
 from router.estimates.marginal_gain import MarginalGain
 
 
@@ -58,16 +58,16 @@ def test_one_whose_drafts_pay_for_many_requests_alone_is_found_by_trials_of_few(
 ) -> None:
     """``fixed`` and ``each``: of its draft time, in rounds, in which each request decodes a token. Its draft for one request
     costs more tokens than it gains; where it pays for all, all are drafted for soon."""
-    gains, costs = MarginalGain(), DraftCosts({1: 0.15})
+    gains, times, most = MarginalGain(), DraftTimes(0.0), 0
     asked = []
     for _ in range(60):
-        price = lambda num: batch * costs.of(1, num, batch)  # noqa: E731
-        chosen = gains.choose([0.5] * batch, price, costs.num_timed[1])
+        price = lambda num: batch * times.at(num) if times.num else 0.15 * num  # noqa: E731
+        chosen = gains.choose([0.5] * batch, price, most)
         for _ in chosen:
             gains.learn(gain, 0.5)
         if chosen:
-            costs.note_drafts(1, len(chosen), 0.02 * (fixed + each * len(chosen)))
-        costs.note_round(0.02)
+            times.add(len(chosen), fixed + each * len(chosen))
+            most = max(most, len(chosen))
         assert len(chosen) <= max(1, 2 * max(asked, default=0))
         asked.append(len(chosen))
     assert asked[-1] == (batch if gain > fixed + each * batch else 0)
