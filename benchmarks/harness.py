@@ -14,7 +14,7 @@ from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from benchmarks.interpreted_triton import interpret_triton
-from cluster.config import DrafterConfig, DraftLengthConfig, HiddenStateOptions
+from cluster.config import DrafterConfig, DraftLengthConfig, HiddenStateOptions, TargetConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request, RoutingTable
 from deploy.api.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ from engine.partition import core_sets
 from engine.target import LoadedTarget
 from engine.tensor_parallel.local import load_over_local_ranks
 from engine.tensor_parallel.sharding import shard_of
-from engine.vllm.arguments import VllmLimits
 from engine.vllm.environment import RUNNER_V2, prepare_environment
 from router.cost_model import TableCost
 from router.drafting.partition_choice import WHOLE, PartitionChoice
@@ -241,19 +240,19 @@ class Harness:
 
         proposer = proposer_of(circumstances.companions)
         num_bytes = (num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4) * (2 if proposer else 1)  # its layers'
-        limits = VllmLimits(
+        target = TargetConfig(
+            engine="vllm",
             dtype="float32",
-            max_model_len=self.info.max_model_len,
+            device="cpu",
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             block_len=VLLM_BLOCK_LEN,
-            kv_cache_bytes=num_bytes // circumstances.num_ranks,
+            kv_cache_gb=num_bytes // circumstances.num_ranks / 2**30,
             tensor_parallel=circumstances.num_ranks,
-            prefix_cache=circumstances.prefix_cache,
-            proposer=proposer,
+            vllm={} if circumstances.prefix_cache else {"enable_prefix_caching": False},
         )
-        eos_token_ids, layers = self.info.eos_token_ids, feature_layers(circumstances.companions, self.folder)
-        return VllmTarget(self.folder, limits, eos_token_ids, layers)
+        layers = feature_layers(circumstances.companions, self.folder)
+        return VllmTarget(self.folder, target, self.info.max_model_len, self.info.eos_token_ids, layers, proposer)
 
     def _half_without_logprobs(self) -> list[Request]:
         plain = [replace(r, sampling=replace(r.sampling, top_logprobs=None)) for r in self.requests]

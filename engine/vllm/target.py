@@ -37,7 +37,7 @@ from engine.grammar.compiling import known_grammars
 from engine.hidden_states import HiddenStateCache
 from engine.target import FeatureSpan, LoadedTarget
 from engine.vllm.adapters import AdapterSlots
-from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
+from engine.vllm.arguments import MAX_DRAFT_LEN, engine_arguments
 from engine.vllm.environment import NOT_BOUND, RUNNER_V2, binding_of, require_vllm, threads_of_ranks
 from engine.vllm.executor import RankExecutor
 from engine.vllm.graphs import prepared_rows
@@ -68,28 +68,37 @@ class VllmTarget:
 
     Args:
         folder: of a Hugging Face model.
+        target: resolved.
         eos_token_ids: of the model.
         feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
+        proposer: vLLM's speculative configuration of its own.
     """
 
     def __init__(
-        self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int], feature_layers: Sequence[int] = ()
+        self,
+        folder: Path,
+        target: TargetConfig,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        feature_layers: Sequence[int] = (),
+        proposer: Mapping[str, Any] = {},
     ) -> None:
         envs.disable_envs_cache()  # of an earlier engine in this process
-        if limits.proposer:
+        if proposer:
             os.environ[RUNNER_V2] = "0"  # whose proposers can be asked after a pass
         runner_v2 = HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
-        arguments = engine_arguments(folder, limits, feature_layers, eos_token_ids, runner_v2=runner_v2)
-        executor_class = RankExecutor if limits.tensor_parallel > 1 else None
+        about = folder, target, max_model_len, feature_layers, eos_token_ids, proposer
+        arguments = engine_arguments(*about, runner_v2=runner_v2)
+        executor_class = RankExecutor if target.tensor_parallel > 1 else None
         config = EngineArgs(**arguments, distributed_executor_backend=executor_class).create_engine_config()
-        with _threads(limits), _explained(config):
+        with _threads(target), _explained(config):
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         assert isinstance(self._core.scheduler, PlannedScheduler)
         self._scheduler = self._core.scheduler
         executor = self._core.model_executor
         self._ranks = executor if isinstance(executor, RankExecutor) else None
-        self._adapters = AdapterSlots(executor, limits.num_adapters)
-        self._limits = limits
+        self._adapters = AdapterSlots(executor, target.num_adapters)
+        self._target = target
         self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = config.model_config.get_vocab_size()
         self._features_group, self._features = self._hidden_state_cache(config, feature_layers)
@@ -98,7 +107,7 @@ class VllmTarget:
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._capacity = self._whole_capacity(config)
         self._has_failed = False
-        self._proposes = bool(limits.proposer)  # vLLM's own, until it fails
+        self._has_proposer = self._proposes = bool(proposer)  # vLLM's own; until it fails
         self._is_unasked = False  # since the last pass
         self.meanwhile: Callable[[], None] | None = None
         self._lock = threading.Lock()  # of the scheduler's state, which drafters' threads read
@@ -192,7 +201,7 @@ class VllmTarget:
         result: PassResult | None = getattr(output, "outrider", None)
         with self._lock:
             if result is not None and result.slots is not None and result.features is not None:
-                device = torch.device(self._limits.device)
+                device = torch.device(self._target.device)
                 self._features.write(result.slots.to(device), result.features.to(device))
             scheduler.update_from_output(scheduled, output)
             self._computed_before.clear()
@@ -210,7 +219,7 @@ class VllmTarget:
     def draft(self, num_tokens: int) -> Mapping[str, Sequence[int]]:
         """`drafters.engine_proposals.Proposing`: of vLLM's own proposer. The ranks compute: the target's thread calls it.
         Raises RuntimeError: the proposer has failed."""
-        if self._limits.proposer and not self._proposes:
+        if self._has_proposer and not self._proposes:
             raise RuntimeError("vLLM's own proposer is not called after an error")
         if not self._is_unasked:
             return {}
@@ -262,15 +271,15 @@ class VllmTarget:
             num_tokens = num_blocks * block_len
             reason = f"a KV cache of {num_tokens} tokens cannot hold one such sequence: enlarge kv_cache_gb or lower it"
             raise InvalidField("max_model_len", max_len, reason)
-        limits = self._limits
+        target = self._target
         return Capacity(
             block_len=block_len,
             num_blocks=num_blocks,
             num_free_blocks=num_blocks,
-            max_num_sequences=limits.max_num_sequences,
-            max_pass_tokens=limits.max_pass_tokens,
+            max_num_sequences=target.max_num_sequences,
+            max_pass_tokens=target.longest_pass,
             max_model_len=max_len,
-            prepared_rows=prepared_rows(config.compilation_config, limits.max_pass_tokens),
+            prepared_rows=prepared_rows(config.compilation_config, target.longest_pass),
             max_verify_len=MAX_DRAFT_LEN,
         )
 
@@ -283,7 +292,7 @@ class VllmTarget:
             reason = "must be none: each attention layer of the target keeps a window of positions alone"
             raise InvalidField("drafters that read hidden states", list(layers), reason)
         shape = model.get_total_num_hidden_layers(), model.get_hidden_size()
-        block_len, device = cache.kv_cache_groups[group or 0].kv_cache_spec.block_size, torch.device(self._limits.device)
+        block_len, device = cache.kv_cache_groups[group or 0].kv_cache_spec.block_size, torch.device(self._target.device)
         return group or 0, HiddenStateCache(shape, layers, cache.num_blocks, block_len, model.dtype, device)
 
     def check_integrity(self) -> None:
@@ -297,7 +306,7 @@ class VllmTarget:
 
     @property
     def is_asynchronous(self) -> bool:
-        return self._limits.device != "cpu"
+        return self._target.device != "cpu"
 
     @property
     def operators(self) -> str:
@@ -311,7 +320,7 @@ class VllmTarget:
     def embedding(self) -> torch.Tensor:
         """The whole table, of whose rows each rank holds a part."""
         parts = self._core.model_executor.collective_rpc("embedding_rows")
-        return torch.cat([part.to(self._limits.device) for part in parts])[: self._vocab_size]
+        return torch.cat([part.to(self._target.device) for part in parts])[: self._vocab_size]
 
     def read_hidden_states(self, spans: Sequence[FeatureSpan]) -> tuple[list[bool], torch.Tensor]:
         with self._lock:
@@ -352,14 +361,16 @@ def _explained(config: VllmConfig) -> Iterator[None]:
         raise ModelUnavailable(f"vLLM could not load {config.model_config.model}: {error}") from error
 
 
-def _threads(limits: VllmLimits) -> AbstractContextManager[None]:
-    if limits.tensor_parallel == 1 or limits.device != "cpu":
+def _threads(target: TargetConfig) -> AbstractContextManager[None]:
+    """Several ranks on CPUs have cores of their own, where there are enough; but not those of several targets, which would
+    have the same ones."""
+    if target.tensor_parallel == 1 or target.device != "cpu":
         return nullcontext()
-    binding = NOT_BOUND
-    if limits.binds:
+    binding, num_threads = NOT_BOUND, 1 if target.resources.threads == "auto" else target.resources.threads
+    if target.most == 1:
         cores = {cpu.id: cpu.physical_core for cpu in get_allowed_cpu_list()}
-        binding = binding_of(cores, limits.tensor_parallel, limits.num_threads)
-    return threads_of_ranks(binding, limits.num_threads)
+        binding = binding_of(cores, target.tensor_parallel, num_threads)
+    return threads_of_ranks(binding, num_threads)
 
 
 def _prompt_logprobs(scored: LogprobsTensors, prompt_len: int) -> tuple[TokenLogprobs, ...]:
@@ -394,23 +405,7 @@ def load_vllm(
             longest kind.
     """
     require(target.device)
-    limits = VllmLimits(
-        dtype=target.dtype,
-        max_model_len=info.max_model_len,
-        max_num_sequences=target.max_num_sequences,
-        max_pass_tokens=target.longest_pass,
-        block_len=target.block_len,
-        kv_cache_bytes=None if target.kv_cache_gb == "auto" and target.device == "cuda" else target.kv_cache_bytes,
-        gpu_share=target.gpu_memory_utilization,
-        tensor_parallel=target.tensor_parallel,
-        device=target.device,
-        num_threads=1 if target.resources.threads == "auto" else target.resources.threads,
-        binds=target.most == 1,  # several on one machine would be bound to the same cores
-        num_adapters=target.num_adapters,
-        more=target.vllm,
-        proposer=proposer or {},
-    )
-    engine = VllmTarget(folder, limits, info.eos_token_ids, feature_layers)
+    engine = VllmTarget(folder, target, info.max_model_len, info.eos_token_ids, feature_layers, proposer or {})
     for i, adapter in enumerate(info.adapters):
         try:
             read_adapter(adapter)

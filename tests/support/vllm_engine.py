@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from benchmarks.interpreted_triton import interpret_triton
+from cluster.config import TargetConfig
 from engine.target import LoadedTarget
+from engine.vllm.arguments import engine_arguments
 from engine.vllm.environment import RUNNER_V2, prepare_environment
 
 if os.environ.get(RUNNER_V2) == "1" and not torch.cuda.is_available():
@@ -20,6 +22,13 @@ if os.environ.get(RUNNER_V2) == "1" and not torch.cuda.is_available():
 
 BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multiples of 32 on a CPU
 EOS = 256
+
+
+def vllm_arguments(device: str, sizes: Mapping[str, object] = {}, **more: object) -> dict[str, Any]:
+    """What vLLM's engine is told of a target on ``device``."""
+    usual = {"engine": "vllm", "dtype": "bfloat16", "max_pass_tokens": 512, "kv_cache_gb": 1.0}
+    target = TargetConfig.model_validate({**usual, "device": device, **sizes, "vllm": more})
+    return engine_arguments(Path("model"), target, 2048)
 
 
 def make_vllm(
@@ -46,26 +55,24 @@ def make_vllm(
     from engine.models.config import load_config
 
     prepare_environment()
-    from engine.vllm.arguments import VllmLimits
     from engine.vllm.target import VllmTarget
 
     if kv_cache_bytes is None:
         kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4) // num_ranks
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = VllmLimits(
-        dtype,
-        MAX_MODEL_LEN,
-        8,
-        256,
-        BLOCK_LEN,
-        kv_cache_bytes,
-        num_ranks,
-        device,
-        num_adapters=num_adapters,
-        proposer=proposer or {},
-        more=more,
+    adapters = {"enable_lora": True, "max_loras": num_adapters} if num_adapters else {}
+    target = TargetConfig.model_construct(  # unchecked: ``more`` may be what a file may not set
+        engine="vllm",
+        dtype=dtype,
+        device=device,
+        max_num_sequences=8,
+        max_pass_tokens=256,
+        block_len=BLOCK_LEN,
+        kv_cache_gb=kv_cache_bytes / 2**30,
+        tensor_parallel=num_ranks,
+        vllm={**more, **adapters},
     )
-    return VllmTarget(folder, limits, (EOS,), feature_layers)
+    return VllmTarget(folder, target, MAX_MODEL_LEN, (EOS,), feature_layers, proposer or {})
 
 
 def rank_processes(of: int | None = None, before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:

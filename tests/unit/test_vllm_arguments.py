@@ -1,9 +1,7 @@
 """What vLLM's engine is told, without vLLM."""
 
 import os
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,12 +10,9 @@ from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
 from engine.vllm import arguments, environment
 from engine.vllm import environment as version
-from engine.vllm.arguments import VllmLimits, check_names, engine_arguments
+from engine.vllm.arguments import check_names
 from engine.vllm.environment import BINDING, NOT_BOUND, binding_of, threads_of_ranks
-
-
-def limits(device: str, **more: object) -> VllmLimits:
-    return VllmLimits("bfloat16", 2048, 64, 512, 32, 2**30, device=device, more=more)
+from tests.support.vllm_engine import vllm_arguments
 
 
 def test_unknown_arguments_are_refused_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,40 +47,40 @@ def test_the_native_engine_takes_no_arguments_of_vllm() -> None:
 
 def test_only_a_cpu_computes_eagerly() -> None:
     """Graphs are captured on GPUs."""
-    assert engine_arguments(Path("model"), limits("cpu"))["enforce_eager"] is True
-    assert engine_arguments(Path("model"), limits("cuda"))["enforce_eager"] is False
-    assert engine_arguments(Path("model"), limits("cuda", enforce_eager=True))["enforce_eager"] is True
+    assert vllm_arguments("cpu")["enforce_eager"] is True
+    assert vllm_arguments("cuda")["enforce_eager"] is False
+    assert vllm_arguments("cuda", enforce_eager=True)["enforce_eager"] is True
 
 
 def test_graphs_are_captured_of_the_passes_that_are_planned() -> None:
     """vLLM would add the multiples of the longest span. What the user asks for of them holds, and the rest is ours."""
-    assert "compilation_config" not in engine_arguments(Path("model"), limits("cpu"))
-    ours = engine_arguments(Path("model"), limits("cuda"))["compilation_config"]
+    assert "compilation_config" not in vllm_arguments("cpu")
+    ours = vllm_arguments("cuda")["compilation_config"]
     sizes = ours["cudagraph_capture_sizes"]
     assert ours["cudagraph_mode"] == "FULL_AND_PIECEWISE"
     assert (sizes[0], sizes[-1]) == (1, 512)
     assert all((longer - shorter - 1) / (shorter + 1) < 0.25 for shorter, longer in pairwise(sizes) if shorter >= 64)
-    few = VllmLimits("bfloat16", 2048, 2, 16, 32, 2**30, device="cuda")
-    assert engine_arguments(Path("model"), few)["compilation_config"]["cudagraph_capture_sizes"][-1] == 32, "of 34 rows"
+    few = vllm_arguments("cuda", {"max_num_sequences": 2, "max_pass_tokens": 16})
+    assert few["compilation_config"]["cudagraph_capture_sizes"][-1] == 32, "of 34 rows"
 
     def asked(**compilation: object) -> object:
-        return engine_arguments(Path("model"), limits("cuda", compilation_config=compilation))["compilation_config"]
+        return vllm_arguments("cuda", compilation_config=compilation)["compilation_config"]
 
     assert asked(cudagraph_mode="PIECEWISE") == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
     assert asked(max_cudagraph_capture_size=64) == {
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "max_cudagraph_capture_size": 64,
     }
-    assert engine_arguments(Path("model"), limits("cuda", compilation_config=3))["compilation_config"] == 3
+    assert vllm_arguments("cuda", compilation_config=3)["compilation_config"] == 3
 
 
 def test_a_target_starts_on_a_gpu_that_drafters_use() -> None:
     """vLLM wants the share free that `gpu_memory_utilization` names, 0.92 by default, though the cache's size is given."""
-    on_gpu = engine_arguments(Path("model"), limits("cuda"))
+    on_gpu = vllm_arguments("cuda")
     assert on_gpu["kv_cache_memory_bytes"] == 2**30
     assert on_gpu["gpu_memory_utilization"] <= 0.02
-    unsized = replace(limits("cuda"), kv_cache_bytes=None, gpu_share=0.6)
-    assert engine_arguments(Path("model"), unsized)["gpu_memory_utilization"] == 0.6, "its profile finds the cache's size"
+    unsized = vllm_arguments("cuda", {"kv_cache_gb": "auto", "gpu_memory_utilization": 0.6})
+    assert unsized["gpu_memory_utilization"] == 0.6, "its profile finds the cache's size"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_whether_torch_is_built_for_cuda_is_known_without_importing_it() -> None
 
 
 def test_further_arguments_are_passed_on() -> None:
-    passed = engine_arguments(Path("model"), limits("cpu", quantization="compressed-tensors"))
+    passed = vllm_arguments("cpu", quantization="compressed-tensors")
     assert passed["quantization"] == "compressed-tensors"
     assert passed["max_num_batched_tokens"] == 64 * 17  # a pass in which every sequence has all its drafts
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.vllm.arguments import VllmLimits, engine_arguments
 from engine.vllm.environment import VERSIONS
+from tests.support.vllm_engine import vllm_arguments
 
 OURS = sorted(Path(__file__).parents[2].joinpath("engine", "vllm").glob("*.py"))
 USED = (  # classes of objects that vLLM hands out
@@ -144,7 +144,7 @@ def missing(supported: Release, other: Release) -> list[str]:
                 lines.append(f"{dotted}.{name} is gone")
             elif (change := changed(before[name], after[name], overrides.get(name))) is not None:
                 lines.append(f"{dotted}.{name}: {change}")
-    arguments = engine_arguments(Path("model"), VllmLimits("bfloat16", 1, 1, 1, 1, 1, device="cuda"))
+    arguments = vllm_arguments("cuda")
     engine_args = other.find("vllm.engine.arg_utils.EngineArgs")
     fields = statements(engine_args[1].body) if engine_args and isinstance(engine_args[1], ast.ClassDef) else ()
     known = {name for field in fields for name in defined(field)}

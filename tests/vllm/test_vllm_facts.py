@@ -16,7 +16,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.model_facts import read_facts
 from engine.target import LoadedTarget
-from engine.vllm.arguments import VllmLimits, argument_switches, engine_arguments
+from engine.vllm.arguments import argument_switches, engine_arguments
 from engine.vllm.environment import prepare_environment
 from router.plan import Span
 from tests.support.features import rows_of
@@ -77,7 +77,8 @@ def test_all_arguments_of_the_engine_are_known_to_vllm(folder: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     for device, is_eager in (("cpu", True), ("cuda", False)):
-        arguments = EngineArgs(**engine_arguments(folder, VllmLimits("bfloat16", 64, 8, 256, 32, 2**20, device=device)))
+        target = TargetConfig(engine="vllm", dtype="bfloat16", device=device, kv_cache_gb=2**-10)
+        arguments = EngineArgs(**engine_arguments(folder, target, 64))
         assert (arguments.enforce_eager, arguments.kv_cache_memory_bytes) == (is_eager, 2**20)
     assert set(OURS) | set(OWNED) <= set(argument_switches())
 

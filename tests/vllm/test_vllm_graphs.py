@@ -1,14 +1,14 @@
 """Which CUDA graph a batch of the round gets, by vLLM's own rules of dispatch, for each kind of attention backend."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.vllm.arguments import MAX_DRAFT_LEN, VllmLimits, engine_arguments
+from engine.vllm.arguments import MAX_DRAFT_LEN
 from engine.vllm.environment import prepare_environment
+from tests.support.vllm_engine import vllm_arguments
 
 pytestmark = pytest.mark.vllm
 
@@ -43,10 +43,9 @@ def dispatch_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         from engine.vllm.graphs import capture_any_lengths, prepared_rows
 
         more = {"compilation_config": {"cudagraph_mode": mode}} if mode else {}
-        limits = VllmLimits("bfloat16", 2048, MAX_NUM_SEQUENCES, 1024, 32, 2**30, device="cuda", more=more)
-        compilation = CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE, **engine_arguments(Path("model"), limits)["compilation_config"]
-        )
+        sizes = {"max_num_sequences": MAX_NUM_SEQUENCES, "max_pass_tokens": 1024}
+        asked = vllm_arguments("cuda", sizes, **more)["compilation_config"]
+        compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, **asked)
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
         compilation.set_splitting_ops_for_v1("naive")
         config = SimpleNamespace(
