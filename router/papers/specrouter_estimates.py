@@ -282,8 +282,8 @@ class PassTimeFactors:
         if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
             measured = report.busy_s / report.num_passes / expected_s
             factors = self._factors.setdefault(report.drafter, {})
-            octave = _octave(report.num_rows / report.num_passes)
-            factors.setdefault(octave, DecayedMean(self._memory)).add(measured)
+            mean = factors.setdefault(_octave(report.num_rows / report.num_passes), DecayedMean(self._memory))
+            mean.add(mean.clipped(measured))
 
     def factor(self, drafter: str, num_rows: float) -> float:
         """That of the nearest octave that was measured."""

@@ -107,6 +107,8 @@ def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
     paces.observe(LevelReport("a", 0, 0, 0.0, 0), expected_s=0.01)
     paces.observe(LevelReport("a", 10, 20, 0.0, 0), expected_s=0.01)  # nobody took the time
     assert paces.factor("a", 2) == factors[-1]
+    paces.observe(LevelReport("a", 1, 2, 150.0, 0), expected_s=0.01)
+    assert paces.factor("a", 2) < 1.5, "a pause of the machine"
 
 
 def test_passes_are_corrected_by_their_rows_as_those_next_to_them() -> None:
