@@ -7,8 +7,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.noise import noise_keys
-from engine.sampling import SamplingState
+from engine.sampling import SampleSpan, SamplingState, keys_of, temperatures_of
 from router.plan import Span
 
 MAX_DRAFTS = 16  # of a span; later drafts are not checked
@@ -36,24 +35,16 @@ def watched_rows(
     """Rows of requests whose next token depends on logits, temperature and seed only; others are never estimated. Without
     the requests ``unchecked``."""
     ends = accumulate([len(span.token_ids) for span in spans])
-    at: list[int] = []
-    span_of: list[int] = []
-    index: list[int] = []
-    drafts: list[int] = []
-    positions: list[int] = []
-    seeds, temperatures = [], []
+    found: list[tuple[int, int, int, int]] = []
+    members: list[SampleSpan] = []
     for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
         num = min(span.num_drafts, MAX_DRAFTS)
         if not num or span.request_id in unchecked or not states[span.request_id].is_plain:
             continue
-        state, first = states[span.request_id], end - span.num_drafts - 1
-        at.extend(range(first, first + num))
-        span_of.extend([number] * num)
-        index.extend(range(num))
-        drafts.extend(span.drafts[:num])
-        seeds.extend([state.sampling.seed] * num)
-        positions.extend(range(len(state), len(state) + num))
-        temperatures.extend([state.sampling.temperature] * num)
-    keys = noise_keys(np.array(seeds, np.uint64), np.array(positions, np.int64))
-    places = [np.array(each, np.int64) for each in (at, span_of, index, drafts)]
-    return WatchedRows(places[0], places[1], places[2], places[3], keys, np.array(temperatures, np.float32))
+        first, drafts = end - span.num_drafts - 1, span.drafts[:num]
+        found += [(first + i, number, i, token_id) for i, token_id in enumerate(drafts)]
+        members.append(SampleSpan(states[span.request_id], drafts[:-1], num))
+    places = np.array(found, np.int64).reshape(-1, 4).T
+    if not members:
+        return WatchedRows(*places, np.zeros(0, np.int64), np.zeros(0, np.float32))
+    return WatchedRows(*places, keys_of(members), temperatures_of(members))
