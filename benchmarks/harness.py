@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
@@ -45,7 +46,8 @@ TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5
 MAX_TEXT_TOKENS = 2**17  # before a prompt is cut
 MAX_PROMPT_LEN = 1024
-BLOCK_LEN, VLLM_BLOCK_LEN = 16, 32  # vLLM takes multiples of 32 on a CPU
+BLOCK_LEN = 16
+VLLM_BLOCK_LEN: Literal[32] = 32  # vLLM takes multiples of 32 on a CPU
 MAX_PASS_TOKENS = 2048  # large enough that all requests run before the first is half done
 MAX_KV_CACHE_TOKENS = 32768
 NUM_TOP_LOGPROBS = 20

@@ -44,7 +44,7 @@ def watched_rows(
         first, drafts = end - span.num_drafts - 1, span.drafts[:num]
         found += [(first + i, number, i, token_id) for i, token_id in enumerate(drafts)]
         members.append(SampleSpan(states[span.request_id], drafts[:-1], num))
-    places = np.array(found, np.int64).reshape(-1, 4).T
+    at, span_of, index, token_ids = np.array(found, np.int64).reshape(-1, 4).T
     if not members:
-        return WatchedRows(*places, np.zeros(0, np.int64), np.zeros(0, np.float32))
-    return WatchedRows(*places, keys_of(members), temperatures_of(members))
+        return WatchedRows(at, span_of, index, token_ids, np.zeros(0, np.int64), np.zeros(0, np.float32))
+    return WatchedRows(at, span_of, index, token_ids, keys_of(members), temperatures_of(members))
