@@ -1,11 +1,13 @@
 """What the writers of answers share: ids, usage, drafting counts, and server-sent events."""
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from pydantic_core import to_json
 
 from cluster.types import PREDICTION, FinishReason
 from deploy.api.answer_parts import CallStart, Part, Text
@@ -15,8 +17,8 @@ from deploy.api.tokenizer import Tokenizer
 
 Event = dict[str, Any]
 
-# One encoder over plain dicts: a stream writes a small object per chunk.
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Over plain dicts, which this encoder writes several times faster than json.dumps. A number that is none is null.
+encode_json = partial(to_json, inf_nan_mode="null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class PartsWriter(ABC):
         for delta in deltas:
             for _ in self._take(delta):
                 continue
-        return encode_json(self._whole()).encode()
+        return encode_json(self._whole())
 
     def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
         events = [] if self._is_begun else list(map(self._event, self._opening()))
@@ -79,7 +81,7 @@ class PartsWriter(ABC):
 
 def named_event(event: Mapping[str, object]) -> bytes:
     """A server-sent event that is named by its type."""
-    return f"event: {event['type']}\ndata: {encode_json(event)}\n\n".encode()
+    return f"event: {event['type']}\ndata: ".encode() + encode_json(event) + b"\n\n"
 
 
 def call_id(choice: Choice, call: CallStart) -> str:

@@ -1,12 +1,13 @@
 """Writes the answers of /v1/messages: Anthropic's message, and its events."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from cluster.types import FinishReason
-from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, encode_json, named_event, usage_of
+from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, named_event, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
 from deploy.api.anthropic_fields import MessagesRequest
 from deploy.api.errors import ApiError
@@ -82,7 +83,7 @@ class AnthropicWriter(PartsWriter):
                 self._blocks[-1]["thinking"] += text
                 yield self._delta(type="thinking_delta", thinking=text)
             case CallStart(name=name):
-                yield from self._end_block()
+                yield from self._end()
                 yield from self._begin({"type": "tool_use", "id": call_id(self._choice, part), "name": name, "input": {}})
             case Arguments(_, text):
                 self._arguments += text
@@ -92,15 +93,13 @@ class AnthropicWriter(PartsWriter):
         """Begins a block, unless the last one is of its type and goes on."""
         if self._is_open and self._blocks[-1]["type"] == block["type"]:
             return
-        yield from self._end_block()
+        yield from self._end()
         self._blocks.append(block)
         self._is_open = True
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
 
-    def _end(self, _: FinishReason) -> Iterator[Event]:
-        return self._end_block()
-
-    def _end_block(self) -> Iterator[Event]:
+    def _end(self, finish: FinishReason | None = None) -> Iterator[Event]:
+        """Of the last block, if it goes on."""
         if not self._is_open:
             return
         block = self._blocks[-1]
@@ -120,7 +119,7 @@ def _input_of(arguments: str) -> dict[str, Any]:
     """The object that the arguments of a call spell. Those that are none, or cut off, are one field ``INVALID_JSON``."""
     try:
         found = from_json(arguments or "{}", allow_inf_nan=False)
-        encode_json(found)  # fails for numbers beyond floats
+        json.dumps(found, allow_nan=False)  # fails for numbers beyond floats
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

@@ -1,7 +1,7 @@
 """The FastAPI app, served by uvicorn or Ray Serve."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache
@@ -21,6 +21,7 @@ from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers
+from deploy.api.fields import Strict
 from deploy.api.metrics import Peers
 from deploy.api.middleware import Boundary, Cors
 from deploy.api.openapi import body_of, describe, page
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
 
 VERSION = version_of("outrider")
-_BODIES = (
-    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest),
-    *(TokenizeRequest, DetokenizeRequest, PolicyTrialRequest, LoadAdapterRequest, UnloadAdapterRequest),
-)
 
 
 def create_app(
@@ -85,8 +82,8 @@ def create_app(
     asks_for_key = settings.api_keys_file is not None
     _add_open_routes(app, service)
     add_page(app, asks_for_key=asks_for_key, can_switch=settings.operator_keys_file is not None and try_policy is not None)
-    _add_guarded_routes(app, service, settings)
-    _add_descriptions(app, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
+    bodies = _add_guarded_routes(app, service, settings)
+    _add_descriptions(app, bodies, asks_for_key=asks_for_key, refuses_unknown=settings.unknown_fields == "refuse")
     app.add_middleware(
         Boundary, metrics=service.metrics, settings=settings, calls=service.calls, tracing=tracing, audit=audit
     )
@@ -150,10 +147,10 @@ def _add_open_routes(app: FastAPI, service: Service) -> None:
         return Response(await service.metrics_page.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -> None:
-    """Routes that need an API key, if keys are configured."""
+def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -> Sequence[type[Strict]]:
+    """Routes that need an API key, if keys are configured. Their bodies."""
     router = APIRouter(dependencies=[Depends(service.check_key)])
-    for path, answer, body in (
+    posts: Sequence[tuple[str, Callable[..., Any], type[Strict]]] = (
         ("/v1/chat/completions", service.chat, ChatRequest),
         ("/v1/completions", service.completions, CompletionRequest),
         ("/v1/responses", service.responses, ResponsesRequest),
@@ -163,7 +160,9 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
         ("/detokenize", service.detokenize, DetokenizeRequest),
         (operators.LOAD, service.operators.load, LoadAdapterRequest),
         (operators.UNLOAD, service.operators.unload, UnloadAdapterRequest),
-    ):
+        (operators.POLICY, service.operators.switch_policy, PolicyTrialRequest),
+    )
+    for path, answer, body in posts:
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=body_of(body))
     router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
     router.get("/v1/models", response_model=None)(service.models)
@@ -174,16 +173,15 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
         return JSONResponse(_server_info(VERSION, await service.info(), settings))
 
     router.get("/v1/outrider/status", response_model=None)(service.status)
-    trial = body_of(PolicyTrialRequest)
-    router.add_api_route(operators.POLICY, service.operators.switch_policy, methods=["POST"], openapi_extra=trial)
     router.get(data.PATH, response_model=None)(service.dashboard.answer)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)
     app.include_router(router)
+    return [body for *_, body in posts]
 
 
-def _add_descriptions(app: FastAPI, *, asks_for_key: bool, refuses_unknown: bool) -> None:
+def _add_descriptions(app: FastAPI, bodies: Sequence[type[Strict]], *, asks_for_key: bool, refuses_unknown: bool) -> None:
     """The API's documentation, built on first use."""
-    document = cache(lambda: describe(app, _BODIES, asks_for_key=asks_for_key, refuses_unknown=refuses_unknown))
+    document = cache(lambda: describe(app, bodies, asks_for_key=asks_for_key, refuses_unknown=refuses_unknown))
 
     @app.get("/openapi.json")
     async def openapi() -> JSONResponse:

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
+from deploy.api.tasks import ThreadShares
 from deploy.api.tenants import NOBODY, Tenant
 
 _logger = logging.getLogger(__name__)
@@ -114,27 +116,25 @@ class Call:
         return self.choices[0].request.arrival_s
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the calls of a process share."""
+
+    client: EngineClient
+    admission: Admission
+    budgets: Budgets
+    metrics: Metrics
+    dashboard: DashboardData
+    settings: ApiSettings
+    threads: ThreadShares
+
+
 class CallResponse(Response):
     """Generates while it is sent. The status line is sent with the first token, so earlier errors have their own status."""
 
-    def __init__(
-        self,
-        call: Call,
-        client: EngineClient,
-        admission: Admission,
-        budgets: Budgets,
-        metrics: Metrics,
-        dashboard: DashboardData,
-        settings: ApiSettings,
-    ) -> None:
+    def __init__(self, call: Call, shared: Shared) -> None:
         super().__init__()
-        self._call = call
-        self._client = client
-        self._admission = admission
-        self._budgets = budgets
-        self._metrics = metrics
-        self._dashboard = dashboard
-        self._settings = settings
+        self._call, self._shared = call, shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._answer(scope, receive, send))
@@ -146,84 +146,91 @@ class CallResponse(Response):
         num_reserved = self._call.num_reserved_tokens
         self._reserve(tenant, num_reserved, scope["state"])
         for choice in self._call.choices:
-            self._dashboard.timelines.begin(choice.request, tenant.name)
-        remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
+            self._shared.dashboard.timelines.begin(choice.request, tenant.name)
+        remaining_s = self._call.arrival_s + self._shared.settings.request_timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(remaining_s) as deadline, self._generation(tenant.name) as generation:
                 if self._call.stream:
-                    await self._send_events(stream, generation)
+                    await self._send_events(stream, generation, tenant.name)
                 else:
-                    document = await self._document(generation)
+                    document = await self._document(generation, tenant.name)
         except ClientGone:
             raise
         except Exception as error:
             if isinstance(error, Unattainable):
-                self._metrics.record_shed(self._call.choices)
-            answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
+                self._shared.metrics.record_shed(self._call.choices)
+            answer = timed_out(self._shared.settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
             scope["state"]["error"] = answer
-            await _within(self._settings.send_error_timeout_s, stream.end(self._call.writer.error(answer)))
+            await _within(self._shared.settings.send_error_timeout_s, stream.end(self._call.writer.error(answer)))
         finally:
             num_prompt = self._call.num_used_prompt_tokens
             num_output = self._call.num_output_tokens
-            self._budgets.give_back(tenant, num_reserved - num_prompt - num_output)
-            self._metrics.prompt_tokens.inc(num_prompt)
-            self._metrics.record_tenant(tenant.name, num_prompt, num_output)
+            self._shared.budgets.give_back(tenant, num_reserved - num_prompt - num_output)
+            self._shared.metrics.prompt_tokens.inc(num_prompt)
+            self._shared.metrics.record_tenant(tenant.name, num_prompt, num_output)
             for choice in self._call.choices:
-                self._metrics.record_choice(choice)
-                self._metrics.record_drafts(self._call.domain, choice.request.adapter, choice.counts)
-                self._dashboard.timelines.end(choice)
-                self._dashboard.answers.end(choice)
+                self._shared.metrics.record_choice(choice)
+                self._shared.metrics.record_drafts(self._call.domain, choice.request.adapter, choice.counts)
+                self._shared.dashboard.timelines.end(choice)
+                self._shared.dashboard.answers.end(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
-            await _within(self._settings.body_timeout_s, document(scope, receive, send))
+            await _within(self._shared.settings.body_timeout_s, document(scope, receive, send))
 
     def _reserve(self, tenant: Tenant, num_tokens: int, state: dict[str, Any]) -> None:
         """Raises ApiError: the tenant's budget has not as many."""
         now_s = time.monotonic()
         try:
-            self._budgets.reserve(tenant, num_tokens, now_s)
+            self._shared.budgets.reserve(tenant, num_tokens, now_s)
         finally:
-            state["budget_headers"] = self._budgets.headers(tenant, now_s)
+            state["budget_headers"] = self._shared.budgets.headers(tenant, now_s)
 
     @asynccontextmanager
     async def _generation(self, tenant: str) -> AsyncIterator[Generation]:
-        is_queued = self._admission.is_busy(len(self._call.choices), tenant)
+        is_queued = self._shared.admission.is_busy(len(self._call.choices), tenant)
         num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in self._call.choices)
-        async with self._admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
+        async with self._shared.admission.admitted(len(self._call.choices), tenant, num_prompt_tokens) as release:
 
             def end() -> None:  # charges before the next call is chosen
                 refund = 0 if self._call.num_used_prompt_tokens else num_prompt_tokens
-                self._admission.charge(tenant, self._call.num_output_tokens - refund)
+                self._shared.admission.charge(tenant, self._call.num_output_tokens - refund)
                 release()
 
             admitted_s = time.monotonic()
             for choice in self._call.choices:
                 choice.admitted_s = admitted_s
             queue_s = admitted_s - self._call.arrival_s
-            self._metrics.queue_s.observe(queue_s)
+            self._shared.metrics.queue_s.observe(queue_s)
             ttft_s = self._call.choices[0].request.slo.ttft_s
-            if is_queued and self._settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
+            if is_queued and self._shared.settings.slo.shed and ttft_s is not None and queue_s > ttft_s:
                 end()
                 message = f"the call waited {queue_s:.2f} s for its turn, its first token was due after {ttft_s:.2f} s"
-                raise Unattainable(message, self._settings.retry_after_s)
+                raise Unattainable(message, self._shared.settings.retry_after_s)
 
-            async with Generation(self._client, self._call.choices, end) as generation:
+            async with Generation(self._shared.client, self._call.choices, end) as generation:
                 yield generation
 
-    async def _document(self, generation: Generation) -> Response:
+    async def _document(self, generation: Generation, tenant: str) -> Response:
         await generation.finished()
         deltas = [choice.take() or Delta("") for choice in self._call.choices]
-        return Response(self._call.writer.document(deltas), media_type="application/json")
+        document = await self._written(partial(self._call.writer.document, deltas), tenant)
+        return Response(document, media_type="application/json")
 
-    async def _send_events(self, stream: EventStream, generation: Generation) -> None:
+    async def _send_events(self, stream: EventStream, generation: Generation, tenant: str) -> None:
         writer = self._call.writer
         async for batch in generation.deltas():
-            await stream.write(writer.events(batch))
+            await stream.write(await self._written(partial(writer.events, batch), tenant))
         await stream.end(writer.closing())
 
+    async def _written(self, write: Callable[[], bytes], tenant: str) -> bytes:
+        """Log-probabilities of a long prompt take seconds to write: on a thread."""
+        if all(choice.request.sampling.prompt_logprobs is None for choice in self._call.choices):
+            return write()
+        return await self._shared.threads.run(tenant, partial(asyncio.to_thread, write))
+
     def _error_of(self, error: Exception) -> ApiError:
-        known = as_api_error(error, self._settings.retry_after_s)
+        known = as_api_error(error, self._shared.settings.retry_after_s)
         if known is not None:
             return known
         if isinstance(error, EngineFailed):

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 from cluster.types import FinishReason, TokenLogprobs
@@ -73,7 +74,7 @@ class ChoiceWriter(ABC):
         return b"data: " + self._object(last) + b"\n\n" + DONE
 
     def error(self, error: ApiError) -> bytes:
-        return f"data: {encode_json(error.body())}\n\n".encode() + DONE
+        return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
     def _event(self, choice: dict[str, object], **fields: object) -> bytes:
         """One server-sent event."""
@@ -82,7 +83,7 @@ class ChoiceWriter(ABC):
         return b"data: " + self._object({"choices": [choice], **usages, **fields}) + b"\n\n"
 
     def _object(self, fields: dict[str, object]) -> bytes:
-        return f"{self._head},{encode_json(fields)[1:]}".encode()
+        return self._head + b"," + encode_json(fields)[1:]
 
     def _metrics(self) -> dict[str, object]:
         """vLLM's ``metrics``, which describe one sequence: empty for a call with several."""
@@ -107,12 +108,13 @@ class ChoiceWriter(ABC):
     def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]: ...
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
-        """vLLM's ``prompt_logprobs``: null for the first token, then by token id, the prompt's own first."""
+        """vLLM's ``prompt_logprobs``: null for the first token, then by token id, the prompt's own first. The rows are made
+        while they are encoded, so that other threads run between them."""
         if choice.request.sampling.prompt_logprobs is None or not choice.options.prompt_logprobs:
             return {}
         ids = choice.request.prompt_token_ids[1:]
-        rows = [self._ranked(token_id, found) for token_id, found in zip(ids, choice.prompt_logprobs, strict=True)]
-        return {"prompt_logprobs": [None, *rows]}
+        rows = (self._ranked(token_id, found) for token_id, found in zip(ids, choice.prompt_logprobs, strict=True))
+        return {"prompt_logprobs": chain([None], rows)}
 
     def _ranked(self, token_id: int, found: TokenLogprobs) -> dict[str, object]:
         top = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(found.top, start=1) if top_id != token_id]

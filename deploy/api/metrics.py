@@ -47,39 +47,33 @@ class Metrics:
 
     def __init__(self, deadline_s: float, replica: str | None = None) -> None:
         self._label = {} if replica is None else {REPLICA: replica}
-        self._counters = {row.name: Counter(row.name, row.text, row.labels, **_OWN) for row in _held("counter")}
-        self._gauges = {row.name: Gauge(row.name, row.text, row.labels, **_OWN) for row in _held("gauge")}
-        self._histograms = {
-            row.name: Histogram(row.name, row.text, row.labels, buckets=_buckets(row, deadline_s), **_OWN)
-            for row in _held("histogram")
-        }
-        self.requests = self._counters["requests"]
-        self.in_flight = self._gauges["requests_in_flight"]
-        self.queued = self._gauges["requests_queued"]
-        self.prompt_tokens = self._counters["prompt_tokens"]
-        self.queue_s = self._histograms["queue_seconds"]
+        self._held = {row.name: _made(row, deadline_s) for row in METRICS if row.read is None}  # what this process counts
+        self.requests = self._held["requests"]
+        self.in_flight = self._held["requests_in_flight"]
+        self.queued = self._held["requests_queued"]
+        self.prompt_tokens = self._held["prompt_tokens"]
+        self.queue_s = self._held["queue_seconds"]
         self._domains: set[str] = set()
         self._adapters: set[str] = set()
         self._tenants: set[str] = set()
         # Cached, because looking up a labelled counter is slow.
-        self._labelled = cache(lambda name, label: self._counters[name].labels(label))
+        self._labelled = cache(lambda name, label: self._held[name].labels(label))
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
-            self._counters["choices_finished"].labels(reason.value)  # rates need an initial zero
-        self._held = self._counters | self._gauges | self._histograms
+            self._held["choices_finished"].labels(reason.value)  # rates need an initial zero
         self._model: str | None = None  # label of vLLM's names; known after the first status
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         """As ``deploy.api.choice.OnTokens``."""
-        self._counters["completion_tokens"].inc(num_needed)
+        self._held["completion_tokens"].inc(num_needed)
         if gap_s is not None:
             self._observe("inter_token_seconds", gap_s)
         if commit.prefill is not None:
-            self._counters["prefix_cache_queries"].inc(commit.base_len)
-            self._counters["prefix_cache_hits"].inc(commit.prefill.num_cached_tokens)
+            self._held["prefix_cache_queries"].inc(commit.base_len)
+            self._held["prefix_cache_hits"].inc(commit.prefill.num_cached_tokens)
         if not commit.num_proposed:
             return
         num_accepted = min(commit.num_accepted, num_needed)
-        self._counters["drafts_verified"].inc()
+        self._held["drafts_verified"].inc()
         for position in range(commit.num_proposed):
             self._labelled("draft_tokens_verified", position).inc()
             self._labelled("draft_tokens_accepted", position).inc(position < num_accepted)
@@ -90,7 +84,7 @@ class Metrics:
     def record_choice(self, choice: Choice) -> None:
         """Counts a choice that ended."""
         if choice.is_counted:
-            self._counters["choices_finished"].labels(choice.outcome.value).inc()
+            self._held["choices_finished"].labels(choice.outcome.value).inc()
         ttft_s, decode_s = choice.ttft_s, choice.decode_s
         if ttft_s is None or decode_s is None:
             return
@@ -114,11 +108,11 @@ class Metrics:
     def _record_objectives(self, slo: Slo, ttft_s: float, tpot_s: float | None) -> None:
         if slo.name is None:
             return
-        self._histograms["slo_ttft_seconds"].labels(slo.name).observe(ttft_s)
+        self._held["slo_ttft_seconds"].labels(slo.name).observe(ttft_s)
         if tpot_s is not None:
-            self._histograms["slo_tpot_seconds"].labels(slo.name).observe(tpot_s)
+            self._held["slo_tpot_seconds"].labels(slo.name).observe(tpot_s)
         for labels, num in objective_counts(SloCounts.of_answer(slo, ttft_s, tpot_s)).items():
-            self._counters["slo_objectives"].labels(*labels).inc(num)
+            self._held["slo_objectives"].labels(*labels).inc(num)
 
     def record_drafts(self, domain: str, adapter: Adapter | None, counts: DraftingCounts) -> None:
         """Counts those of a choice that ended. Domains and adapters beyond MAX_DOMAINS each are counted as OTHER."""
@@ -127,23 +121,23 @@ class Metrics:
             labels["adapter"] = _bounded(adapter.name, self._adapters, MAX_DOMAINS)
         for drafter, one in counts.by_drafter.items():
             for kind, label in labels.items():
-                self._counters[f"{kind}_tokens_verified"].labels(drafter, label).inc(one.num_proposed)
-                self._counters[f"{kind}_tokens_accepted"].labels(drafter, label).inc(one.num_accepted)
+                self._held[f"{kind}_tokens_verified"].labels(drafter, label).inc(one.num_proposed)
+                self._held[f"{kind}_tokens_accepted"].labels(drafter, label).inc(one.num_accepted)
 
     def record_tenant(self, tenant: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Counts the tokens of a call that ended. Tenants beyond MAX_TENANTS are counted as OTHER; "": there are none."""
         if tenant:
             tenant = _bounded(tenant, self._tenants, MAX_TENANTS)
-            self._counters["tenant_tokens"].labels(tenant, "prompt").inc(num_prompt_tokens)
-            self._counters["tenant_tokens"].labels(tenant, "output").inc(num_tokens)
+            self._held["tenant_tokens"].labels(tenant, "prompt").inc(num_prompt_tokens)
+            self._held["tenant_tokens"].labels(tenant, "output").inc(num_tokens)
 
     def record_over_budget(self, tenant: str, budget: str) -> None:
-        self._counters["tenant_over_budget"].labels(_bounded(tenant, self._tenants, MAX_TENANTS), budget).inc()
+        self._held["tenant_over_budget"].labels(_bounded(tenant, self._tenants, MAX_TENANTS), budget).inc()
 
     def record_shed(self, choices: Iterable[Choice]) -> None:
         """Counts the choices of a call that was refused because an objective could not be met."""
         for choice in choices:
-            self._counters["slo_shed"].labels(choice.request.slo.name or OTHER).inc()
+            self._held["slo_shed"].labels(choice.request.slo.name or OTHER).inc()
 
     def own(self, status: ClusterStatus | None) -> Mapping[str, Family]:
         """What only this replica knows, as it is now, by the names of the table."""
@@ -196,7 +190,7 @@ class Metrics:
                 yield from (_alias(family, row, name, kept, self._model) for name, kept in row.vllm.items())
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+        self._held[name].observe(value)
 
 
 def exposition(families: Iterable[Family]) -> bytes:
@@ -220,9 +214,10 @@ def _bounded(label: str, seen: set[str], most: int) -> str:
     return label
 
 
-def _held(kind: str) -> list[Metric]:
-    """Rows of that kind that this process counts."""
-    return [row for row in METRICS if row.kind == kind and row.read is None]
+def _made(row: Metric, deadline_s: float) -> Any:
+    if row.kind == "histogram":
+        return Histogram(row.name, row.text, row.labels, buckets=_buckets(row, deadline_s), **_OWN)
+    return (Counter if row.kind == "counter" else Gauge)(row.name, row.text, row.labels, **_OWN)
 
 
 def _buckets(row: Metric, deadline_s: float) -> tuple[float, ...]:

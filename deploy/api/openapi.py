@@ -1,6 +1,6 @@
 """The API's documentation in OpenAPI format, and as an HTML page that loads nothing from elsewhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -42,7 +42,7 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(
-    app: FastAPI, bodies: tuple[type[BaseModel], ...], *, asks_for_key: bool, refuses_unknown: bool
+    app: FastAPI, bodies: Sequence[type[BaseModel]], *, asks_for_key: bool, refuses_unknown: bool
 ) -> dict[str, Any]:
     """The OpenAPI document of the app's routes, with the schemas of ``bodies``."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)

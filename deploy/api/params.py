@@ -69,11 +69,6 @@ def check_model(name: str | None, info: ModelInfo) -> Adapter | None:
     return adapter
 
 
-def max_prompt_tokens(info: ModelInfo) -> int:
-    """The longest possible prompt, with room for one token."""
-    return info.max_model_len - 1
-
-
 def context_exceeded(field: str, num_prompt: int, num_output: int, info: ModelInfo, *, counted: bool = True) -> ApiError:
     """In OpenAI's words, which clients look for.
 
@@ -91,7 +86,7 @@ def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
     """Raises ApiError (400) for a prompt that is empty, too long, or has ids outside the vocabulary."""
     if not prompt.token_ids:
         raise bad_request(prompt.field, "must hold at least one token")
-    if len(prompt.token_ids) > max_prompt_tokens(info):
+    if len(prompt.token_ids) >= info.max_model_len:  # one token is generated at least
         raise context_exceeded(prompt.field, len(prompt.token_ids), 1, info)
     check_tokens(prompt.field, prompt.token_ids, info)
 
@@ -182,7 +177,8 @@ def sampling_params(
         if name in SCALARS and value in SCALARS[name][1].off:
             values[name] = None
         elif value is not None:
-            values[name] = (value,) if name == "stop" and isinstance(value, str) else _as_tuple(value)
+            is_single = name == "stop" and isinstance(value, str)
+            values[name] = (value,) if is_single else tuple(value) if isinstance(value, list) else value
     values |= {"max_tokens": max_tokens, "seed": seed, "logit_bias": _logit_bias(fields, info)}
     values |= {"top_logprobs": _top_logprobs(fields), "prompt_logprobs": _prompt_logprobs(fields), **derived}
     try:
@@ -193,10 +189,6 @@ def sampling_params(
     for name, token_ids in sampling.token_ids().items():
         check_tokens(name, token_ids, info)
     return sampling
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:

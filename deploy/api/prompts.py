@@ -13,7 +13,7 @@ from cluster.types import ModelInfo
 from deploy.api.answer import encode_json
 from deploy.api.errors import bad_request
 from deploy.api.messages import text_of
-from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded, max_prompt_tokens
+from deploy.api.params import Prompt, check_prompt, check_tokens, context_exceeded
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 
@@ -71,10 +71,10 @@ class Prompts:
             raise bad_request("add_special_tokens", "is not supported yet with messages; leave it out")
         token_ids = await self.token_ids(request, fields, info)
 
-        def document() -> str:
-            token_strs = _list_json(self._tokenizer.token_strs(token_ids)) if fields.return_token_strs else "null"
-            head = f'"count":{len(token_ids)},"max_model_len":{info.max_model_len}'
-            return f'{{{head},"tokens":{_list_json(token_ids)},"token_strs":{token_strs}}}'
+        def document() -> bytes:
+            token_strs = _list_json(self._tokenizer.token_strs(token_ids)) if fields.return_token_strs else b"null"
+            head = encode_json({"count": len(token_ids), "max_model_len": info.max_model_len})[:-1]
+            return b'%b,"tokens":%b,"token_strs":%b}' % (head, _list_json(token_ids), token_strs)
 
         return await self._in_share(request, partial(_response, document, len(token_ids)))
 
@@ -82,7 +82,7 @@ class Prompts:
         """The text of tokens, with special tokens."""
         check_tokens("tokens", fields.tokens, info)
 
-        def document() -> str:
+        def document() -> bytes:
             return encode_json({"prompt": self._tokenizer.text_of(fields.tokens)})
 
         return await self._in_share(request, partial(_response, document, len(fields.tokens)))
@@ -131,7 +131,7 @@ class Prompts:
 
     def _limit(self, fields: GenerationFields, info: ModelInfo) -> int:
         """Texts with far more tokens are refused before all of them is encoded."""
-        return max_prompt_tokens(info) if fields.truncate_prompt_tokens is None else self._max_tokens
+        return info.max_model_len - 1 if fields.truncate_prompt_tokens is None else self._max_tokens
 
     def _encode(self, text: str, fields: CompletionRequest | TokenizeRequest, max_tokens: int) -> Encode:
         adds = fields.add_special_tokens is not False
@@ -198,12 +198,12 @@ _INLINE_TOKENS = 2000
 _SLICE_LEN = 2**13
 
 
-async def _response(document: Callable[[], str], num_tokens: int) -> Response:
+async def _response(document: Callable[[], bytes], num_tokens: int) -> Response:
     """The JSON of ``document``, which runs in a thread if there are many tokens."""
     body = document() if num_tokens <= _INLINE_TOKENS else await asyncio.to_thread(document)
     return Response(body, media_type="application/json")
 
 
-def _list_json(items: Sequence[object]) -> str:
+def _list_json(items: Sequence[object]) -> bytes:
     slices = (encode_json(items[start : start + _SLICE_LEN])[1:-1] for start in range(0, len(items), _SLICE_LEN))
-    return f"[{','.join(slices)}]"
+    return b"[" + b",".join(slices) + b"]"

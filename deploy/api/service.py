@@ -23,7 +23,7 @@ from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from deploy.api.anthropic_writer import AnthropicWriter
 from deploy.api.body import BodyReader
 from deploy.api.budgets import Budgets
-from deploy.api.call import AnswerWriter, Call, CallResponse
+from deploy.api.call import AnswerWriter, Call, CallResponse, Shared
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChatWriter, CompletionWriter
 from deploy.api.dashboard.data import DashboardData
@@ -106,6 +106,8 @@ class Service:
             self._bodies, lambda: self._keys.operators, client, self.status, swap_adapter, try_policy, settings
         )
         self.dashboard = DashboardData(self.status, lambda: self._admission.num_queued, settings.num_replicas)
+        shared = self._client, self._admission, self._budgets, self.metrics, self.dashboard, self._settings, self._threads
+        self._shared = Shared(*shared)
         self.metrics_page = MetricsPage(self.metrics, self.status, peers, self.divide)
         self.metrics.queued.set_function(lambda: self._admission.num_queued)
         self._info: ModelInfo | None = None
@@ -360,7 +362,7 @@ class Service:
             is_limited=is_limited(fields),
         )
         request.state.call = call
-        return CallResponse(call, self._client, self._admission, self._budgets, self.metrics, self.dashboard, self._settings)
+        return CallResponse(call, self._shared)
 
     def _on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         self.metrics.on_tokens(commit, num_needed, gap_s)

@@ -389,16 +389,16 @@ async def test_bad_words_are_sent_as_tokens_with_and_without_a_space() -> None:
         assert request.sampling.bad_words == expected
 
 
-async def test_the_event_loop_encodes_no_bad_words_and_decodes_no_echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    for name in ("encode_each", "text_of"):
+async def test_the_event_loop_encodes_no_bad_words_and_names_no_tokens_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, str] = {}
+    for name in ("encode_each", "text_of", "token_name"):
         work = getattr(Tokenizer, name)
 
         def noted(self: Tokenizer, texts: Any, work: Any = work) -> Any:
-            threads.append(threading.current_thread().name)
+            threads[work.__name__] = threading.current_thread().name
             return work(self, texts)
 
         monkeypatch.setattr(Tokenizer, name, noted)
-    await ask(COMPLETIONS, completion_body(echo=True, truncate_prompt_tokens=1, bad_words=["answer"]))
-    assert len(threads) == 2
-    assert threading.main_thread().name not in threads
+    await ask(COMPLETIONS, completion_body(echo=True, truncate_prompt_tokens=2, bad_words=["answer"], prompt_logprobs=1))
+    assert set(threads) == {"encode_each", "text_of", "token_name"}
+    assert threading.main_thread().name not in threads.values()
