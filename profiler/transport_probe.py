@@ -1,14 +1,11 @@
 """Round trips between two processes over each transport: 1 KB, and a realistic round of 32 requests.
 
-The time is that of the data plane: encoding, queue, kernel, decoding, and waking the owner's thread. A bare blocking
-socket measured in the same run is the floor.
+The time is that of the data plane: encoding, queue, kernel, decoding, and waking the owner's thread.
 """
 
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -62,16 +59,9 @@ def round_trips(num_turns: int) -> Mapping[str, list[float]]:
             listener = listen(address, mailbox, _TARGET)
             stack.callback(listener.close)
             addresses.append(listener.address)
-        near, far = socket.socketpair()
-        stack.enter_context(near)
-        near.settimeout(DEADLINE_S)
-        with far:
-            command = [sys.executable, "-m", __name__, str(far.fileno()), *addresses]
-            drafter = stack.enter_context(subprocess.Popen(command, pass_fds=[far.fileno()]))
+        drafter = stack.enter_context(subprocess.Popen([sys.executable, "-m", __name__, *addresses]))
         stack.callback(drafter.kill)
-
-        payload = encode(one_kb())
-        trips: dict[str, Callable[[], float]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
+        trips: dict[str, Callable[[], float]] = {}
         for name, link in _links(mailbox, len(addresses)).items():
             for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
                 trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
@@ -114,42 +104,22 @@ def _await_answer(link: Link, mailbox: Mailbox) -> None:
     raise AssertionError("a mailbox with events held none")
 
 
-def _raw_trip(sock: socket.socket, payload: bytes) -> float:
-    start_s = time.perf_counter()
-    sock.sendall(payload)
-    num_left = len(payload)
-    while num_left:
-        num_read = len(sock.recv(num_left))
-        if num_read == 0:
-            raise LinkClosed("the other process closed the raw socket")
-        num_left -= num_read
-    return time.perf_counter() - start_s
-
-
-def _echo(raw: socket.socket) -> None:
-    while data := raw.recv(2**16):
-        raw.sendall(data)
-
-
-def answer(fd: int, addresses: list[str]) -> None:
-    """Runs the other process: echoes the raw socket until it is closed, and answers every round on the links."""
+def answer(addresses: list[str]) -> None:
+    """Runs the other process: answers every round on the links until they are closed."""
     mailbox = Mailbox()
     for address in addresses:
         hello = replace(_TARGET, role=Role.DRAFTER, name=address.partition("://")[0])
         connect(address, mailbox, hello)
-    with socket.socket(fileno=fd) as raw:
-        echo = threading.Thread(target=_echo, args=(raw,), daemon=True)
-        echo.start()
-        num_links = len(addresses)
-        while num_links:
-            mailbox.wait(DEADLINE_S)
-            for event in mailbox.drain():
-                match event:
-                    case Received(link, DraftRound() as down):
-                        link.send(up_round(down) if down.extends else down)
-                    case LinkDown():
-                        num_links -= 1
+    num_links = len(addresses)
+    while num_links:
+        mailbox.wait(DEADLINE_S)
+        for event in mailbox.drain():
+            match event:
+                case Received(link, DraftRound() as down):
+                    link.send(up_round(down) if down.extends else down)
+                case LinkDown():
+                    num_links -= 1
 
 
 if __name__ == "__main__":
-    answer(int(sys.argv[1]), sys.argv[2:])
+    answer(sys.argv[1:])
