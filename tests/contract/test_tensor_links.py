@@ -304,6 +304,16 @@ def test_an_end_that_cannot_take_a_frame_ends_the_link() -> None:
     link.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_frame_that_cannot_be_told_ends_the_link_at_both_ends() -> None:
+    end, own = End(), End()
+    link, _ = link_by("shared", end, own=own)
+    link.send(Frame((Part("\ud800", 0, 0, 1),)))
+    assert own.reasons.get(timeout=DEADLINE_S)
+    assert end.reasons.get(timeout=DEADLINE_S)
+    assert not link.send(frame(0)), "the queue takes no more"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_comes_back_meets_its_new_peer(kind: str) -> None:
     meeting, ends = Meeting("127.0.0.1", shares_memory=kind == "shared"), [End(), End()]

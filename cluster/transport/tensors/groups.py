@@ -185,10 +185,11 @@ class TensorSender:
                 self._wire.send(self._queue.take(HEARTBEAT_S) or Frame(()))
         except (RuntimeError, OSError) as error:
             reason = str(error)
-        self._queue.close()
-        self._wire.leave()
-        if self._end is not None:
-            self._end.down(reason)
+        finally:  # whatever it was: the queue would fill
+            self._queue.close()
+            self._wire.leave()
+            if self._end is not None:
+                self._end.down(reason)
 
 
 class TensorReceiver:
