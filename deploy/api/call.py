@@ -31,7 +31,6 @@ _logger.addFilter(without_messages)
 
 _RESERVED_TOKENS = 2048  # for an answer without a limit
 
-
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -214,7 +213,8 @@ class CallResponse(Response):
     async def _document(self, generation: Generation, tenant: str) -> Response:
         await generation.finished()
         deltas = [choice.take() or Delta("") for choice in self._call.choices]
-        document = await self._written(partial(self._call.writer.document, deltas), tenant)
+        is_scored = any(choice.request.sampling.top_logprobs is not None for choice in self._call.choices)
+        document = await self._written(partial(self._call.writer.document, deltas), tenant, is_long=is_scored)
         return Response(document, media_type="application/json")
 
     async def _send_events(self, stream: EventStream, generation: Generation, tenant: str) -> None:
@@ -223,9 +223,9 @@ class CallResponse(Response):
             await stream.write(await self._written(partial(writer.events, batch), tenant))
         await stream.end(writer.closing())
 
-    async def _written(self, write: Callable[[], bytes], tenant: str) -> bytes:
-        """Log-probabilities of a long prompt take seconds to write: on a thread."""
-        if all(choice.request.sampling.prompt_logprobs is None for choice in self._call.choices):
+    async def _written(self, write: Callable[[], bytes], tenant: str, *, is_long: bool = False) -> bytes:
+        """Log-probabilities of a long prompt or answer take seconds to write: on a thread."""
+        if not is_long and all(choice.request.sampling.prompt_logprobs is None for choice in self._call.choices):
             return write()
         return await self._shared.threads.run(tenant, partial(asyncio.to_thread, write))
 

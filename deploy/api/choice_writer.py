@@ -185,7 +185,7 @@ class ChatWriter(ChoiceWriter):
         return fields
 
     def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]:
-        return {"content": [self._token(token) for token in tokens], "refusal": None}
+        return {"content": map(self._token, tokens), "refusal": None}
 
     def _token(self, token: OutputToken) -> dict[str, object]:
         logprob = None if token.logprobs is None else token.logprobs.logprob
