@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,8 +42,9 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
     trained_for = json.loads((folder / "config.json").read_text()).get("tokenizer_fingerprint")
     check_trained_for(f"the drafter in {folder}", trained_for, fingerprint(target_folder), target_folder.name)
     with ExitStack() as stack:
-        kind, token_ids = DTYPES[dtype], _token_ids(folder, config.vocab_size)
-        own, rows = SafetensorsFolder(folder, stack), stack.enter_context(open_weights(target_folder, target, kind))
+        kind, own = DTYPES[dtype], SafetensorsFolder(folder, stack)
+        token_ids = _token_ids(own, folder, config.vocab_size)
+        rows = stack.enter_context(open_weights(target_folder, target, kind))
         weights = _SharedRows(DenseWeights(config, own, kind), rows, token_ids)
         if device == "cpu" and kind == torch.bfloat16 and (file := weights_file(target_folder)) is not None:
             weights.embedding = shipped_weights(file, target).embedding  # mapped, where the target reads it, too
@@ -91,12 +91,12 @@ class _SharedRows:
         return head if self._token_ids is None else head[self._token_ids]
 
 
-def _token_ids(folder: Path, vocab_size: int) -> Tensor | None:
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        if TOKEN_IDS not in file.keys():  # noqa: SIM118 - not a dict
-            return None
-        token_ids: Tensor = file.get_tensor(TOKEN_IDS)
-    ascend = token_ids.dim() == 1 and len(token_ids) > 0 and bool((token_ids.diff() > 0).all())
+def _token_ids(own: SafetensorsFolder, folder: Path, vocab_size: int) -> Tensor | None:
+    if TOKEN_IDS not in own:
+        return None
+    token_ids = own.integers(TOKEN_IDS)
+    is_list = token_ids.dim() == 1 and len(token_ids) > 0 and not token_ids.is_floating_point()
+    ascend = is_list and bool((token_ids.diff() > 0).all())
     if not ascend or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
         raise ModelUnavailable(f"{folder / SINGLE}: {TOKEN_IDS} must be ascending ids below {vocab_size}; train it again")
     return token_ids.to(torch.int64)

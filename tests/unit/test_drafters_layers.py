@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from cluster.errors import ModelUnavailable
 from cluster.sampling_params import SamplingParams
-from drafters.layers import load_layers
+from drafters.layers import SINGLE, TOKEN_IDS, load_layers
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
 from drafters.reduced_vocab import ReducedHead
@@ -44,6 +46,17 @@ def draft(drafter: ModelDrafter, sampling: SamplingParams, num_requests: int = 1
 def kernel_of(target: Path, token_ids: torch.Tensor, dtype: torch.dtype) -> GumbelArgmax | None:
     """None without a compiler."""
     return make_ops(load_config(target), dtype, torch.device("cpu")).gumbel_argmax(token_ids.numpy())
+
+
+@pytest.mark.parametrize("token_ids", [None, [[1]], [0.5, 0.7], [3, 3], [-1, 2], [0, VOCAB_SIZE]])
+def test_no_file_and_no_list_of_tokens_are_refused(target: Path, tmp_path: Path, token_ids: list[Any] | None) -> None:
+    path = write_tiny_layers(tmp_path, target, range(9)) / SINGLE
+    if token_ids is None:
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        save_file(load_file(path) | {TOKEN_IDS: torch.tensor(token_ids)}, path)
+    with pytest.raises(ModelUnavailable):
+        load_layers(tmp_path, target, "float32", "cpu")
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, NOISY])
