@@ -18,6 +18,7 @@ from router.drafting.value import saved_s
 logger = logging.getLogger(__name__)
 
 END_DEADLINE_S = 30.0  # of a draft under way
+PAUSE_S = 5.0  # between two rounds: the machine was suspended
 _CATCH_UP_LEN = 256  # tokens whose profiled time is taken
 
 StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
@@ -52,6 +53,7 @@ class InlineDrafters:
         self._lane: Lane | None = None
         self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
         self._end_by_s: float | None = None  # the threads have been told to end
+        self._asked_s = 0.0  # whether they have, when last
 
     def add(self, loop: InlineLoop, unlink: Callable[[], None]) -> None:
         """``unlink`` is called if the loop fails; it is left out from then on."""
@@ -90,8 +92,12 @@ class InlineDrafters:
     def end_threads(self, wait_s: float = 0.0) -> bool:
         """Tells the threads to end. Whether they have, within ``wait_s``; a drafter whose thread does not end within
         END_DEADLINE_S of the first call is left out."""
+        now_s, before_s = self._clock(), self._asked_s
+        self._asked_s = now_s
+        if self._end_by_s is not None and now_s - before_s > PAUSE_S:
+            self._end_by_s += now_s - before_s  # the threads were suspended, too
         if self._end_by_s is None:
-            self._end_by_s = self._clock() + END_DEADLINE_S
+            self._end_by_s = now_s + END_DEADLINE_S
             for name, (_, stop) in self._threads.items():
                 stop.set()
                 if (known := self._loops.get(name)) is not None:  # its thread leaves it out where it fails

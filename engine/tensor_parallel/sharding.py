@@ -2,7 +2,7 @@
 
     q, k, v, gate, up         by rows: whole KV groups, whole columns of the feed-forward     (column parallel)
     out, down                 by columns, and their products are summed over the ranks        (row parallel)
-    embedding, LM head        by rows: whole blocks of the vocabulary
+    embedding, LM head        by rows: parts of the vocabulary
     norms                     on every rank
 
 A KV group is a key-value head with the query heads that read it. Groups that do not divide by the ranks are split unevenly,
@@ -15,7 +15,6 @@ from itertools import pairwise
 
 from cluster.errors import InvalidField
 from engine.models.config import DecoderConfig
-from engine.noise import BLOCK_LEN
 
 _COLUMNS = 64  # kernels read whole vectors and cache lines of a row
 
@@ -48,10 +47,8 @@ def check_ranks(config: DecoderConfig, num_ranks: int) -> None:
     if num_ranks > config.num_kv_heads:
         reason = f"must be at most {config.num_kv_heads}, the key-value heads of the model: each rank holds whole ones"
         raise InvalidField("target.tensor_parallel", num_ranks, reason)
-    num_blocks = -(-config.vocab_size // BLOCK_LEN)
-    if num_ranks > min(num_blocks, config.intermediate_size):
-        reason = f"must be at most {min(num_blocks, config.intermediate_size)} for a model of this size"
-        raise InvalidField("target.tensor_parallel", num_ranks, reason)
+    if num_ranks > (most := min(config.vocab_size, config.intermediate_size)):
+        raise InvalidField("target.tensor_parallel", num_ranks, f"must be at most {most} for a model of this size")
 
 
 def shard_of(config: DecoderConfig, rank: int, num_ranks: int) -> Shard:
@@ -69,7 +66,7 @@ def shard_of(config: DecoderConfig, rank: int, num_ranks: int) -> Shard:
         heads=range(kv_heads.start * group_len, kv_heads.stop * group_len),
         kv_heads=kv_heads,
         columns=split(config.intermediate_size, num_ranks, unit)[rank],
-        token_ids=split(config.vocab_size, num_ranks, BLOCK_LEN)[rank],
+        token_ids=split(config.vocab_size, num_ranks)[rank],
     )
 
 

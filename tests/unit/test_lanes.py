@@ -18,7 +18,7 @@ from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import HiddenStateOptions
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from engine import hidden_states
-from engine.colocated import END_DEADLINE_S, ColocatedDrafters, InlineDrafters
+from engine.colocated import END_DEADLINE_S, PAUSE_S, ColocatedDrafters, InlineDrafters
 from engine.lanes import Lanes
 from engine.partition import Partition, Split, core_sets
 from engine.sequences import Sequences
@@ -293,15 +293,18 @@ def test_a_drafter_that_hangs_delays_a_change_and_no_round() -> None:
     inline.add(loop, lambda: unlinked.append(DSPARK))  # type: ignore[arg-type]
     lane = Recorder()
     partition = Partition(lane, [Split("a", lane, lane)])
-    names = iter(["a", WHOLE, WHOLE, WHOLE, WHOLE])
-    choice = SimpleNamespace(choose=lambda *_: next(names), costs={})
+    names = iter(["a"])
+    choice = SimpleNamespace(choose=lambda *_: next(names, WHOLE), costs={})
     lanes = Lanes(partition, choice, inline, ColocatedDrafters((), COST), COST)  # type: ignore[arg-type]
     running = cast(Sequences, SimpleNamespace(num_running=1))
     assert lanes.follow(running) == "a"
     assert loop.begun.wait(10.0)
     assert [lanes.follow(running), lanes.follow(running)] == ["a", "a"]
     assert not unlinked
-    now_s[0] = END_DEADLINE_S
+    for now_s[0] in (150.0, *(150.0 + PAUSE_S * i for i in range(1, round(END_DEADLINE_S / PAUSE_S)))):
+        assert lanes.follow(running) == "a", "a pause of the machine does not count"
+    assert not unlinked
+    now_s[0] += PAUSE_S
     assert lanes.follow(running) == WHOLE
     assert unlinked == [DSPARK]
     loop.goes.set()

@@ -72,7 +72,7 @@ def test_heads_are_split_by_whole_groups(uneven: Path) -> None:
     assert [shard.heads for shard in shards] == [range(6), range(6, 9)]
     assert [(own.num_heads, own.num_kv_heads) for own in (shard.config_of(config) for shard in shards)] == [(6, 2), (3, 1)]
     assert [shard.columns for shard in shards] == [range(104), range(104, 200)]  # in eights, which divide 200
-    assert [shard.token_ids for shard in shards] == [range(192), range(192, 257)]
+    assert [shard.token_ids for shard in shards] == [range(129), range(129, 257)]
 
 
 def test_more_ranks_than_key_value_heads_are_refused(uneven: Path) -> None:
