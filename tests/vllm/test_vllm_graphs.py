@@ -43,9 +43,8 @@ def dispatch_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         from engine.vllm.graphs import capture_any_lengths, prepared_rows
 
         more = {"compilation_config": {"cudagraph_mode": mode}} if mode else {}
-        sizes = {"max_num_sequences": MAX_NUM_SEQUENCES, "max_pass_tokens": 1024}
-        asked = vllm_arguments("cuda", sizes, **more)["compilation_config"]
-        compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, **asked)
+        asked = vllm_arguments("cuda", {"max_num_sequences": MAX_NUM_SEQUENCES, "max_pass_tokens": 1024}, **more)
+        compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, **asked["compilation_config"])
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
         compilation.set_splitting_ops_for_v1("naive")
         config = SimpleNamespace(
