@@ -108,7 +108,7 @@ def test_departures_are_those_of_a_busy_target() -> None:
     departures.note(1000.0, 1)
     assert departures.interval_s == pytest.approx(0.5)
     departures.note(1150.0, 1)
-    assert departures.interval_s == pytest.approx(0.5, rel=0.1), "a pause of the machine"
+    assert departures.interval_s == pytest.approx(0.5, abs=0.1), "a pause of the machine"
 
 
 def test_answers_count_by_class_and_objective() -> None:
