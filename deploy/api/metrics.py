@@ -294,9 +294,9 @@ class MetricsPage:
 
     async def render(self) -> bytes:
         status = await self._status_if_known()
-        if self._peers is None:
-            return self._metrics.render(status)
-        return self._metrics.render(status, *await self._exchanged(self._peers, status))
+        pages = (None, ()) if self._peers is None else await self._exchanged(self._peers, status)
+        async with self._turn:  # one thread at most: anybody may ask
+            return await asyncio.to_thread(self._metrics.render, status, *pages)
 
     @asynccontextmanager
     async def kept_known(self) -> AsyncIterator[None]:

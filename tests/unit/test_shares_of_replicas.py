@@ -3,7 +3,8 @@
 import json
 import multiprocessing
 import re
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_the_widest_call_runs_at_any_number_of_replicas(replicas: int, most: int
 def test_limits_that_leave_a_replica_nothing_are_refused(limit: str) -> None:
     with pytest.raises(ValueError, match=rf"replicas \(3\) must be at most {limit} \(2\)"):
         ApiConfig.model_validate({"replicas": 3, limit: 2})
+
+
+async def test_the_pages_of_other_replicas_are_read_beside_the_event_loop() -> None:
+    threads = []
+
+    class Pages(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            threads.append(threading.current_thread())
+            return super().__iter__()
+
+    async def exchange(own: bytes) -> Pages:
+        return Pages([b""])
+
+    app = app_of(ScriptedClient(model_info(), saying("the answer")), peers=Peers("first", exchange), num_replicas=2)
+    async with client_of(app) as http:
+        assert (await http.get("/metrics")).is_success
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(("per_minute", "burst", "replicas"), [(600, 1.0, 4), (601, 0.5, 3), (1, 1.0, 2), (5, 10.0, 7)])
