@@ -28,14 +28,14 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "lines of product": Limit(63_750, 47_000),
+    "lines of product": Limit(63_758, 47_000),
     "files of product": Limit(425, 330),
     f"files of product under {SHORT} lines": Limit(37, 25),
     f"files of product over {LONG} lines": Limit(0, 0),
     "arrows between folders of product": Limit(27, 27),
     "settings": Limit(110, 110),
     "lines of benchmarks and simulator": Limit(13_939, 12_500),
-    "lines of tests": Limit(67_232, 46_000),
+    "lines of tests": Limit(67_269, 46_000),
     "modules of product that tests import": Limit(2_076, 900),
     "monkeypatch.setattr in tests": Limit(288, 100),
     "words of README": Limit(900, 900),

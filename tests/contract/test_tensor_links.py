@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import signal
 import socket
 import struct
 import subprocess
@@ -260,6 +261,42 @@ def test_nothing_is_left_of_shared_memory_when_an_end_is_killed() -> None:
     assert not link.send(frame(2))
     assert own_memory not in mapped()
     assert sorted(os.listdir("/dev/shm")) == named
+    process.stdout.close()
+
+
+_PAUSED = """
+import queue, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from cluster.transport.tensors import groups
+from cluster.transport.tensors.base import Frame, Part, TensorEnd
+groups.HEARTBEAT_S, groups.SILENCE_S = 0.1, 1.0
+meeting, told = groups.Meeting("127.0.0.1"), queue.Queue()
+end = TensorEnd(told.put, told.put)
+with ThreadPoolExecutor(1) as executor:
+    answered = executor.submit(meeting.answer, "drafter", torch.device("cpu"))
+    receiver = groups.call(meeting.address, "drafter", torch.device("cpu"), end)
+input("up\\n")
+answered.result().send(Frame((Part("r", 0, 0, 1),)))
+print(type(told.get()).__name__, flush=True)
+"""
+
+
+def test_a_link_lives_through_a_pause_of_both_ends() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _PAUSED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGSTOP)
+        threading.Event().wait(2.0)
+        process.send_signal(signal.SIGCONT)
+        threading.Event().wait(0.2)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "Frame\n"
+    process.kill()
+    process.wait(DEADLINE_S)
+    process.stdin.close()
     process.stdout.close()
 
 

@@ -28,6 +28,7 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_AVAILABLE else 0
 _TURN = b"\x01"  # a slot is written, or read
 _LENGTH = struct.Struct("<I")
+_PAUSED = 1.5  # times the silence: a wait that ended later was one in which this process was stopped
 
 
 class Offer:
@@ -121,6 +122,7 @@ class SharedWire:
     def __init__(self, connected: socket.socket, file: int, silence_s: float) -> None:
         self._socket = connected
         self._socket.settimeout(silence_s)
+        self._silence_s = silence_s
         memory = np.frombuffer(mmap.mmap(file, NUM_SLOTS * SLOT_BYTES), np.uint8)
         self._slots = memory.reshape(NUM_SLOTS, SLOT_BYTES)
         self._next = self._num_unread = 0  # slots
@@ -177,7 +179,13 @@ class SharedWire:
         found = bytearray(num_bytes)
         rest = memoryview(found)
         while rest:
-            num = self._socket.recv_into(rest)
+            began_s = time.monotonic()
+            try:
+                num = self._socket.recv_into(rest)
+            except TimeoutError:
+                if time.monotonic() - began_s < _PAUSED * self._silence_s:
+                    raise
+                continue  # this process did not run, and heard nothing
             if not num:
                 raise ConnectionError("the other end has closed it")
             rest = rest[num:]
