@@ -61,15 +61,20 @@ def _of(metric: str, by: str = "drafter") -> str:
     return f"sum by ({by}) (rate({PREFIX}{metric}{RANGE}))"
 
 
+def _ratio(part: str, whole: str, by: str = "drafter") -> str:
+    return f"{_of(part, by)} / {_of(whole, by)}"
+
+
 def _mean(histogram: str) -> str:
-    return f"{_of(f'drafter_{histogram}_sum')} / {_of(f'drafter_{histogram}_count')}"
+    return _ratio(f"drafter_{histogram}_sum", f"drafter_{histogram}_count")
 
 
 def _speculation() -> list[dict[str, Any]]:
     """What relates several metrics of drafters, and so follows from no single row of the table."""
-    at = "drafter, position"
-    late = f"{_of('drafter_holds_expired_total')} / {_of('drafter_hold_seconds_count')}"
-    wasted = f"1 - {_of('drafter_accepted_total')} / {_of('drafter_verified_total')}"
+    accepted = _ratio("drafter_accepted_total", "drafter_verified_total")
+    at_position = _ratio("drafter_position_accepted_total", "drafter_position_verified_total", "drafter, position")
+    in_domain = _ratio("domain_tokens_accepted_total", "domain_tokens_verified_total", "drafter, domain")
+    late = _ratio("drafter_holds_expired_total", "drafter_hold_seconds_count")
     return [
         _graph(
             "Who drafts for how many requests",
@@ -81,30 +86,19 @@ def _speculation() -> list[dict[str, Any]]:
             "Acceptance",
             "Accepted over verified draft tokens.",
             "percentunit",
-            [(f"{_of('drafter_accepted_total')} / {_of('drafter_verified_total')}", "{{drafter}}")],
+            [(accepted, "{{drafter}}")],
         ),
         _graph(
             "Acceptance by position",
             "Accepted over verified draft tokens, by position in the draft from 0.",
             "percentunit",
-            [
-                (
-                    f"{_of('drafter_position_accepted_total', at)} / {_of('drafter_position_verified_total', at)}",
-                    "{{drafter}} at {{position}}",
-                )
-            ],
+            [(at_position, "{{drafter}} at {{position}}")],
         ),
         _graph(
             "Acceptance by domain",
             "Accepted over verified draft tokens, by the domain of the call.",
             "percentunit",
-            [
-                (
-                    f"{_of('domain_tokens_accepted_total', 'drafter, domain')}"
-                    f" / {_of('domain_tokens_verified_total', 'drafter, domain')}",
-                    "{{drafter}} on {{domain}}",
-                )
-            ],
+            [(in_domain, "{{drafter}} on {{domain}}")],
         ),
         _graph(
             "Lengths",
@@ -118,7 +112,9 @@ def _speculation() -> list[dict[str, Any]]:
             "short",
             [(_of(f"drafter_{what}_total"), f"{{{{drafter}}}} {what}") for what in ("verified", "accepted")],
         ),
-        _graph("Wasted verification", "Share of the verified draft tokens.", "percentunit", [(wasted, "{{drafter}}")]),
+        _graph(
+            "Wasted verification", "Share of the verified draft tokens.", "percentunit", [(f"1 - {accepted}", "{{drafter}}")]
+        ),
         _graph(
             "Requests that wait for a proposal",
             "Seconds that requests waited, per second: the mean number that wait.",
