@@ -89,11 +89,11 @@ class OutcomeDrafts:
         if not self._is_used or not self._verify.is_known or not sessions:
             return []
         growing: list[Session | Prepared] = [one for one in sessions if _wants_more(one)]
-        prepared = [p for one in sessions for p in one.prepared if not p.exhausted and len(p.token_ids) < p.draft_len]
+        prepared = [p for one in sessions for p in one.prepared if not p.exhausted and len(p.ahead) < p.draft_len]
         growing += prepared
         own, candidates = self._candidates(sessions)
         missing = [1 + s.num_sent + _draft_len(s) - len(s.ahead) for s in sessions if _wants_more(s)]
-        missing += [p.draft_len - len(p.token_ids) for p in prepared]
+        missing += [p.draft_len - len(p.ahead) for p in prepared]
         spare_s = self._verify.value - sum([now_s - one.answered_s for one in sessions]) / len(sessions)
         num = num_prepared(
             own,
@@ -135,7 +135,7 @@ class OutcomeDrafts:
         if num_more <= 0 or not self._forks.fork(session.key, key, assumed, num_more):
             return None
         terms = replace(session.terms, second_price=0.0)  # nobody waits for it
-        prepared = Prepared(key, assumed, terms, NUM_RUNNERS_UP, num_more)
+        prepared = Prepared(key=key, terms=terms, num_runners_up=NUM_RUNNERS_UP, assumed=assumed, draft_len=num_more)
         session.prepared.append(prepared)
         self._count(OutcomeReport(num_prepared=1))
         return prepared

@@ -21,28 +21,41 @@ def request_id_of(key: str) -> str:
     return key.partition("/")[2]
 
 
-@dataclass(slots=True)
-class Session:
+@dataclass(slots=True, kw_only=True)
+class GrowingDraft:
+    """``ahead``: drafted tokens, behind those that are committed or assumed."""
+
+    key: str  # the drafter's name for the request, or for a branch of it: unique over all links
+    terms: DraftTerms
+    num_runners_up: int = 0  # wanted of each draft token
+    ahead: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)  # of ahead
+    runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of ahead, if wanted
+    exhausted: bool = False  # the last draft was shorter than demanded: no more is drafted until it is rejected
+
+    def take(self, draft: Draft, length: int, num_tokens: int) -> None:
+        """Adds the first ``length`` tokens of a draft of ``num_tokens``."""
+        self.ahead.extend(draft.token_ids[:length])
+        self.confidences.extend(draft.confidences[:length])
+        self.runners_up.extend(draft.runners_up[:length])
+        self.exhausted = length < num_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class Session(GrowingDraft):
     """A request as its drafter follows it.
 
     0 ............ committed_len ............ + num_sent ............ + len(ahead)
     | token_ids    | ahead, proposed          | ahead, not yet sent   |
     """
 
-    key: str  # the drafter's name for it: unique over all links
     request_id: str
     token_ids: list[int]
     end_len: int  # maximum committed length
-    terms: DraftTerms  # of its drafts
     last_message_s: float
-    ahead: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
     answered: bool = False  # a proposal for this committed length was sent
     shadow: Shadow | None = None  # set while another drafter drives the request: this one keeps in step and is scored
-    exhausted: bool = False  # the last draft was shorter than demanded: no more is drafted until it is rejected
-    num_runners_up: int = 0  # wanted of each draft token
-    runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of ahead, if wanted
     answered_s: float = 0.0  # when the proposal was sent
     prepared: list["Prepared"] = field(default_factory=list)  # drafts for outcomes of the verification under way
     num_considered: int = 0  # positions of ahead at which outcomes were considered
@@ -69,7 +82,7 @@ class Session:
             hit = next((one for one in self.prepared if one.assumed == tuple(token_ids)), None)
             self.drop_ahead()
             if hit is not None:
-                self.ahead, self.confidences, self.runners_up = hit.token_ids, hit.confidences, hit.runners_up
+                self.ahead, self.confidences, self.runners_up = hit.ahead, hit.confidences, hit.runners_up
                 self.exhausted = hit.exhausted
         self.token_ids.extend(token_ids)
         self.num_sent = 0
@@ -79,13 +92,6 @@ class Session:
 
     def drop_ahead(self) -> None:
         self.ahead, self.confidences, self.runners_up = [], [], []
-
-    def take(self, draft: Draft, length: int, num_tokens: int) -> None:
-        """Adds the first ``length`` tokens of a draft of ``num_tokens``."""
-        self.ahead.extend(draft.token_ids[:length])
-        self.confidences.extend(draft.confidences[:length])
-        self.runners_up.extend(draft.runners_up[:length])
-        self.exhausted = length < num_tokens
 
     def demand(self, num_tokens: int) -> Demand:
         """For tokens beyond ``ahead``. Nobody waits for those that are drafted while a proposal is verified."""
@@ -100,30 +106,16 @@ class Session:
         self.shadow = Shadow(self.key, self.request_id, self.committed_len, max_draft_len, self.end_len)
 
 
-@dataclass(slots=True)
-class Prepared:
+@dataclass(slots=True, kw_only=True)
+class Prepared(GrowingDraft):
     """A draft that follows ``assumed``: the tokens of the next commit, if this outcome comes true."""
 
-    key: str  # of a branch of the drafter
     assumed: tuple[int, ...]
-    terms: DraftTerms
-    num_runners_up: int
     draft_len: int  # maximum tokens
-    token_ids: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    runners_up: list[tuple[int, ...]] = field(default_factory=list)
-    exhausted: bool = False
 
     def demand(self, num_tokens: int) -> Demand:
-        ahead, survival = (*self.assumed, *self.token_ids), prod(self.confidences)
+        ahead, survival = (*self.assumed, *self.ahead), prod(self.confidences)
         return Demand(self.key, num_tokens, ahead, self.terms, survival, self.num_runners_up)
-
-    def take(self, draft: Draft, length: int, num_tokens: int) -> None:
-        """As ``Session.take``."""
-        self.token_ids.extend(draft.token_ids[:length])
-        self.confidences.extend(draft.confidences[:length])
-        self.runners_up.extend(draft.runners_up[:length])
-        self.exhausted = length < num_tokens
 
 
 class ExtendOutcome(Enum):
