@@ -7,14 +7,21 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.errors import OutriderError
 from cluster.logs import RequestIds, current_ids, without_messages
+from deploy.api.budgets import BUDGET_HEADERS
 from deploy.api.dashboard.pages import SETTINGS, page_paths
-from deploy.api.errors import ClientGone, internal_error, is_anthropic, overloaded
+from deploy.api.errors import ApiError, ClientGone, internal_error, is_anthropic, overloaded
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
@@ -23,16 +30,6 @@ from router.planning.fair_share import SharedLimit
 
 if TYPE_CHECKING:
     from deploy.api.tracing import Tracing
-from http import HTTPStatus
-
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
-from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from deploy.api.budgets import BUDGET_HEADERS
-from deploy.api.errors import ApiError
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)

@@ -6,10 +6,12 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cluster.config import TargetConfig
 from cluster.errors import InvalidField
+
+if TYPE_CHECKING:  # the command line reads flags without pydantic
+    from cluster.config import TargetConfig
 
 MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
 FEATURE_LAYERS, EOS_TOKEN_IDS = "outrider_feature_layers", "outrider_eos_token_ids"  # of vLLM's additional configuration
@@ -22,7 +24,7 @@ _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 
 
 def engine_arguments(
     folder: Path,
-    target: TargetConfig,
+    target: "TargetConfig",
     max_model_len: int,
     feature_layers: Sequence[int] = (),
     eos_token_ids: Sequence[int] = (),
