@@ -137,19 +137,21 @@ class CascadeDrafter:
         """Demands that a member is queried for. ``expected_lens``: of the best draft so far."""
         if not expected_lens:
             return range(len(demands))
+        second_price = sum([demand.terms.second_price for demand in demands])
         return self._gains[member].choose(
             expected_lens,
-            partial(self._price, member, sum([demand.terms.second_price for demand in demands])),
+            partial(self._price, member, second_price, 1.0 + sum(expected_lens) / len(demands)),
             self._largest[member] if self._few_trials else None,
             [not demand.ahead for demand in demands],
         )
 
-    def _price(self, member: int, second_price: float, num: int) -> float:
-        """Tokens that the batch would decode while a member drafts for ``num`` of it."""
+    def _price(self, member: int, second_price: float, num_each: float, num: int) -> float:
+        """Tokens that the batch would decode while a member drafts for ``num`` of it. ``num_each``: of a request in a round,
+        as expected without the member."""
         times = self._times[member]
         if second_price and times.num >= _FEW_TIMES:
             return second_price * times.at(num)
-        return self._members[member].cost * num
+        return self._members[member].cost * num_each * num
 
     def _best_drafts(self, demands: Sequence[Demand], rounds: Sequence[_CascadeRound]) -> list[Draft]:
         expensive = [best if (best := round_.best) and best.member >= self._num_free else None for round_ in rounds]
