@@ -61,7 +61,7 @@ def run(options: BenchOptions) -> BenchResult:
         minutes, seconds = divmod(int(elapsed_s()), 60)
         console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False, soft_wrap=True)
 
-    alike = equal_drafters.trained(equal_drafters.recipe(options.model), tell, anew=not options.quick)
+    alike = equal_drafters.trained(equal_drafters.recipe(options.model, quick=options.quick), tell)
     configs = (*pool(options.model), *alike)
     fixtures = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
@@ -140,7 +140,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, num_new_tokens: int)
             *(_position_table(found, temperature) for temperature in TEMPERATURES),
             *(_domain_table(found, temperature) for temperature in TEMPERATURES),
             _cost_table(found),
-            *([equal_drafters.paper_table()] if found.keys() & set(equal_drafters.names()) else ()),
+            *([equal_drafters.paper_table()] if found.keys() & set(equal_drafters.NAMES) else ()),
         ),
         notes=(
             f"{num_prompts} prompts, {num_new_tokens} new tokens; accepted lengths count the bonus token, and are "

@@ -43,7 +43,10 @@ from drafters.protocol import Demand, Drafter
 from drafters.session import key_of
 from engine.early_exit import EarlyExit, PassWatch
 from engine.factory import head_of, load_target
-from engine.models.prepare import ensure_model
+from engine.models.gguf import convert
+from engine.models.manifest import TENSORS
+from engine.models.prepare import ensure_model, weights_file
+from engine.models.weights import SINGLE
 from engine.native import NativeTarget
 from engine.sampling import SamplingState
 from engine.tensor_parallel.local import load_over_local_ranks
@@ -249,7 +252,7 @@ def _compare(
     layers = fixtures.target.feature_layers
     with TemporaryDirectory() as scratch:
         if name == "untied_head":
-            folder = _untied(fixtures.target.embedding, folder, Path(scratch) / folder.name)
+            folder = untied(fixtures.target.embedding, folder, Path(scratch) / folder.name)
             target = load_target(folder, **options, feature_layers=layers)
         else:
             target = load_over_local_ranks(2, folder, options, layers)
@@ -265,12 +268,16 @@ def _compare(
     return sum(alike), len(alike), num_left
 
 
-def _untied(embedding: torch.Tensor, folder: Path, into: Path) -> Path:
+def untied(embedding: torch.Tensor, folder: Path, into: Path) -> Path:
     """A copy of the model whose head, with the values of its embedding, is a matrix of its own."""
-    copytree(folder, into)
-    (into / "tensors.json").unlink(missing_ok=True)  # of a GGUF file, which would be read instead
-    tensors = load_file(into / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": embedding.clone()}, into / "model.safetensors")
+    if (file := weights_file(folder)) is None:
+        copytree(folder, into)
+    else:
+        into.mkdir()
+        convert(file, into, with_weights=True)
+        (into / TENSORS).unlink()  # else the file would be read instead
+    tensors = load_file(into / SINGLE)
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, into / SINGLE)
     shape = json.loads((into / "config.json").read_text())
     (into / "config.json").write_text(json.dumps(shape | {"tie_word_embeddings": False}))
     return into

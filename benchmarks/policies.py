@@ -119,6 +119,7 @@ def run(options: BenchOptions) -> BenchResult:
 def _here(options: BenchOptions) -> Machine:
     path = options.recording or DEFAULT_PATH
     if not path.exists():
+        DEFAULT_PATH.parent.mkdir(exist_ok=True)
         record(options).save(path)
     everything = pool(options.model)
     config = next(config for config in everything if config.name == DRAFTER)

@@ -18,7 +18,7 @@ DRAFT_LEN = 8
 NUM_NEW_TOKENS = 128
 MAX_PER_DOMAIN = 40
 NUM_QUICK = 30
-DEFAULT_PATH = Path("outrider-recording.npz")
+DEFAULT_PATH = Path("build/outrider-recording.npz")
 
 
 Agreement = tuple[int, tuple[float, ...]]  # accepted tokens of a draft, and the confidences of all its tokens

@@ -117,9 +117,10 @@ def test_everything_is_measured_and_named(
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
     monkeypatch.setattr(bench, "QUICK", replace(QUICK, num_new_tokens=8, num_cost_rounds=2))
+    monkeypatch.chdir(tmp_path)  # of drafters of equal budget
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
-    names = ("ngram", "suffix", "table", "dspark", "layers-2", "cascade")
+    names = ("ngram", "suffix", "table", "dspark", "layers-2", "cascade", *equal_drafters.NAMES)
     for name in names:
         assert {f"accepted_len.{name}.k{k}.mean{at}" for k in (4, 7) for at in ("", ".t0.8")} <= figures.keys()
         assert {f"draft_cost.{name}.k4", f"draft_cost.{name}.k7"} <= figures.keys()
@@ -137,12 +138,16 @@ def test_drafters_of_one_budget_are_trained_once_from_the_same_answers(tmp_path:
     sizes = {"vocabulary": 200, "markov_rank": 8, "anchor_rank": 16, "dtype": "float32"}
     options = replace(equal_drafters.recipe(str(model), tmp_path), **small, **sizes)
     told: list[str] = []
-    assert equal_drafters.trained(options, told.append, anew=False) == []
-    found = equal_drafters.trained(options, told.append, anew=True)
-    assert [config.name for config in found] == equal_drafters.names()
+    assert not equal_drafters.is_trained(tmp_path)
+    found = equal_drafters.trained(options, told.append)
+    assert [config.name for config in found] == [*equal_drafters.NAMES]
     assert [config.options.kind for config in found] == list(equal_drafters.KINDS)
     assert sum(line.startswith("answers") for line in told) == len(found), "of the second and third, all are there"
-    assert equal_drafters.trained(options, told.append, anew=False) == found
+    told.clear()
+    assert equal_drafters.trained(options, told.append) == found
+    assert told == [], "none is trained anew"
+    of_quick = equal_drafters.recipe(str(model), tmp_path, quick=True)
+    assert (of_quick.out, of_quick.quick) == (options.out, False), "those of the whole budget are there"
     figures = bench.result({config.name: findings((1, 2), 0.1) for config in found}, 3, 8)
     assert figures.tables[-1].rows[0][0] == "eagle3"
-    assert figures.figures["accepted_len.equal-eagle3.k7.d"] == 2.5
+    assert figures.figures["accepted_len.eagle3.k7.d"] == 2.5
