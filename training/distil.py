@@ -100,14 +100,16 @@ class Distillation:
         if not self._path.exists():
             return False
         try:
-            state: dict[str, Any] = torch.load(self._path, map_location=self._world.device, weights_only=True)
+            # A device that is full of another program's tensors must not read as a damaged file: hence on the CPU.
+            state: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=True)
         except Exception:  # whatever a damaged file leads to
             logger.exception("%s cannot be read: this step begins anew", self._path)
             return False
         if state.get("format") != _FORMAT:
             return False
         self._load(state["parameters"])
-        self._average = {name: value.float() for name, value in state["average"].items()}
+        device = self._world.device
+        self._average = {name: value.to(device, torch.float32) for name, value in state["average"].items()}
         self._optimizer.load_state_dict(state["optimizer"])
         raw = state["progress"]
         self.progress = TrainingProgress(**{**raw, "points": [CurvePoint(**point) for point in raw["points"]]})
