@@ -28,8 +28,8 @@ def recipe(model: str, folder: Path | None = None, *, quick: bool = False) -> Tr
     folder = folder or FOLDER / Path(model).name
     if quick and not is_trained(folder):
         folder = folder / "quick"
-    sizes = {"num_tokens": 60_000, "num_prompts": 400, "num_layers": 1}
-    return TrainOptions(model, "dspark", folder / "dspark", folder / "work", quick=folder.name == "quick", **sizes)
+    out, work, is_quick = folder / "dspark", folder / "work", folder.name == "quick"
+    return TrainOptions(model, "dspark", out, work, num_tokens=60_000, num_prompts=400, num_layers=1, quick=is_quick)
 
 
 def is_trained(folder: Path) -> bool:
