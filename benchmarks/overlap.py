@@ -49,7 +49,7 @@ NUM_ROUNDS, NUM_ROUNDS_QUICK = 16, 4
 MAX_TOKENS = 64
 DRAFTER = "model"
 LENGTH = DraftLengthConfig(kind="fixed")  # the default asks for none where drafts do not pay, and then nothing overlaps
-_PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_batch=4, num_trip_turns=1)
+_PROFILE = ProfileEffort(TimingBudget(2, 15.0, precision=0.1), max_rows=64, max_batch=4)
 
 
 def run(options: BenchOptions) -> BenchResult:

@@ -44,18 +44,14 @@ def plot_profile(profile: Profile, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    surfaces = [("verification", profile.step), ("prompt chunk", profile.prefill)]
-    for drafter in profile.drafters.values():
-        surfaces.append((f"draft: {drafter.label}", drafter.draft))
-        if drafter.catch_up is not None:
-            surfaces.append((f"draft after catch-up: {drafter.label}", drafter.catch_up))
-    num_rows = ceil(len(surfaces) / _NUM_COLUMNS)
+    named = surfaces(profile)
+    num_rows = ceil(len(named) / _NUM_COLUMNS)
     figure = Figure(figsize=(5 * _NUM_COLUMNS, 4 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
     grid: Sequence[Axes] = figure.subplots(num_rows, _NUM_COLUMNS, squeeze=False).ravel().tolist()
-    for axes, (title, surface) in zip(grid, surfaces, strict=False):
+    for axes, (title, surface) in zip(grid, named.items(), strict=False):
         _plot_surface(axes, title, surface)
-    for axes in grid[len(surfaces) :]:
+    for axes in grid[len(named) :]:
         axes.set_axis_off()
     identity = profile.identity
     where = f"{identity.hardware}, {identity.threads} threads" if identity.device == "cpu" else identity.hardware
@@ -125,10 +121,6 @@ def show(profile: Profile, console: Console) -> None:
     for name, surface in surfaces(profile).items():
         table.add_row(name, *row(surface))
     console.print(table)
-    links = Table("link", "p50 us", "p99 us")
-    for name, trip in profile.transport.items():
-        links.add_row(name, f"{1e6 * trip.p50_s:.0f}", f"{1e6 * trip.p99_s:.0f}")
-    console.print(links)
 
 
 def surfaces(profile: Profile) -> dict[str, Surface]:

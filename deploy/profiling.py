@@ -1,6 +1,5 @@
-"""Measures a profile: the target and drafters of a configuration in one process, and links to another process."""
+"""Measures a profile: the target and drafters of a configuration in one process."""
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from engine.target import LoadedTarget, TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.interleaved import OwnTime, Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
-from profiler.profile import WHOLE_DEVICE, DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
-from profiler.transport_probe import round_trips
+from profiler.profile import WHOLE_DEVICE, DrafterProfile, Part, Profile, Surface, parts_of_drafter
 from router.plan import Span
 
 Reporter = Callable[[str, float], None]  # step, share done
@@ -37,25 +35,22 @@ class ProfileEffort:
     passes: TimingBudget
     max_rows: int | None  # of a pass; None: the target's maximum
     max_batch: int  # of drafts
-    num_trip_turns: int
 
     @classmethod
     def of(cls, quick: bool) -> "ProfileEffort":
         return _QUICK if quick else _FULL
 
 
-_QUICK = ProfileEffort(
-    TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2
-)
-_FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
+_QUICK = ProfileEffort(TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16)
+_FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64)
 _COLOCATED_BATCH = 16  # their contexts share the target's KV cache with the measured passes
 
 
 def measure_profile(
     config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None, split: Split | None = None
 ) -> Profile:
-    """Measures the target and drafters of a resolved configuration, and links on this machine. In a ``split``: the target in
-    its lane, and the drafters in its process in theirs; the calling thread stays there.
+    """Measures the target and drafters of a resolved configuration. In a ``split``: the target in its lane, and the drafters
+    in its process in theirs; the calling thread stays there.
 
     Takes the time budget of ``effort``, or longer if its minimum of measurements does. Raises OutriderError: a model is
     missing, does not fit, or is too small to be measured.
@@ -73,14 +68,12 @@ def measure_profile(
         bench.add_drafter(part, effort.max_batch)
     bench.add_target(effort.max_rows)
     timings = bench.time(effort.passes, partial(report, "passes and drafts"))
-    report("links", 0.0)
     return Profile(
         identity=identity_of(config, WHOLE_DEVICE if split is None else split.name),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         step=Surface.of(Kind.PASS, timings["step"]),
         prefill=Surface.of(Kind.PASS, timings["prefill"]),
         drafters={key: _drafter(part, timings) for key, part in parts.items()},
-        transport={name: _trip(times_s) for name, times_s in round_trips(effort.num_trip_turns).items()},
     )
 
 
@@ -88,10 +81,6 @@ def _drafter(part: Part, timings: Mapping[str, Mapping[tuple[int, int], Timing]]
     draft, catch_up = timings[f"draft {part.key}"], timings.get(f"catch-up {part.key}")
     surface = None if catch_up is None else Surface.of(Kind.CATCH_UP, catch_up)
     return DrafterProfile(label=part.label, draft=Surface.of(Kind.DRAFT, draft), catch_up=surface)
-
-
-def _trip(times_s: Sequence[float]) -> Trip:
-    return Trip(p50_s=statistics.median(times_s), p99_s=statistics.quantiles(times_s, n=100)[-1])
 
 
 class _ProfileBench:

@@ -112,13 +112,6 @@ class DrafterProfile(Section):
     catch_up: Surface | None = None  # a draft of one token with so many new committed ones; None: free
 
 
-class Trip(Section):
-    """A round trip of the data plane."""
-
-    p50_s: Seconds
-    p99_s: Seconds
-
-
 class Profile(Section):
     """``drafters`` by ``Part.key``."""
 
@@ -128,16 +121,14 @@ class Profile(Section):
     step: Surface
     prefill: Surface
     drafters: Mapping[str, DrafterProfile] = {}
-    transport: Mapping[str, Trip] = {}
 
     def to_json(self) -> JsonValue:
         value: JsonValue = self.model_dump(mode="json")
         return value
 
     def supplemented(self, older: "Profile") -> "Profile":
-        """Adds the drafters and links that only ``older`` has."""
-        drafters, transport = {**older.drafters, **self.drafters}, {**older.transport, **self.transport}
-        return self.model_copy(update={"drafters": drafters, "transport": transport})
+        """Adds the drafters that only ``older`` has."""
+        return self.model_copy(update={"drafters": {**older.drafters, **self.drafters}})
 
     def unmatched(self, config: Config) -> list[str]:
         """Drafters of a resolved configuration that were not measured with their options, but could be."""
@@ -151,11 +142,12 @@ class Profile(Section):
 
 def read_profile(value: JsonValue, identity: Identity) -> Profile:
     """Raises ProfileRefused unless it is a valid profile of ``identity``."""
-    found = value.get("format") if isinstance(value, dict) else None
-    if found != FORMAT:
+    # Profiles of earlier versions also hold round trips of links.
+    known = {name: part for name, part in value.items() if name != "transport"} if isinstance(value, dict) else {}
+    if (found := known.get("format")) != FORMAT:
         raise ProfileRefused(f"its format is {found!r}, this version reads {FORMAT}")
     try:
-        profile = Profile.model_validate_json(json.dumps(value))
+        profile = Profile.model_validate_json(json.dumps(known))
     except ValidationError as error:
         first = error.errors()[0]
         raise ProfileRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

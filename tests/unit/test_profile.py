@@ -35,7 +35,6 @@ from profiler.profile import (
     ProfiledCost,
     ProfileRefused,
     Surface,
-    Trip,
     parts_of_drafter,
     pool_costs,
     read_profile,
@@ -80,7 +79,6 @@ def profile_of(config: Config, hardware: str = "a machine", draft_s: float = 0.0
             )
             for part in parts
         },
-        transport={"unix_1kb": Trip(p50_s=5e-5, p99_s=2e-4)},
     )
 
 
@@ -181,6 +179,12 @@ def test_a_damaged_profile_is_refused_and_set_aside_when_it_is_replaced(
     kept = store.get(aside)
     assert kept is not None
     assert kept.value == damaged
+
+
+def test_a_profile_with_round_trips_of_an_earlier_version_is_read() -> None:
+    profile, trip = profile_of(config_of(MODEL)), {"p50_s": 5e-5, "p99_s": 2e-4}
+    assert isinstance(earlier := profile.to_json(), dict)
+    assert read_profile({**earlier, "transport": {"unix_1kb": trip}}, profile.identity) == profile
 
 
 def test_a_profile_of_other_hardware_is_refused_by_name() -> None:

@@ -46,7 +46,7 @@ from tests.support.dspark import write_dspark
 
 pytestmark = pytest.mark.usefixtures("known_costs")
 
-LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
+LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4)
 
 
 class Ticks:
@@ -196,7 +196,6 @@ def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.
     assert stored_profile(config) is None
     profile = measure_profile(config, LEAST)
     assert {drafter.label for drafter in profile.drafters.values()} == {"small", "lookup", "all.0-ngram", "all.1-dspark"}
-    assert {"unix_1kb", "grpc_1kb"} <= set(profile.transport)
     assert all(surface.fit.form in FORMS for surface in surfaces(profile).values())
     show(profile, Console(width=200))
     assert "all.1-dspark" in capsys.readouterr().out
