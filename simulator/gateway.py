@@ -15,42 +15,31 @@ from simulator.target import SimulatedTarget
 from simulator.text import AnswerText, Script
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that came to its end. ``finish``: how, or why it was refused."""
-
-    request: SimulatedRequest
-    finish: FinishReason
-    first_token_s: float
-    end_s: float
-    num_tokens: int
-    num_rounds: int
-    num_verified: int  # draft tokens
-
-
 @dataclass(slots=True, eq=False)
-class OpenRequest:
-    """A request under way."""
+class Served:
+    """A request, and what came of it so far. ``finish``: how it ended, or why it was refused; None: it is under way."""
 
     request: SimulatedRequest
-    target: SimulatedTarget
-    first_token_s: float | None = None
+    first_token_s: float = 0.0  # once there are tokens, or it has ended
+    end_s: float = 0.0
     num_tokens: int = 0
     num_rounds: int = 0
-    num_verified: int = 0
+    num_verified: int = 0  # draft tokens
+    finish: FinishReason | None = None
 
 
 class SimulatedGateway:
     """Owns the scripts of all requests. ``ended`` is told of each that ends."""
 
-    def __init__(self, events: Events, ended: Callable[[Finished], None]) -> None:
-        self.open: dict[str, OpenRequest] = {}
+    def __init__(self, events: Events, ended: Callable[[Served], None]) -> None:
+        self.open: dict[str, Served] = {}
         self.scripts: dict[str, Script] = {}
         self.num_tokens = 0
         self._events = events
         self._ended = ended
         self._text = AnswerText()
         self._links: dict[SimulatedTarget, VirtualLink] = {}
+        self._target_of: dict[str, SimulatedTarget] = {}  # of open requests
 
     def link(self, target: SimulatedTarget, own: Hello, targets: Hello) -> None:
         at_target, here = VirtualLink(self._events, own, None), VirtualLink(self._events, targets, None)
@@ -62,9 +51,9 @@ class SimulatedGateway:
     def submit(self, request: SimulatedRequest) -> None:
         """To the target with the fewest requests."""
         self.scripts[request.id] = Script.of(request, self._text)
-        target = min(self._links, key=_num_open)
+        target = self._target_of[request.id] = min(self._links, key=lambda target: target.num_open)
         target.num_open += 1
-        self.open[request.id] = OpenRequest(request, target)
+        self.open[request.id] = Served(request)
         sampling = _sampling(request.max_tokens)
         prompt = self._text.ids[: request.prompt_len]
         submitted = Request(request.id, prompt, sampling, request.arrival_s, request.slo, request.chain)
@@ -77,36 +66,22 @@ class SimulatedGateway:
 
     def _commit(self, commit: Commit, now_s: float) -> None:
         one = self.open[commit.request_id]
+        if not one.num_rounds and (commit.token_ids or commit.finish is not None):
+            one.first_token_s = now_s
         if commit.token_ids:
             one.num_tokens += len(commit.token_ids)
             one.num_rounds += 1
             one.num_verified += commit.num_proposed
             self.num_tokens += len(commit.token_ids)
-            if one.first_token_s is None:
-                one.first_token_s = now_s
         if commit.finish is not None:
+            one.finish, one.end_s = commit.finish, now_s
             del self.open[commit.request_id]
-            one.target.num_open -= 1
-            first_s = now_s if one.first_token_s is None else one.first_token_s
-            self._ended(
-                Finished(
-                    one.request,
-                    commit.finish,
-                    first_s,
-                    now_s,
-                    num_tokens=one.num_tokens,
-                    num_rounds=one.num_rounds,
-                    num_verified=one.num_verified,
-                )
-            )
+            self._target_of.pop(commit.request_id).num_open -= 1
+            self._ended(one)
 
 
 def _put(target: SimulatedTarget, link: VirtualLink, message: Message) -> None:
     target.mailbox.put(Received(link, message))
-
-
-def _num_open(target: SimulatedTarget) -> int:
-    return target.num_open
 
 
 @cache

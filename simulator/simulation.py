@@ -19,7 +19,7 @@ from engine.round import DrafterPool, Policies, TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, Scored, member_name, nobody
 from router.cost_model import CostModel, relative_draft_cost
 from router.drafter.chains import pass_times
-from router.drafter.router import Router
+from router.drafter.router import Router, SlotReport
 from router.drafting.policies import build_draft_lengths
 from router.estimates.drift import DriftDetector
 from router.planning.planner import Planner
@@ -27,9 +27,8 @@ from simulator.agreement import SimulatedRequest
 from simulator.cascade import MemberSpec, SimulatedCascade
 from simulator.drafter import AgreementDrafter, SimulatedDrafter, TimedDrafter, TimedLoop
 from simulator.events import MAIL, STEP, Events
-from simulator.gateway import Finished, SimulatedGateway
+from simulator.gateway import Served, SimulatedGateway
 from simulator.links import link
-from simulator.router import SimulatedRouter
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits
 from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
@@ -126,7 +125,7 @@ class Load:
 class SimulationResult:
     """What came of a run. ``slots``: when each slot of the router was, and the tokens committed by then."""
 
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[Served] = field(default_factory=list)
     slots: list[tuple[float, int]] = field(default_factory=list)
     end_s: float = 0.0
     num_tokens: int = 0
@@ -147,7 +146,7 @@ class SimulationResult:
         return self.num_tokens / self.end_s if self.end_s else 0.0
 
     @property
-    def served(self) -> list[Finished]:
+    def served(self) -> list[Served]:
         return [one for one in self.finished if one.finish in (FinishReason.LENGTH, FinishReason.STOP)]
 
     @property
@@ -200,11 +199,9 @@ class Simulation:
         self._gateway = SimulatedGateway(events, self._ended)
         pool = spec.pool()
         watch = DriftDetector(spec.slot_s) if spec.watches_drift else None
-        self._router = SimulatedRouter(
-            Router(policy, pool, watch, spec.scored),
-            [member.name for member in pool],
-            lambda num_context: pass_times(spec.cost, num_context),
-        )
+        self._router = Router(policy, pool, watch, spec.scored)
+        self._first_table = self._router.first_table()
+        self._names = tuple(member.name for member in pool)
         self._drafters = {
             name: self._drafter(drafter, name)
             for drafter in spec.drafters
@@ -267,7 +264,7 @@ class Simulation:
                 spec.cost,
                 lambda: events.now_s,
                 Policies(spec.planner(), build_draft_lengths(spec.draft_length, draft_lens)),
-                DrafterPool(self._router.first_table, companions, dict.fromkeys(draft_lens, frozenset(draft_lens))),
+                DrafterPool(self._first_table, companions, dict.fromkeys(draft_lens, frozenset(draft_lens))),
                 AdmissionRules(spec.limits.max_waiting, sheds=spec.sheds),
             )
 
@@ -285,8 +282,29 @@ class Simulation:
     def _slot(self, now_s: float) -> None:
         if not self._done:
             self.outcome.slots.append((now_s, self._gateway.num_tokens))
-            self._router.slot(self._targets)
+            self._decide()
             self._events.at(now_s + self._spec.slot_s, STEP, self._slot)
+
+    def _decide(self) -> None:
+        """The router's slot, which takes no time. Of the times of passes the first target speaks for all."""
+        table = self._router.slot([self._report(target, target is self._targets[0]) for target in self._targets])
+        if table is not None:
+            for target in self._targets:
+                target.loop.publish_table(table)
+
+    def _report(self, target: SimulatedTarget, with_passes: bool) -> SlotReport:
+        loop = target.loop
+        requests = loop.requests()
+        num_context = sum(request.committed_len for request in requests)
+        return SlotReport(
+            requests,
+            loop.telemetry.take_observations(),
+            loop.status().table_version,
+            self._names,  # of all drafters, which are always linked
+            scores=loop.telemetry.take_scores(),
+            levels=loop.telemetry.take_levels(),
+            target_passes=pass_times(self._spec.cost, num_context) if with_passes else (),
+        )
 
     def _next_arrival(self) -> None:
         request = next(self._load.requests, None)
@@ -304,7 +322,7 @@ class Simulation:
         self.outcome.num_submitted += 1
         self._gateway.submit(request)
 
-    def _ended(self, finished: Finished) -> None:
+    def _ended(self, finished: Served) -> None:
         self.outcome.finished.append(finished)
         self.outcome.end_s = finished.end_s
         if self._load.concurrency is not None:

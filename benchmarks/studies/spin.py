@@ -12,7 +12,7 @@ LBSS with SPIN's two baselines, without packing and pipeline. Figure 13 compares
 that our rules choose: `micro-batch` at least two, `gain` (the default) as many as pay.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -23,9 +23,10 @@ from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import MAX_DRAFT_LEN
 from router.assignment import Scored, everybody, nobody
 from router.drafter.policies import build_policy
+from router.drafting.verification import PassContext
+from router.plan import SequenceView, StepPlan
 from router.planning.planner import Planner, PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
-from simulator.lock_step import LockStep
 from simulator.plots import Panel
 from simulator.scenario import SpinScenario, TextWorkload
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
@@ -36,6 +37,7 @@ from simulator.timing import DraftByCost, PackedPass, PaddedPass
 MIX = "mix"
 PARTS = ("spin w/o bat. & pipe.", "spin w/o pipe.", "spin")
 SELECTION = ("greedy", "epsilon-greedy", "lbss")
+_LONGEST_S = 60.0  # wait for a proposal
 _MOST_TOKENS_PER_S = 200  # per request: bounds the length of an endless answer
 
 # What the paper's text says (figures 10 and 11 are pictures): text, target, of what, over what, ratio.
@@ -52,6 +54,34 @@ PAPER = (
 )
 PAPER_13 = {"alpaca": 1.29}  # with four micro-batches
 SIMULATED = "simulated: its texts' acceptance is not published"
+
+
+class LockStep(Planner):
+    """Speculation in lock-step, draft, then verify, then draft: another planner's plans, of those micro-batches all of whose
+    proposals have come.
+
+    Requests are dealt to ``num_micro_batches`` in the order of their coming. With one, the target idles while drafters draft
+    (SPIN, figure 6a); with several, it verifies the one while others are drafted, and each is still verified once a round
+    (figure 6b).
+    """
+
+    def __init__(self, planner: Planner, num_micro_batches: int = 1) -> None:
+        self._planner = planner
+        self._num = num_micro_batches
+
+    def plan(self, sequences: Sequence[SequenceView], context: PassContext) -> StepPlan:
+        until_s: dict[int, float] = {}  # of micro-batches that wait
+        for number, sequence in enumerate(sequences):
+            if sequence.running and sequence.awaiting_since_s is not None and not sequence.num_drafted:
+                until_s[number % self._num] = max(
+                    until_s.get(number % self._num, 0.0), sequence.awaiting_since_s + _LONGEST_S
+                )
+        waiting = {group: until for group, until in until_s.items() if until > context.now_s}
+        ready = [sequence for number, sequence in enumerate(sequences) if number % self._num not in waiting]
+        if ready:
+            return self._planner.plan(ready, context)
+        held = {sequence.request_id: waiting[number % self._num] for number, sequence in enumerate(sequences)}
+        return StepPlan(spans=(), held=held, wake_s=min(waiting.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.policy_scenarios import endless
+from benchmarks.studies.spin import LockStep
 from cluster.config import DraftLengthConfig, PolicyConfig
 from cluster.types import FinishReason
 from router.assignment import everybody, nobody
@@ -17,7 +18,6 @@ from router.drafter.policies import build_policy, scored_by
 from router.drafter.seats import Fixed
 from router.planning.planner import PlannerSettings, StepPlanner
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
-from simulator.lock_step import LockStep
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family, runs
 from simulator.target import TargetLimits
