@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.errors import InvalidField, OutriderError
-from deploy.k8s.cli import commands as k8s
-from deploy.metrics_command import commands as metrics
+from deploy.k8s import commands as k8s
 from deploy.vllm_flags import help_text
 
 if TYPE_CHECKING:
@@ -325,7 +324,26 @@ def train(
 
 _add_laboratory()
 app.add_typer(k8s, name="k8s")
+
+
+metrics = typer.Typer(help="Metrics: their list, and the Grafana dashboard.", no_args_is_help=True)
 app.add_typer(metrics, name="metrics")
+
+
+@metrics.command("list")
+def list_metrics() -> None:
+    """Print a Markdown table of all metrics of /metrics, as docs/metrics.md has it."""
+    from deploy.api.metric_table import page
+
+    print(page(), end="")
+
+
+@metrics.command()
+def dashboard() -> None:
+    """Print the Grafana dashboard of all metrics, with the panels of each drafter first, as JSON."""
+    from deploy.grafana import dashboard as make
+
+    print(make(), end="")
 
 
 models = typer.Typer(help="List and prepare the embedded models.", invoke_without_command=True)

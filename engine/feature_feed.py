@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.errors import LinkClosed
 from cluster.messages import DraftRound
 from cluster.transport.base import Link
-from cluster.transport.tensors.base import Frame, Part, TensorEnd, TensorLink
+from cluster.transport.tensors import Frame, Part, TensorEnd, TensorLink
 from engine.target import FeatureSource, FeatureSpan
 from router.assignment import drafter_of
 

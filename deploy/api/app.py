@@ -16,9 +16,8 @@ from cluster.client import EngineClient
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
-from deploy.api import operators
+from deploy.api import dashboard, operators
 from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from deploy.api.dashboard import data
 from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers
 from deploy.api.fields import Strict
@@ -173,7 +172,7 @@ def _add_guarded_routes(app: FastAPI, service: Service, settings: ApiSettings) -
         return JSONResponse(_server_info(VERSION, await service.info(), settings))
 
     router.get("/v1/outrider/status", response_model=None)(service.status)
-    router.get(data.PATH, response_model=None)(service.dashboard.answer)
+    router.get(dashboard.PATH, response_model=None)(service.dashboard.answer)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)
     app.include_router(router)
     return [body for *_, body in posts]

@@ -18,7 +18,7 @@ from cluster.logs import without_messages
 from deploy.api.admission import Admission
 from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
-from deploy.api.dashboard.data import DashboardData
+from deploy.api.dashboard import DashboardData
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics

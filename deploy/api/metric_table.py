@@ -416,3 +416,23 @@ METRICS = (
     _drafter("resyncs", "counter", "Sessions that the drafter asked for anew.", lambda d: d.counts.num_resyncs),
     _drafter("unsound", "counter", "Messages of the drafter with invalid parts.", lambda d: d.num_unsound),
 )
+
+
+def page() -> str:
+    """All metrics, as the Markdown of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "All metrics of `/metrics`, printed by `outrider metrics list` from `deploy/api/metric_table.py`. Counters end in",
+        "`_total`; histograms are exported as `_bucket`, `_sum` and `_count`.",
+        "",
+        "| metric | kind | labels | meaning | vLLM's name |",
+        "|---|---|---|---|---|",
+        "| `outrider_cluster_up` | gauge | | 1 if the cluster answers, else 0. | |",
+    ]
+    for row in METRICS:
+        name = f"`outrider_{row.name}{'_total' if row.kind == 'counter' else ''}`"
+        labels = ", ".join(f"`{label}`" for label in row.labels)
+        vllm = ", ".join(f"`vllm:{other}{'_total' if row.kind == 'counter' else ''}`" for other in row.vllm)
+        lines.append("| " + " | ".join((name, row.kind, labels, row.text, vllm)) + " |")
+    return "\n".join(lines) + "\n"

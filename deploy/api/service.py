@@ -26,7 +26,7 @@ from deploy.api.budgets import Budgets
 from deploy.api.call import AnswerWriter, Call, CallResponse, Shared
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChatWriter, CompletionWriter
-from deploy.api.dashboard.data import DashboardData
+from deploy.api.dashboard import DashboardData
 from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
 from deploy.api.fields import Strict
 from deploy.api.generation import unless_disconnected

@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster.config import HiddenStateOptions
 from cluster.errors import LinkClosed
 from cluster.transport.base import Link, LinkDown, Mailbox
-from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from cluster.transport.tensors import Frame, Part, TensorEnd
 from drafters.hidden_states.formats import read_config
 from drafters.hidden_states.host import Host
 from drafters.session import key_of

@@ -21,9 +21,8 @@ import torch
 from torch.distributed import HashStore
 
 from cluster.errors import LinkClosed
-from cluster.transport.tensors import groups, shared
-from cluster.transport.tensors.base import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink, header_of
-from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call
+from cluster.transport.tensors import MAX_QUEUED_FRAMES, Frame, FrameQueue, Part, TensorEnd, TensorLink, groups, header_of
+from cluster.transport.tensors.groups import Meeting, TensorReceiver, TensorSender, call, shared
 from cluster.transport.tensors.shared import SLOT_BYTES, SharedWire
 from drafters.hidden_states.received import ReceivedStates
 from tests.support.memory_tensors import MemoryTensors
@@ -231,7 +230,7 @@ def test_a_peer_that_is_out_of_turn_ends_the_link(turn: bytes) -> None:
 
 _KILLED = """
 import sys, threading, torch
-from cluster.transport.tensors.base import TensorEnd
+from cluster.transport.tensors import TensorEnd
 from cluster.transport.tensors.groups import call
 print("calls", flush=True)
 link = call(sys.argv[1], "drafter", torch.device("cpu"), TensorEnd(lambda frame: print("received", flush=True), print))
@@ -268,7 +267,7 @@ _PAUSED = """
 import queue, threading, torch
 from concurrent.futures import ThreadPoolExecutor
 from cluster.transport.tensors import groups
-from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from cluster.transport.tensors import Frame, Part, TensorEnd
 groups.HEARTBEAT_S, groups.SILENCE_S = 0.1, 1.0
 meeting, told = groups.Meeting("127.0.0.1"), queue.Queue()
 end = TensorEnd(told.put, told.put)

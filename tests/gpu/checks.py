@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
-from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from cluster.transport.tensors import Frame, Part, TensorEnd
 from cluster.transport.tensors.groups import Meeting
 from cluster.types import Request
 from drafters.hidden_states.block_stage import BlockStage
@@ -371,7 +371,7 @@ def ranks_over_nccl_say_what_one_target_says(num_ranks: int, place: Place, folde
 
 _DYING_RECEIVER = """
 import os, sys, threading, torch
-from cluster.transport.tensors.base import TensorEnd
+from cluster.transport.tensors import TensorEnd
 from cluster.transport.tensors.groups import call
 end = TensorEnd(lambda frame: os._exit(9), print)
 link = call(sys.argv[1], "drafter", torch.device(sys.argv[2]), end)

@@ -2,7 +2,7 @@
 
 import threading
 
-from cluster.transport.tensors.base import MAX_QUEUED_BYTES, Frame, FrameQueue, TensorEnd
+from cluster.transport.tensors import MAX_QUEUED_BYTES, Frame, FrameQueue, TensorEnd
 
 _WAIT_S = 1.0
 

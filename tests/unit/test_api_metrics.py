@@ -15,9 +15,8 @@ from cluster.histograms import Histogram
 from cluster.messages import OutcomeReport
 from cluster.types import Adapter, Commit, FinishReason, Prefill, Request
 from deploy.api.draft_counts import DraftingCounts
-from deploy.api.metric_table import METRICS
+from deploy.api.metric_table import METRICS, page
 from deploy.api.metrics import MAX_DOMAINS, Metrics
-from deploy.metrics_command import page
 from tests.support.api import chat_body, finishing, serving, token_ids
 from tests.support.scripted import Step
 

@@ -21,7 +21,7 @@ from cluster.client import ClusterStatus
 from cluster.config import DrafterConfig, HiddenStateOptions
 from cluster.messages import DraftRound, Extend, Open
 from cluster.resolve import resolve
-from cluster.transport.tensors.base import Frame, Part, TensorEnd
+from cluster.transport.tensors import Frame, Part, TensorEnd
 from cluster.types import Request
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.hidden_states.received import ReceivedStates, remote_host

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cluster.errors import LinkClosed
-from cluster.transport.tensors import shared
-from cluster.transport.tensors.base import (
+from cluster.transport.tensors import (
     MAX_HEADER_BYTES,
     MAX_QUEUED_BYTES,
     Frame,
@@ -29,6 +28,7 @@ from cluster.transport.tensors.base import (
     TensorEnd,
     header_of,
     read_header,
+    shared,
 )
 
 MEET_S = 10.0

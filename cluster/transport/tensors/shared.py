@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.transport.tensors.base import MAX_HEADER_BYTES, Frame, Header, header_of, read_header
+from cluster.transport.tensors import MAX_HEADER_BYTES, Frame, Header, header_of, read_header
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from cluster.sampling_params import MAX_GRAMMAR_CHARS
 from deploy.api.answer_parts import Arguments, CallStart, whole_characters
 from deploy.api.grammar_parts import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.messages import Tool
-from deploy.api.tool_formats.scanner import CallReader
+from deploy.api.tool_formats import CallReader
 
 _QUOTES = "\"'"
 # Strings may hold line breaks, which some models leave unescaped. An empty string needs the character after it.
