@@ -25,7 +25,6 @@ from cluster.config import HiddenStateKind
 from cluster.sampling_params import SamplingParams
 from cluster.transport.tensors import Frame, Part, TensorEnd
 from cluster.transport.tensors.groups import Meeting
-from cluster.types import Request
 from drafters.hidden_states.block_stage import BlockStage
 from drafters.hidden_states.checkpoint import load_network
 from drafters.hidden_states.drafter import HiddenStateDrafter
@@ -54,6 +53,7 @@ from tests.support.families import FAMILIES, write_family
 from tests.support.operator_parity import check_operators, config_of
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
 from tests.support.planned_exits import PlannedExits
+from tests.support.requests import a_request
 from tests.support.target_driver import play
 from tests.support.tiny_model import write_tiny_model
 from tests.support.triton_aot import DTYPES, Case
@@ -273,7 +273,7 @@ def a_target_says_what_one_on_a_cpu_says(place: Place, folder: Path) -> None:
 
 def a_pass_is_over_when_execute_returns(place: Place, folder: Path) -> None:
     target = target_of(loaded(place, write_tiny_model(folder / "model")))
-    request = Request("a", tuple(range(30)), SamplingParams(max_tokens=1), arrival_s=0.0)
+    request = a_request("a", range(30), max_tokens=1)
     target.open(request, request.prompt_token_ids)
     target.execute([Span.bound("a", 0, request.prompt_token_ids, samples=False)])
     assert not place.is_gpu or torch.cuda.current_stream().query()

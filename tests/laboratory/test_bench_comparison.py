@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 
 from benchmarks.comparison import Verdict, compare
-from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, FinishReason, Request, TokenLogprobs
 from engine.noise import gumbel, noise_keys
+from tests.support.requests import a_request
 
 PROMPT = (1, 2, 3)
 
 
 def _request(temperature: float = 0.0, seed: int = 0) -> Request:
-    return Request(
-        "r", PROMPT, SamplingParams(max_tokens=8, temperature=temperature, seed=seed, top_logprobs=5), arrival_s=0.0
-    )
+    return a_request("r", PROMPT, max_tokens=8, temperature=temperature, seed=seed, top_logprobs=5)
 
 
 def _run(

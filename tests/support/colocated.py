@@ -8,12 +8,12 @@ from benchmarks.completion import Completion
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.resolve import Inventory, Node, resolve
-from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from router.cost_model import TableCost
+from tests.support.requests import a_request
 from tests.support.tiny_model import write_tiny_model
 
 NODES = Inventory((Node("here", 4.0),))
@@ -41,10 +41,13 @@ def engine_of(target: Path, layers: tuple[int, ...], num_blocks: int = 64) -> tu
 
 def requests(num: int, max_tokens: int = 40) -> list[Request]:
     return [
-        Request(
+        a_request(
             f"r{i}",
-            tuple((7 * i + 11 * t) % 250 for t in range(20 + 9 * i)),
-            SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True),
+            ((7 * i + 11 * t) % 250 for t in range(20 + 9 * i)),
+            max_tokens=max_tokens,
+            temperature=0.8 * (i % 2),
+            seed=i,
+            ignore_eos=True,
             arrival_s=float(i),
         )
         for i in range(num)

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.messages import SubmitRound
 from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox, Received
-from cluster.transport.memory import LocalNetwork
 from cluster.types import Adapter, FinishReason, Request
 from engine import adapter_files
 from engine.adapter_files import MAX_HUNG, MAX_READS, READ_S, read_adapter
-from engine.round import TargetLoop
 from router.cost_model import TableCost
-from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget
+from tests.support.linked_loops import LinkedTarget
+from tests.support.toys import ToyTarget
 from tests.support.waiting import eventually, no_more_threads
 
 SQL = Adapter("sql", "/adapters/sql", "k")
@@ -35,29 +33,24 @@ class Host(ToyTarget):
         self.loaded = {*self.loaded, adapter}
 
 
-class Served:
+class Served(LinkedTarget):
     """A target, a gateway, and reads of files that end when ``ends`` is set, by ``fault``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.inbox, self.engine, self.ends = 0.0, Mailbox(), Host(), threading.Event()
+        self.engine, self.ends = Host(), threading.Event()
         self.fault: Exception | None = None
         self.finishes: dict[str, tuple[FinishReason, str | None]] = {}
         monkeypatch.setattr(adapter_files, "read_adapter", self._read)
-        mailbox, network = Mailbox(), LocalNetwork()
-        self.loop = TargetLoop(self.engine, MODEL, mailbox, TableCost((1, 32), (0.1, 0.2)), lambda: self.now_s)
-        network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-        self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+        super().__init__(self.engine, TableCost((1, 32), (0.1, 0.2)))
 
-    def submit(self, name: str, adapter: Adapter | None) -> None:
-        self.gateway.send(SubmitRound((Request(name, (1, 2, 3), SAMPLING, 0.0, adapter=adapter),)))
+    def ask(self, name: str, adapter: Adapter | None) -> None:
+        self.submit(Request(name, (1, 2, 3), SAMPLING, 0.0, adapter=adapter))
 
     def step(self) -> None:
-        self.loop.step(self.now_s)
-        for event in self.inbox.drain():
-            if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                for commit in event.message.commits:
-                    if commit.finish is not None:
-                        self.finishes[commit.request_id] = commit.finish, commit.error
+        self.loop.step(self.clock.now_s)
+        for commit in self.commits():
+            if commit.finish is not None:
+                self.finishes[commit.request_id] = commit.finish, commit.error
 
     def ended(self, name: str) -> bool:
         self.step()
@@ -75,23 +68,23 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 
 def test_a_disk_that_hangs_delays_requests_of_its_adapter_alone(served: Served) -> None:
-    served.submit("late", SQL)
-    served.submit("plain", None)
+    served.ask("late", SQL)
+    served.ask("plain", None)
     with no_more_threads():  # the files are read when one can be started
         served.step()
     for _ in range(8):
         served.step()
     assert served.finishes == {"plain": (FinishReason.LENGTH, None)}
-    served.now_s += READ_S
+    served.clock.now_s += READ_S
     served.step()
     assert served.finishes["late"][0] is FinishReason.OVERLOADED
-    served.submit("again", SQL)
+    served.ask("again", SQL)
     served.step()
     served.ends.set()
     eventually(lambda: served.ended("again"))
     assert served.finishes["again"] == (FinishReason.LENGTH, None)
     served.ends.clear()
-    served.submit("loaded", SQL)
+    served.ask("loaded", SQL)
     for _ in range(8):
         served.step()
     assert served.finishes["loaded"] == (FinishReason.LENGTH, None), "nothing is read for one that is loaded"
@@ -100,7 +93,7 @@ def test_a_disk_that_hangs_delays_requests_of_its_adapter_alone(served: Served) 
 @pytest.mark.parametrize("fault", [InvalidField("lora_path", "x", "cannot be read"), RuntimeError("a defect")])
 def test_files_that_cannot_be_read_are_refused(served: Served, fault: Exception) -> None:
     served.fault = fault
-    served.submit("bad", SQL)
+    served.ask("bad", SQL)
     served.step()
     served.ends.set()
     eventually(lambda: served.ended("bad"))
@@ -116,7 +109,7 @@ def test_files_that_cannot_be_read_are_refused(served: Served, fault: Exception)
     [lambda served: served.gateway.send(SubmitRound((), ("gone",))), lambda served: served.gateway.close()],
 )
 def test_a_request_that_ends_meanwhile_is_not_taken_up(served: Served, end: Callable[[Served], None]) -> None:
-    served.submit("gone", SQL)
+    served.ask("gone", SQL)
     served.step()
     end(served)
     served.step()
@@ -127,16 +120,16 @@ def test_a_request_that_ends_meanwhile_is_not_taken_up(served: Served, end: Call
 
 def test_hung_reads_give_their_turn_to_others(served: Served) -> None:
     for i in range(MAX_READS):
-        served.submit(f"hung{i}", Adapter("a", f"/hung{i}", "k"))
-    served.submit("next", SQL)
+        served.ask(f"hung{i}", Adapter("a", f"/hung{i}", "k"))
+    served.ask("next", SQL)
     served.ends.set()
     for _ in range(8):
         served.step()
     assert not served.finishes, "the next one waits for its turn"
-    served.now_s += READ_S - 1e-3
-    served.submit("later", SQL)
+    served.clock.now_s += READ_S - 1e-3
+    served.ask("later", SQL)
     served.step()
-    served.now_s += 1e-3
+    served.clock.now_s += 1e-3
     eventually(lambda: served.ended("later"))
     assert served.finishes.pop("later") == (FinishReason.LENGTH, None)
     assert {finish for finish, _ in served.finishes.values()} == {FinishReason.OVERLOADED}
@@ -144,13 +137,13 @@ def test_hung_reads_give_their_turn_to_others(served: Served) -> None:
 
 def test_reads_that_hang_are_bounded(served: Served) -> None:
     for i in range(MAX_HUNG):
-        served.submit(str(i), Adapter("a", f"/{i}", "k"))
+        served.ask(str(i), Adapter("a", f"/{i}", "k"))
         served.step()
         if i % MAX_READS == MAX_READS - 1:
-            served.now_s += READ_S
+            served.clock.now_s += READ_S
             served.step()
     assert len(served.finishes) == MAX_HUNG
-    served.submit("more", SQL)
+    served.ask("more", SQL)
     served.step()
     assert served.finishes["more"] == (FinishReason.OVERLOADED, "the files of other adapters are being read")
     served.ends.set()

@@ -15,7 +15,6 @@ from actors.processes import AdapterRegistry, Directory
 from cluster.config import Config, LoraModule, with_fields
 from cluster.errors import InvalidField, Overloaded
 from cluster.message_checks import request_fault
-from cluster.sampling_params import SamplingParams
 from cluster.strict_yaml import ConfigError
 from cluster.types import Adapter, Commit, FinishReason, ModelInfo, Request
 from deploy.command_line import parse
@@ -23,6 +22,7 @@ from engine.admission import load_adapter
 from engine.sequences import Sequences
 from tests.support.api import app_of, chat_body, client_of, finishing, model_info, token_ids
 from tests.support.asgi import CHAT
+from tests.support.requests import a_request
 from tests.support.scripted import ScriptedClient, Step
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -151,8 +151,8 @@ def test_a_new_supervisor_takes_over_the_newest_adapters() -> None:
 def test_a_target_refuses_what_it_cannot_load(error: Exception | None, finish: FinishReason | None) -> None:
     engine: Any = SimpleNamespace(load_adapter=Mock(side_effect=error), has_adapter=Mock())
     sequences = Sequences(model_info())
-    sequences.add(Request("live", (1,), SamplingParams(1), 0.0, adapter=A))
-    asked = Request("new", (1,), SamplingParams(1), 0.0, adapter=B)
+    sequences.add(a_request("live", (1,), max_tokens=1, adapter=A))
+    asked = a_request("new", (1,), max_tokens=1, adapter=B)
     refused, reason = load_adapter(asked, sequences, engine)
     assert (reason and refused) == finish
     engine.load_adapter.assert_called_once_with(B, {A})

@@ -14,14 +14,14 @@ import pytest
 
 from cluster.client import ClusterStatus, DrafterStatus, DraftingEffect, TargetStatus
 from cluster.errors import LinkClosed
-from cluster.sampling_params import SamplingParams
 from cluster.slo import SloCounts
-from cluster.types import Commit, FinishReason, Prefill, Request
+from cluster.types import Commit, FinishReason, Prefill
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.dashboard.history import MAX_SAMPLES, RATIO, AnswerCounts, History
 from deploy.api.dashboard.pages import PAGE, page_paths
 from deploy.api.dashboard.timelines import MAX_REQUESTS, MAX_ROUNDS, MAX_SENT_ROUNDS, Timelines
 from tests.support.api import app_of, chat_body, listening, model_info, saying, serving, tokenizer
+from tests.support.requests import a_request
 from tests.support.scripted import ScriptedClient
 
 CHAT = "/v1/chat/completions"
@@ -209,9 +209,7 @@ def test_answers_are_counted_between_samples() -> None:
         (None, None, False),  # refused before its first token
     ]
     for finish, first_s, failed in ends:
-        choice = Choice(
-            0, Request("a", (1,), SamplingParams(max_tokens=8), 100.0), tokenizer(), model_info(), OutputOptions()
-        )
+        choice = Choice(0, a_request("a", (1,), max_tokens=8, arrival_s=100.0), tokenizer(), model_info(), OutputOptions())
         choice.first_token_s, choice.last_token_s, choice.num_tokens = first_s, first_s and first_s + 1.5, 4
         choice.finish, choice.failed = finish, failed
         history.answers.end(choice)
@@ -268,7 +266,7 @@ def test_the_page_merges_times_of_answers() -> None:
 def test_timelines_are_bounded() -> None:
     timelines = Timelines(clock=lambda: 0.0)
     for i in range(MAX_REQUESTS + 9):
-        timelines.begin(Request(f"chatcmpl-abcdef-{i}", (1,), SamplingParams(max_tokens=8), 0.0))
+        timelines.begin(a_request(f"chatcmpl-abcdef-{i}", (1,), max_tokens=8))
     for i in range(MAX_ROUNDS + 9):
         timelines.note(Commit("chatcmpl-abcdef-0", 1 + i, (5,), 1, 1, f"drafter-{i}"), 1)
     timelines.note(Commit("unknown", 1, (5,)), 1)

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from cluster.errors import ModelUnavailable
-from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, FinishReason, Request, TokenLogprobs
+from cluster.types import Commit, FinishReason, TokenLogprobs
 from deploy.api.choice import Choice, Delta, OutputOptions, StopMatcher
 from deploy.api.errors import ApiError
 from deploy.api.tokenizer import Detokenizer, TextTooLong, Tokenizer
 from tests.support.api import MODEL, chat_body, end_id, fast_tokenizer, model_info, serving, token_ids, tokenizer
 from tests.support.asgi import CHAT
+from tests.support.requests import a_request
 
 any_tokens = st.lists(st.integers(0, tokenizer().vocab_size + 3), max_size=40)
 any_text = st.text(max_size=30).filter(lambda text: "<|" not in text)  # of no control token
@@ -135,8 +135,9 @@ def test_a_stop_string_that_ends_unarmed_is_text(text: str, stops: list[str], un
 
 
 def choice_of(details: bool = True, **sampling: Any) -> Choice:
-    params = SamplingParams(max_tokens=64, **sampling)
-    return Choice(0, Request("r", (1, 2), params, 0.0), tokenizer(), model_info(), OutputOptions(details=details))
+    return Choice(
+        0, a_request("r", (1, 2), max_tokens=64, **sampling), tokenizer(), model_info(), OutputOptions(details=details)
+    )
 
 
 def test_a_request_that_is_not_possible_ends_as_the_callers_error() -> None:

@@ -15,8 +15,6 @@ from cluster.config import CascadeOptions, Config, DrafterConfig, HiddenStateKin
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.placement import place
 from cluster.resolve import resolve
-from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from drafters.hidden_states.features import FeatureShape, HostFeatures
 from drafters.hidden_states.host import Host, make_hidden_state_drafter
 from drafters.registry import feature_layers, make_drafter
@@ -29,6 +27,7 @@ from tests.support.colocated import COST, NODES, config, engine_of, outputs, pla
 from tests.support.dspark import write_dspark, write_speculators
 from tests.support.features import rows_of
 from tests.support.quick import first
+from tests.support.requests import a_request
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import eventually
 
@@ -180,7 +179,7 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
     assert feature_layers(drafters, target) == (-1, 0, 1, 2)
     engine, _ = engine_of(target, (-1, 0, 1, 2))
     prompt = tuple(range(30))
-    request = Request("r", prompt, SamplingParams(max_tokens=3), 0.0)
+    request = a_request("r", prompt, max_tokens=3)
     engine.open(request, prompt)
     engine.execute([Span.bound("r", 0, prompt)])
     whole = rows_of(engine, "r", 0, 30)

@@ -6,32 +6,26 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DraftLengthConfig
-from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox, Received
-from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, DraftTerms, ModelInfo, Request, RoutingTable
-from drafters.loop import DrafterLoop
+from cluster.types import Commit, DraftTerms, ModelInfo
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
-from drafters.sessions import SessionLimits
 from drafters.small_model import SmallModel
 from engine.factory import load_model, load_target
 from engine.loop_status import StepReport
-from engine.round import DrafterPool, Policies, TargetLoop
 from router.cost_model import TableCost
 from router.drafting.length import DraftLengths
 from router.drafting.policies import build_draft_lengths
 from router.drafting.value import DraftingValue
 from router.plan import SequenceView, StepPlan
 from router.planning.planner import PlannerSettings, StepPlanner
+from tests.support.linked_loops import LinkedTarget
+from tests.support.requests import a_request
 from tests.support.tiny_model import write_tiny_model
 
 VOCAB_SIZE = 257
 MODEL = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), "tiny")
 MAX_LEN = 5
 PASS_S = 0.02
-ADDRESS = "memory://target"
 
 
 @pytest.fixture(scope="module")
@@ -82,59 +76,42 @@ class Switched(DraftLengths):
         return {s.request_id: DraftTerms(self.num_tokens) for s in sequences if s.drafter is not None}
 
 
-class Served:
+class Served(LinkedTarget):
     """A target and a drafter of the same weights, which is always right."""
 
     def __init__(
         self, folder: Path, lengths: DraftLengths, chain: tuple[str, ...] | None = None, spare: float = 1.0
     ) -> None:
-        self.now_s = 0.0
-        self.cost = Load()
-        mailbox, drafter_mailbox, self.inbox, network = Mailbox(), Mailbox(), Mailbox(), LocalNetwork()
-        model = load_model(folder, "float32")
+        self.cost, model = Load(), load_model(folder, "float32")
+        engine = load_target(folder, dtype="float32", kv_cache_bytes=2**25, max_model_len=512)
+        planner = StepPlanner(PlannerSettings("all", max_hold_s=1.0))
+        super().__init__(engine, self.cost, planner, lengths, drafter="d", model=MODEL)
         self.drafter = Noting(SmallModel(model, num_blocks=64, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,)))
-        self.drafts = DrafterLoop(
-            "d", self.drafter, drafter_mailbox, SessionLimits(max_draft_len=MAX_LEN), spare_share=spare
-        )
-        self.target = TargetLoop(
-            load_target(folder, dtype="float32", kv_cache_bytes=2**25, max_model_len=512),
-            MODEL,
-            mailbox,
-            self.cost,
-            lambda: self.now_s,
-            Policies(StepPlanner(PlannerSettings("all", max_hold_s=1.0)), lengths),
-            DrafterPool(RoutingTable(1, defaults=(("d",),))),
-        )
-        network.listen(ADDRESS, mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "tiny"))
-        network.connect(ADDRESS, drafter_mailbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "tiny"))
-        gateway = network.connect(ADDRESS, self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "tiny"))
-        sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-        gateway.send(SubmitRound((Request("r", tuple(range(40, 72)), sampling, 0.0, chain=chain),)))
+        self.drafts = self.drafter_loop("d", self.drafter, spare, max_draft_len=MAX_LEN)
+        self.submit(a_request("r", range(40, 72), max_tokens=400, temperature=0.0, ignore_eos=True, chain=chain))
         self.plans: list[StepPlan] = []
-        self.commits: list[Commit] = []
         self.num_waits = 0
 
     def run(self, num_passes: int) -> list[Commit]:
         """Its commits. The drafter answers while the target waits or computes."""
-        self.plans, self.commits, self.num_waits = [], [], 0
+        self.plans, self.num_waits = [], 0
+        commits: list[Commit] = []
         while len(self.plans) < num_passes:
-            begun = self.target.begin(self.now_s)
-            while self.drafts.step(self.now_s):
+            begun = self.loop.begin(self.clock.now_s)
+            while self.drafts.step(self.clock.now_s):
                 pass
             if isinstance(begun, StepReport):
                 assert begun.wake_s is not None, "the request has ended"
                 self.num_waits += 1
-                self.now_s += 0.001
+                self.clock.now_s += 0.001
             else:
-                self.target.execute(begun)
-                self.now_s += PASS_S
-                self.target.finish(begun, self.now_s)
+                self.loop.execute(begun)
+                self.clock.now_s += PASS_S
+                self.loop.finish(begun, self.clock.now_s)
                 self.plans.append(begun.plan)
-            for event in self.inbox.drain():
-                if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                    self.commits += event.message.commits
+            commits += self.commits()
         self.drafts.check_integrity()
-        return self.commits
+        return commits
 
 
 @pytest.mark.slow

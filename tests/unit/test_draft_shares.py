@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.messages import Hello, Message, ProposalRound, Role
-from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, DraftTerms, ModelInfo, Proposal, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, ModelInfo, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
@@ -25,6 +24,7 @@ from router.papers.not_a_bandit import Hedge
 from router.papers.specrouter import ModelChains
 from router.plan import Span
 from tests.support.observations import right_at
+from tests.support.requests import a_request
 
 COST = TableCost((1,), (0.02,))
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -54,7 +54,7 @@ class Target:
         self.now_s = 0.0
 
     def take(self, num_tokens: int, request_id: str = "r") -> LiveSequence:
-        sequence = self.sequences.add(Request(request_id, (1, 2, 3), SamplingParams(max_tokens=num_tokens), arrival_s=0.0))
+        sequence = self.sequences.add(a_request(request_id, (1, 2, 3), max_tokens=num_tokens))
         self.drafters.assign(sequence)
         sequence.admit(0, self.now_s)
         return sequence

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
@@ -17,6 +16,7 @@ from engine.factory import load_model, load_target
 from engine.target import TargetEngine
 from router.plan import Span
 from tests.support.quick import first
+from tests.support.requests import a_request
 from tests.support.tiny_model import write_tiny_model
 from tests.support.with_proposers import WithProposers
 
@@ -60,7 +60,7 @@ def plain_run(folder: Path, sampling: SamplingParams, num_tokens: int = 80) -> l
     """Prompt and what the target alone answers."""
     target: TargetEngine = load_target(folder, dtype="float32", kv_cache_bytes=2**25, max_model_len=256)
     token_ids = list(PROMPT)
-    base_len = target.open(Request("r", PROMPT, sampling, 0.0), token_ids)
+    base_len = target.open(a_request("r", PROMPT, sampling=sampling), token_ids)
     while len(token_ids) < len(PROMPT) + num_tokens:
         (outcome,) = target.execute([Span.bound("r", base_len, tuple(token_ids[base_len:]))])
         base_len = len(token_ids)

@@ -13,7 +13,6 @@ from actors.gateway import LinkClient
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
 from cluster.errors import LinkClosed, RankLost
-from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
 from cluster.types import Commit, FinishReason, Request
 from drafters.sessions import SessionLimits
@@ -21,6 +20,7 @@ from engine.round import TargetLoop
 from router.cost_model import TableCost
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
+from tests.support.requests import a_request
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
 COST = TableCost((1, 32), (0.02, 0.03))
@@ -28,8 +28,16 @@ MAX_HOLD_S = 10.0
 
 
 def request(i: int, max_tokens: int = 20, **parameters: Any) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True, **parameters)
-    return Request(f"r{i}", (1, 2, i % 12), sampling, arrival_s=float(i))
+    return a_request(
+        f"r{i}",
+        (1, 2, i % 12),
+        max_tokens=max_tokens,
+        temperature=1.0,
+        seed=i,
+        ignore_eos=True,
+        **parameters,
+        arrival_s=float(i),
+    )
 
 
 def drafter(error: float = 0.2) -> PoolEntry:
@@ -149,9 +157,9 @@ def test_closing_the_iterator_aborts_the_request(cluster: EmbeddedCluster) -> No
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (Request("x", (), SamplingParams(max_tokens=1), 0.0), "prompt has 0 tokens"),
-        (Request("x", (1,) * 96, SamplingParams(max_tokens=1), 0.0), "prompt has 96 tokens"),
-        (Request("x", (99,), SamplingParams(max_tokens=1), 0.0), "outside the vocabulary"),
+        (a_request("x", (), max_tokens=1), "prompt has 0 tokens"),
+        (a_request("x", (1,) * 96, max_tokens=1), "prompt has 96 tokens"),
+        (a_request("x", (99,), max_tokens=1), "outside the vocabulary"),
     ],
 )
 def test_what_slips_past_the_gateway_ends_with_an_error(cluster: EmbeddedCluster, bad: Request, reason: str) -> None:

@@ -4,22 +4,13 @@ All of them serve requests here, with the router's slot and the real round, and 
 """
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.config import DrafterConfig, NgramOptions, PolicyConfig
-from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox, Received
-from cluster.transport.memory import LocalNetwork
-from cluster.types import Request, RoutingTable
-from drafters.loop import DrafterLoop
-from drafters.protocol import Drafter
 from drafters.registry import FACTORIES, make_drafter
-from engine.round import DrafterPool, Policies, TargetLoop
 from router.assignment import PoolMember
 from router.cost_model import TableCost
 from router.drafter.policies import POLICIES, build_policy
@@ -27,12 +18,13 @@ from router.drafter.router import Router, SlotReport
 from router.drafting.length import DraftLengths
 from router.drafting.policies import VERIFICATION_POLICIES
 from router.planning.planner import PlannerSettings, StepPlanner
-from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
+from tests.support.linked_loops import LinkedTarget
+from tests.support.requests import a_request
+from tests.support.toys import MODEL, ToyTarget, plain_run
 from tests.support.verification import a_pass, decoding
 
-TARGET = "memory://target"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
-REQUESTS = [Request(f"r{i}", (3, 5, i), SamplingParams(max_tokens=20, seed=i, ignore_eos=True), 0.0) for i in range(4)]
+REQUESTS = [a_request(f"r{i}", (3, 5, i), max_tokens=20, seed=i, ignore_eos=True) for i in range(4)]
 
 
 @pytest.fixture
@@ -46,68 +38,47 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-class Served:
+class Served(LinkedTarget):
     """Requests served by a toy target with the page's drafter, `ngram` and the page's policy."""
 
     def __init__(self, page: dict[str, Any], draft_lengths: DraftLengths | None = None) -> None:
+        # Nobody drafts until the policy has decided.
         self.policy: Any = build_policy(PolicyConfig.model_construct(kind="alphabetical"))
         self.router = Router(self.policy, [PoolMember("ngram", 8, 0.001), PoolMember("a-repeat", 8, 0.1)])
-        self.network, self.mailbox = LocalNetwork(), Mailbox()
-        self.network.listen(TARGET, self.mailbox, self._hello(Role.TARGET, "target"))
-        table = RoutingTable(version=0, defaults=((),))  # nobody drafts until the policy has decided
-        cost = TableCost((1, 32), (0.02, 0.03))
-        self.target = TargetLoop(
-            ToyTarget(),
-            MODEL,
-            self.mailbox,
-            cost,
-            time.monotonic,
-            Policies(draft_lengths=draft_lengths or DraftLengths()),
-            DrafterPool(table),
-        )
+        super().__init__(
+            ToyTarget(), TableCost((1, 32), (0.02, 0.03)), lengths=draft_lengths
+        )  # until the policy has decided
         repeat = DrafterConfig.model_construct(name="a-repeat", options=page["RepeatOptions"](), device="cpu")
-        self.drafters = [
-            self._linked("a-repeat", make_drafter(repeat, MODEL)),
-            self._linked("ngram", make_drafter(DrafterConfig(name="ngram", options=NgramOptions()), MODEL)),
-        ]
+        ngram = DrafterConfig(name="ngram", options=NgramOptions())
+        self.drafters = [self.drafter_loop(one.name, make_drafter(one, MODEL)) for one in (repeat, ngram)]
         self.num_proposed = [0]  # of each commit that verified a draft
         self.output = self._run()
 
-    def _hello(self, role: Role, name: str) -> Hello:
-        return Hello(role, name, VOCAB_SIZE, MODEL.tokenizer_fingerprint)
-
-    def _linked(self, name: str, drafter: Drafter) -> DrafterLoop:
-        own = Mailbox()
-        self.network.connect(TARGET, own, self._hello(Role.DRAFTER, name))
-        return DrafterLoop(name, drafter, own)
-
     def _run(self) -> dict[str, tuple[int, ...]]:
-        mailbox = Mailbox()
-        self.network.connect(TARGET, mailbox, self._hello(Role.GATEWAY, "api")).send(SubmitRound(submits=tuple(REQUESTS)))
+        self.submit(*REQUESTS)
         output: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
         unfinished = set(output)
         for turn in range(400):
-            self.target.step(turn * 0.01)
+            self.clock.now_s = turn * 0.01
+            self.loop.step(self.clock.now_s)
             for loop in self.drafters:
-                while loop.step(turn * 0.01):
+                while loop.step(self.clock.now_s):
                     pass
-            status = self.target.status()
+            status = self.loop.status()
             report = SlotReport(
-                self.target.requests(),
-                self.target.telemetry.take_observations(),
+                self.loop.requests(),
+                self.loop.telemetry.take_observations(),
                 status.table_version,
                 tuple(name for name, _ in status.followed),
             )
             newer = self.router.slot([report])
             if newer is not None:
-                self.target.publish_table(newer)
-            for event in mailbox.drain():
-                if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                    for commit in event.message.commits:
-                        output[commit.request_id].extend(commit.token_ids)
-                        self.num_proposed.append(commit.num_proposed)
-                        if commit.finish is not None:
-                            unfinished.discard(commit.request_id)
+                self.loop.publish_table(newer)
+            for commit in self.commits():
+                output[commit.request_id].extend(commit.token_ids)
+                self.num_proposed.append(commit.num_proposed)
+                if commit.finish is not None:
+                    unfinished.discard(commit.request_id)
             if not unfinished:
                 return {name: tuple(token_ids) for name, token_ids in output.items()}
         raise AssertionError(f"{unfinished} did not finish")
@@ -117,7 +88,7 @@ def test_the_policy_and_the_drafter_of_the_page_serve(page: dict[str, Any]) -> N
     served = Served(page)
     assert served.output == {request.id: plain_run(request) for request in REQUESTS}
     assert served.policy.num_rounds > 20
-    assert served.target.telemetry.drafter("a-repeat").num_proposed > 20
+    assert served.loop.telemetry.drafter("a-repeat").num_proposed > 20
     assert max(served.num_proposed) > 2
 
 

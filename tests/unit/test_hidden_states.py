@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField, OutOfBlocks
-from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
@@ -20,6 +18,7 @@ from engine.threads import in_own_thread
 from router.plan import Span
 from tests.support.families import write_family
 from tests.support.features import rows_of
+from tests.support.requests import a_request
 
 LIMITS = NativeLimits(num_blocks=40, block_len=16, max_num_sequences=8, max_pass_tokens=128, max_model_len=200)
 LAYERS = (-1, 0, 2)  # of three: the last is taken after the final norm
@@ -45,8 +44,7 @@ def tokens(seed: int, length: int) -> list[int]:
 
 
 def opened(target: NativeTarget, name: str, token_ids: list[int]) -> int:
-    sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-    return target.open(Request(name, tuple(token_ids), sampling, arrival_s=0.0), token_ids)
+    return target.open(a_request(name, token_ids, max_tokens=100, temperature=0.0, ignore_eos=True), token_ids)
 
 
 def grow(target: NativeTarget, name: str, token_ids: list[int], num_tokens: int, rng: random.Random) -> None:

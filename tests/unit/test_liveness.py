@@ -16,8 +16,6 @@ from actors.router import RouterActor
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config, ObservabilityConfig
-from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from engine import loop_status
 from engine.factory import load_target
 from engine.loop_status import PassProgress
@@ -27,6 +25,7 @@ from router.drafter.policies import build_policy
 from router.drafter.router import Router
 from router.plan import Span
 from router.planning.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
+from tests.support.requests import a_request
 
 
 class Clock:
@@ -78,7 +77,7 @@ def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: py
     target = load_target(tiny_model_folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=64)
     seen: list[float] = []
     monkeypatch.setattr(loop_status.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), 0.0)
+    request = a_request(max_tokens=1)
     target.open(request, (1, 2, 3))
     target.execute([Span.bound("r", 0, (1, 2, 3))])
     assert len(seen) > target.model.config.num_layers

@@ -11,10 +11,10 @@ from actors.gateway import LinkClient
 from actors.resumption import MAX_DEATHS
 from cluster.client import ClusterStatus
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Link, Mailbox, Received
 from cluster.transport.factory import listen
 from cluster.types import Commit, FinishReason, Request
+from tests.support.requests import a_request
 from tests.support.supervision import eventually
 from tests.support.toys import MODEL, VOCAB_SIZE
 
@@ -82,7 +82,7 @@ class Cluster:
 
     async def _ask(self, name: str) -> None:
         commits = self.answers[name] = []
-        async for commit in self.client.generate(Request(name, PROMPT, SamplingParams(max_tokens=9), 0.0)):
+        async for commit in self.client.generate(a_request(name, PROMPT, max_tokens=9)):
             commits.append(commit)
 
     async def ended(self, name: str) -> Commit:

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.messages import Budget, CommitRound, DraftRound, Extend, Hello, ProposalRound, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
+from cluster.messages import Budget, DraftRound, Extend, ProposalRound
 from cluster.transport.base import Event, Mailbox, Received
-from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, DraftTerms, Proposal, Request, RoutingTable
+from cluster.types import Commit, DraftTerms, Proposal, Request
 from engine.loop_status import StepReport
 from engine.request_spans import RequestSpans
-from engine.round import DrafterPool, Policies, TargetLoop
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel, TableCost
@@ -23,43 +20,35 @@ from router.drafting.length import DraftLengths
 from router.drafting.value import PRICE_STEPS
 from router.plan import Span
 from router.planning.planner import PlannerSettings, StepPlanner
+from tests.support.linked_loops import LinkedTarget
+from tests.support.requests import a_request
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
-from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
+from tests.support.toys import ToyTarget, plain_run
 
 PASS_S = 0.04
-DRAFTED = DrafterPool(RoutingTable(1, defaults=(("d",),)))
-PLAIN = DrafterPool()
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Linked:
-    """A loop over an engine, with a gateway and one drafter."""
+class Linked(LinkedTarget):
+    """With one drafter, whose messages the test reads, for all requests or, with None, for none."""
 
     def __init__(
         self,
         engine: ToyTarget,
         cost: CostModel,
-        policies: Policies | None = None,
-        pool: DrafterPool | None = None,
+        planner: StepPlanner | None = None,
+        lengths: DraftLengths | None = None,
+        drafter: str | None = "d",
+        colocated: tuple[str, ...] = (),
         inboxes: tuple[Mailbox, Mailbox] | None = None,
     ) -> None:
-        mailbox, network = Mailbox(), LocalNetwork()
-        self.clock, self.inbox, self.drafter_inbox = Clock(), *(inboxes or (Mailbox(), Mailbox()))
-        self.loop = TargetLoop(engine, MODEL, mailbox, cost, self.clock, policies, pool or DRAFTED)
-        network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-        self.drafter = network.connect("memory://t", self.drafter_inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
-        self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+        inbox, self.drafter_inbox = inboxes or (Mailbox(), Mailbox())
+        super().__init__(engine, cost, planner, lengths, drafter=drafter, colocated=colocated, inbox=inbox)
+        self.drafter = self.link_drafter("d", self.drafter_inbox)
 
-    def submit(self, name: str, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
-        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0.0)
-        self.gateway.send(SubmitRound((request,)))
+    def ask(self, name: str, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+        request = a_request(name, prompt, max_tokens=max_tokens, ignore_eos=True)
+        self.submit(request)
         return request
 
     def drafts_asked(self) -> list[DraftRound]:
@@ -67,18 +56,13 @@ class Linked:
         messages = [event.message for event in self.drafter_inbox.drain() if isinstance(event, Received)]
         return [message for message in messages if isinstance(message, DraftRound)]
 
-    def commits(self) -> list[Commit]:
-        """What the gateway was sent since the last call."""
-        messages = [event.message for event in self.inbox.drain() if isinstance(event, Received)]
-        return [commit for message in messages if isinstance(message, CommitRound) for commit in message.commits]
-
 
 def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when_it_changes() -> None:
     row_s = 0.004
     cost = TableCost((1, 32), (PASS_S, PASS_S + 31 * row_s))
-    linked = Linked(ToyTarget(), cost, Policies(draft_lengths=DraftLengths({"d": 5})))
+    linked = Linked(ToyTarget(), cost, lengths=DraftLengths({"d": 5}))
     loop, clock = linked.loop, linked.clock
-    linked.submit("r", 30)
+    linked.ask("r", 30)
     rounds: list[DraftRound] = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         if begun.plan.spans:
@@ -102,9 +86,9 @@ def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when
 def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
     """The commits carry the time of the end, and the cost model learns what lay between."""
     cost = OnlineCost(TableCost((1, 32), (PASS_S, PASS_S)))
-    linked = Linked(ToyTarget(), cost, pool=PLAIN)
+    linked = Linked(ToyTarget(), cost, drafter=None)
     loop, clock = linked.loop, linked.clock
-    request = linked.submit("r", 30)
+    request = linked.ask("r", 30)
     commits: list[Commit] = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         loop.execute(begun)
@@ -126,9 +110,9 @@ def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
 @pytest.mark.parametrize("paused", ["target", "drafter", "both"])
 def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) -> None:
     """As of a machine that is suspended: a drafter that answers in 4 ms is late by minutes, once."""
-    linked = Linked(ToyTarget(), TableCost((1, 32), (PASS_S, PASS_S)), Policies(draft_lengths=DraftLengths({"d": 2})))
+    linked = Linked(ToyTarget(), TableCost((1, 32), (PASS_S, PASS_S)), lengths=DraftLengths({"d": 2}))
     loop, clock = linked.loop, linked.clock
-    output, num_rounds, awaited_in = plain_run(linked.submit("r", 150)), 0, list[int]()
+    output, num_rounds, awaited_in = plain_run(linked.ask("r", 150)), 0, list[int]()
     due: list[tuple[float, Proposal]] = []
     while num_rounds < 32:
         begun = loop.begin(clock.now_s)
@@ -160,9 +144,9 @@ def test_proposals_are_awaited_again_soon_after_a_pause_of_minutes(paused: str) 
 def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:
     """While a pass computes it tells of the round before, of the blocks too: a report beside the loop is of one moment."""
     target = ToyTarget(num_blocks=64)
-    linked = Linked(target, TableCost((1, 32), (PASS_S, PASS_S)), pool=PLAIN)
+    linked = Linked(target, TableCost((1, 32), (PASS_S, PASS_S)), drafter=None)
     loop, clock = linked.loop, linked.clock
-    linked.submit("r", 3)
+    linked.ask("r", 3)
     found = []
     while not isinstance(begun := loop.begin(clock.now_s), StepReport):
         loop.execute(begun)
@@ -175,8 +159,8 @@ def test_the_status_counts_the_blocks_of_the_requests_that_it_counts() -> None:
 
 def test_prompts_that_are_cached_begin_together() -> None:
     """Beside streams, whose passes have room for few prompt tokens."""
-    policies = Policies(StepPlanner(PlannerSettings(max_chunk_len=16)))
-    linked = Linked(ToyTarget(num_blocks=64), TableCost((1, 32), (PASS_S, PASS_S)), policies, PLAIN)
+    planner = StepPlanner(PlannerSettings(max_chunk_len=16))
+    linked = Linked(ToyTarget(num_blocks=64), TableCost((1, 32), (PASS_S, PASS_S)), planner, drafter=None)
     loop, clock = linked.loop, linked.clock
 
     def rounds(num: int) -> list[set[str]]:
@@ -192,14 +176,14 @@ def test_prompts_that_are_cached_begin_together() -> None:
         return found
 
     shared = tuple(i % 5 for i in range(17))
-    linked.submit("stream", 40)
-    linked.submit("first", 1, shared)
+    linked.ask("stream", 40)
+    linked.ask("first", 1, shared)
     rounds(4)
     for i in range(4):
-        linked.submit(f"r{i}", 8, (*shared, 6, i % 5))
+        linked.ask(f"r{i}", 8, (*shared, 6, i % 5))
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3"}]
     for i in range(2):
-        linked.submit(f"new{i}", 1, (i + 1, *shared))
+        linked.ask(f"new{i}", 1, (i + 1, *shared))
     assert rounds(1) == [{"stream", "r0", "r1", "r2", "r3", "new0"}], "of others as many as their tokens leave room for"
 
 
@@ -237,12 +221,12 @@ class Served(Linked):
         table_cost = table_cost or TableCost((1, 32), (PASS_S, 2 * PASS_S))
         self.cost: CostModel = OnlineCost(table_cost) if corrects_cost else table_cost
         planner = StepPlanner(settings or PlannerSettings(max_hold_s=0.0))
-        super().__init__(engine, self.cost, Policies(planner), DrafterPool(DRAFTED.table, colocated))
+        super().__init__(engine, self.cost, planner, colocated=colocated)
         if isinstance(engine, Launching):
             engine.telemetry = self.loop.telemetry
         self.num_told = 0  # tokens
-        self.submit("a", 8)
-        self.submit("b", 12)
+        self.ask("a", 8)
+        self.ask("b", 12)
 
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
@@ -276,11 +260,11 @@ def test_what_a_pass_teaches_is_learned_while_the_device_computes_the_next(
     for engine in (Launching(), ToyTarget()):
         served = Served(engine, colocated, corrects_cost)
         served.run(4)
-        served.submit("late", 10)
+        served.ask("late", 10)
         served.run(30)
         assert served.num_told == 30
         served.run(3)
-        served.submit("after a pause", 6)
+        served.ask("after a pause", 6)
         served.run(20)
         assert served.num_told == 36
         learned.append(served.learned())
@@ -406,7 +390,7 @@ def test_drafters_are_sent_what_was_committed_before_the_target_learns_and_clien
 
     linked = Linked(Computing(), TableCost((1, 32), (PASS_S, PASS_S)), inboxes=(Seeing(), Seeing()))
     loop, clock = linked.loop, linked.clock
-    linked.submit("r", 4)
+    linked.ask("r", 4)
     while not events or loop.status().num_running:
         loop.step(clock.now_s)
         clock.now_s += 0.06  # a hold is over by then

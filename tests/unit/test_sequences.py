@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 
 from cluster.message_checks import proposal_fault
-from cluster.sampling_params import SamplingParams
-from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal, Request
+from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal
 from engine.sequences import LiveSequence, Sequences
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.estimates.survival import SurvivalRows
 from router.plan import Span
+from tests.support.requests import a_request
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
 
 
 def start(**parameters: Any) -> tuple[Sequences, LiveSequence]:
     sequences = Sequences(MODEL)
-    sampling = SamplingParams(**{"max_tokens": 10, **parameters})
-    sequence = sequences.add(Request("r", (1, 2, 3), sampling, 0.0))
+    sequence = sequences.add(a_request(**{"max_tokens": 10, **parameters}))
     sequence.admit(2, 0.0)
     sequence.draft.switch(("d",))
     return sequences, sequence
@@ -42,7 +41,7 @@ def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
 def test_prefill_is_measured_from_the_first_admission() -> None:
     """A preemption before the first token adds to the prefill, and what it finds in the cache then is not the caller's."""
     sequences = Sequences(MODEL)
-    sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=10), 0.0), now_s=5.0)
+    sequence = sequences.add(a_request(max_tokens=10), now_s=5.0)
     sequence.admit(1, 5.25)
     assert (sequence.computed_len, sequence.running) == (1, True)
     sequence.computed_len, sequence.running = 0, False
@@ -111,7 +110,7 @@ def test_a_failed_span_ends_with_its_reason() -> None:
 
 def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
     sequences = Sequences(ModelInfo("m", 100, 200, (99,), ""))
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=50), arrival_s=0.0)
+    request = a_request(max_tokens=50)
     draft = sequences.add(request).draft
     draft.switch(("d",))
     stats = DrafterStats()
@@ -142,7 +141,7 @@ def decoding(num_tokens: list[int]) -> tuple[Sequences, list[LiveSequence]]:
     sequences, rates = Sequences(MODEL), np.linspace(0.9, 0.3, max(num_tokens))
     rows = SurvivalRows(np.tile(np.cumprod(rates), (len(num_tokens), 1)))
     for i, num in enumerate(num_tokens):
-        one = sequences.add(Request(f"r{i}", (1, 2, 3), SamplingParams(max_tokens=3 + 4 * (i % 2)), 0.0))
+        one = sequences.add(a_request(f"r{i}", (1, 2, 3), max_tokens=3 + 4 * (i % 2)))
         one.admit(2, 0.0)
         one.draft.switch(("d",))
         if num:

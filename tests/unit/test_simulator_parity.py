@@ -9,17 +9,11 @@ import pytest
 
 from benchmarks.record import agreement
 from cluster.config import DrafterConfig, DraftLengthConfig, NgramOptions
-from cluster.messages import Hello, Role, SubmitRound
 from cluster.sampling_params import SamplingParams
-from cluster.transport.base import Mailbox
-from cluster.transport.memory import LocalNetwork
-from cluster.types import Request, RoutingTable
-from drafters.loop import DrafterLoop
+from cluster.types import Request
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from drafters.replay import Recording
-from drafters.sessions import SessionLimits
-from engine.round import DrafterPool, Policies, TargetLoop
 from router.cost_model import TableCost
 from router.drafter.seats import Fixed
 from router.drafting.policies import build_draft_lengths
@@ -30,6 +24,7 @@ from simulator.recording import Recorder
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
+from tests.support.linked_loops import LinkedTarget
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 DRAFT_LEN = 4
@@ -91,24 +86,14 @@ def load(seed: int) -> list[Request]:
 
 def live(requests: Sequence[Request]) -> Rounds:
     """A target and a drafter of real tokens, with their links and mailboxes, stepped in turn."""
-    now_s, planner, network = 0.0, Noting(), LocalNetwork()
-    target_mailbox, drafter_mailbox = Mailbox(), Mailbox()
-    table = RoutingTable(1, defaults=(("ngram",),))
+    planner, lengths = Noting(), build_draft_lengths(LENGTHS, {"ngram": DRAFT_LEN})
     engine = ToyTarget(512, max_num_sequences=NUM_REQUESTS, max_pass_tokens=MAX_PASS_TOKENS, prefix_cache=False)
-    lengths = build_draft_lengths(LENGTHS, {"ngram": DRAFT_LEN})
-    target = TargetLoop(engine, MODEL, target_mailbox, COST, lambda: now_s, Policies(planner, lengths), DrafterPool(table))
-    drafter = DrafterLoop("ngram", lookup(), drafter_mailbox, SessionLimits(max_draft_len=DRAFT_LEN))
-
-    def hello(role: Role, name: str) -> Hello:
-        return Hello(role, name, VOCAB_SIZE, MODEL.tokenizer_fingerprint)
-
-    network.listen("memory://target", target_mailbox, hello(Role.TARGET, "target"))
-    network.connect("memory://target", drafter_mailbox, hello(Role.DRAFTER, "ngram"))
-    gateway = network.connect("memory://target", Mailbox(), hello(Role.GATEWAY, "api"))
-    gateway.send(SubmitRound(tuple(requests)))
-    while target.step(now_s).executed or target.status().num_running:
-        now_s += 0.02
-        while drafter.step(now_s):
+    linked = LinkedTarget(engine, COST, planner, lengths, drafter="ngram")
+    drafter = linked.drafter_loop("ngram", lookup(), max_draft_len=DRAFT_LEN)
+    linked.submit(*requests)
+    while linked.loop.step(linked.clock.now_s).executed or linked.loop.status().num_running:
+        linked.clock.now_s += 0.02
+        while drafter.step(linked.clock.now_s):
             pass
     return planner.rounds()
 

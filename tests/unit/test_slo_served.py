@@ -12,12 +12,12 @@ from actors.gateway import LinkClient
 from benchmarks.embedded import EmbeddedCluster
 from cluster.config import SloClass, SloConfig
 from cluster.errors import Unattainable
-from cluster.sampling_params import SamplingParams
 from cluster.slo import SloCounts
 from cluster.types import FinishReason, Request, Slo
 from router.cost_model import TableCost
 from router.plan import Span
 from tests.support.api import chat_body, finishing, serving, token_ids
+from tests.support.requests import a_request
 from tests.support.scripted import Step
 from tests.support.toys import MODEL, ToyTarget
 
@@ -67,8 +67,16 @@ class Slow(ToyTarget):
 
 
 def request(name: str, slo: Slo, prompt_len: int = 4, max_tokens: int = 40) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=1, ignore_eos=True)
-    return Request(name, tuple(i % 12 for i in range(prompt_len)), sampling, time.monotonic(), slo)
+    return a_request(
+        name,
+        (i % 12 for i in range(prompt_len)),
+        max_tokens=max_tokens,
+        temperature=1.0,
+        seed=1,
+        ignore_eos=True,
+        arrival_s=time.monotonic(),
+        slo=slo,
+    )
 
 
 def test_a_live_target_refuses_what_its_streams_delay_too_much_and_takes_the_rest() -> None:

@@ -23,25 +23,22 @@ from cluster.config import (
     TargetConfig,
     TransportConfig,
 )
-from cluster.messages import CommitRound, Hello, Open, Role, SubmitRound
+from cluster.messages import Open
 from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
 from cluster.spans import MAX_EVENTS, FinishedSpan, SpanEvent, open_spans
-from cluster.transport.base import Mailbox, Received
-from cluster.transport.memory import LocalNetwork
 from cluster.types import Commit, Request
 from drafters.draft_spans import DraftSpans
 from engine.request_spans import RequestSpans
-from engine.round import TargetLoop
 from router.cost_model import TableCost
 from tests.support.api import MODEL, app_of, chat_body, listening, model_info, saying
 from tests.support.asgi import CHAT
 from tests.support.drafter_bench import Bench
+from tests.support.linked_loops import LinkedTarget
 from tests.support.otlp import attributes, collecting
 from tests.support.scripted import ScriptedClient
 from tests.support.settings import ALWAYS_DRAFTED
-from tests.support.toys import MODEL as TOY
-from tests.support.toys import VOCAB_SIZE, ToyTarget
+from tests.support.toys import ToyTarget
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("known_costs")
@@ -99,33 +96,27 @@ def test_without_an_endpoint_requests_carry_nothing() -> None:
 # ---- the target
 
 
-class Served:
+class Served(LinkedTarget):
     """A target that plays its requests to their ends on a clock of its own."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.kept = Kept()
-        self.loop = TargetLoop(ToyTarget(), TOY, Mailbox(), TableCost((1, 32), (PASS_S, PASS_S)), self.clock)
+        super().__init__(ToyTarget(), TableCost((1, 32), (PASS_S, PASS_S)), clock=self._look)
         self.loop.observer.spans = RequestSpans(self.kept, "target-0")
-        network, self.inbox = LocalNetwork(), Mailbox()
-        network.listen("memory://t", self.loop.mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
-        self.gateway = network.connect("memory://t", self.inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
 
-    def clock(self) -> float:
+    def _look(self) -> float:
         """Goes on with each look at it."""
         self.now_s += PASS_S / 4
         return self.now_s
 
     def play(self, *requests: Request, num_rounds: int = 1000) -> list[Commit]:
-        self.gateway.send(SubmitRound(requests))
+        self.submit(*requests)
         commits: list[Commit] = []
         for _ in range(num_rounds):
             if not self.loop.step(self.now_s).executed:
                 break
-
-            for event in self.inbox.drain():
-                if isinstance(event, Received) and isinstance(event.message, CommitRound):
-                    commits += event.message.commits
+            commits += self.commits()
         return commits
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from cluster.errors import InvalidField, RankLost
 from cluster.messages import Open
 from cluster.sampling_params import Grammar, GrammarKind, SamplingParams
-from cluster.types import Request
 from engine.batch_layout import PackedSpan
 from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
@@ -34,6 +33,7 @@ from engine.tensor_parallel.sharding import shard_of, split
 from router.plan import Span
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
+from tests.support.requests import a_request
 from tests.support.sampling_cases import states
 from tests.support.target_driver import play
 from tests.support.thread_ranks import ThreadRanks, thread_ranks
@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(uneven: Path) -> None:
         models = group.on_all(lambda ranks: load_target(uneven, dtype="float32", kv_cache_bytes=2**22, ranks=ranks))
         leader = models[0]
         assert isinstance(leader, LeadingTarget)
-        leader.open(Request("a", (1, 2, 3), SamplingParams(4), 0.0), (1, 2, 3))
+        leader.open(a_request("a", (1, 2, 3), max_tokens=4), (1, 2, 3))
         with pytest.raises(RankLost, match=r"rank 0 of 2 lost another rank \(.*imed out.*\): send the request again"):
             leader.execute([Span.bound("a", 0, (1, 2, 3))])
         leader.check_integrity()

@@ -14,8 +14,8 @@ from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, NgramOptions, TargetConfig, TlsConfig, TransportConfig
 from cluster.resolve import Inventory, Node, resolve
 from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from tests.support.certificates import Authority
+from tests.support.requests import a_request
 from tests.support.settings import ALWAYS_DRAFTED
 from tests.support.waiting import eventually
 
@@ -71,7 +71,7 @@ class Served:
             try:
                 if not await asyncio.to_thread(client.wait_linked, DEADLINE_S if tls == self._tls else 1.0):
                     return None
-                request = Request("r", (5, 6, 7, 5, 6, 7, 5), SAMPLING, 0.0)
+                request = a_request("r", (5, 6, 7, 5, 6, 7, 5), sampling=SAMPLING)
                 return [token async for commit in client.generate(request) for token in commit.token_ids]
             finally:
                 await client.close()

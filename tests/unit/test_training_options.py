@@ -15,11 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from cluster.errors import GenerationFailed, InvalidField
-from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from deploy.cli import app
 from drafters.shipped import kind_of
 from engine.offline import generate
+from tests.support.requests import a_request
 from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 from training import writing
@@ -77,7 +77,7 @@ def test_an_explicit_shape_must_equal_the_initial_drafters(wordy: Path, tmp_path
 def test_a_failing_target_ends_the_run_with_advice(
     target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    too_long = Request("r", (1,) * 300, SamplingParams(max_tokens=4), arrival_s=0.0)
+    too_long = a_request("r", (1,) * 300, max_tokens=4)
     with pytest.raises(GenerationFailed, match="request r: "):
         list(generate(target.new_engine(), target.info, WRITING_COST, [too_long]))
 

@@ -13,11 +13,11 @@ from actors.gateway import LinkClient
 from benchmarks.unsound import Unsound
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.transport.dialer import Dialer
 from cluster.transport.factory import listen
 from cluster.types import Commit, FinishReason, Prefill, Request
+from tests.support.requests import a_request
 from tests.support.toys import MODEL, VOCAB_SIZE
 
 _NUMBERS = count()
@@ -62,7 +62,7 @@ def client_of(target: BadTarget) -> LinkClient:
 
 
 def request(name: str) -> Request:
-    return Request(name, (1, 2, 3), SamplingParams(max_tokens=4, temperature=0.0), 0.0)
+    return a_request(name, (1, 2, 3), max_tokens=4, temperature=0.0)
 
 
 async def outcome(client: LinkClient, one: Request) -> list[int] | str:

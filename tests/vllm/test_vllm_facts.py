@@ -12,14 +12,13 @@ import torch
 from cluster.config import Config, ModelConfig, TargetConfig
 from cluster.config.target import OURS, OWNED
 from cluster.errors import InvalidField, ModelUnavailable
-from cluster.sampling_params import SamplingParams
-from cluster.types import Request
 from engine.model_facts import read_facts
 from engine.target import LoadedTarget
 from engine.vllm.arguments import argument_switches, engine_arguments
 from engine.vllm.environment import prepare_environment
 from router.plan import Span
 from tests.support.features import rows_of
+from tests.support.requests import a_request
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, make_vllm
 from tests.support.vllm_models import WINDOW, write_model
 
@@ -86,10 +85,9 @@ def test_all_arguments_of_the_engine_are_known_to_vllm(folder: Path) -> None:
 def test_hidden_states_lie_in_the_slots_of_layers_with_full_attention(windowed: LoadedTarget) -> None:
     """Of a prompt longer than the window, and again where the prefix cache holds it. The first columns are the embedding."""
     prompt = tuple(random.Random(1).randrange(250) for _ in range(2 * WINDOW + 10))
-    sampling = SamplingParams(4, 0.0, ignore_eos=True)
     found = []
     for name, num_cached in (("first", 0), ("again", 2 * WINDOW)):
-        assert windowed.open(Request(name, prompt, sampling, arrival_s=0.0), prompt) == num_cached
+        assert windowed.open(a_request(name, prompt, max_tokens=4, temperature=0.0, ignore_eos=True), prompt) == num_cached
         windowed.execute([Span.bound(name, num_cached, prompt[num_cached:])])
         found.append(rows_of(windowed, name, 0, len(prompt)))
         windowed.release(name)
