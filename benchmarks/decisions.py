@@ -55,6 +55,8 @@ _SEED = 17
 
 
 def run(options: BenchOptions) -> BenchResult:
+    cost, num_rounds = step_cost(), NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
+    gaps = {num: gap_ms(num, num_rounds, cost) for num in NUMS_DRAFTED}  # first: the process of a target holds no router
     slot = slot_times(NUM_SLOTS_QUICK if options.quick else NUM_SLOTS)
     num_plans = NUM_PLANS_QUICK if options.quick else NUM_PLANS
     plan, beside_prompts, round_ = plan_times(num_plans), plan_times(num_plans, NUM_PROMPTS), round_times(num_plans)
@@ -69,8 +71,6 @@ def run(options: BenchOptions) -> BenchResult:
         "round_p50_cpu_ms": round_.p50_cpu_ms,
         "round_p50_cpu_ms.prompts": beside_prompts.p50_cpu_ms,
     }
-    cost, num_rounds = step_cost(), NUM_ROUNDS_TIMED_QUICK if options.quick else NUM_ROUNDS_TIMED
-    gaps = {num: gap_ms(num, num_rounds, cost) for num in NUMS_DRAFTED}
     for num, gap in gaps.items():
         times_of = python_times(num, num_rounds, cost)
         figures |= {f"round_python_ms.{num}": times_of.round_ms, f"publish_python_ms.{num}": times_of.publish_ms}

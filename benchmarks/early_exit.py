@@ -86,9 +86,9 @@ _MEASURED = _Case("batch_16", BATCH, 0.0)
 CASES = (
     _MEASURED,
     _Case("batch_16_sampled", BATCH, 0.7),
-    _Case("batch_4", 4, 0.0, repeats=2),
-    _Case("batch_1", 1, 0.0, repeats=2),
-    _Case("right_drafts", BATCH, 0.0, has_right_drafts=True, repeats=2),
+    _Case("batch_4", 4, 0.0, repeats=16),
+    _Case("batch_1", 1, 0.0, repeats=10),
+    _Case("right_drafts", BATCH, 0.0, has_right_drafts=True, repeats=12),
 )
 
 
@@ -194,8 +194,10 @@ def run(options: BenchOptions) -> BenchResult:
         sides = [_Side(target, fixtures.make(config, target=target)) for target in targets]
         requests = _requests(fixtures, case, prompts[1::2], effort)
         off, on = sides
-        for _ in range(case.repeats):
-            _serve(sides, case, requests, effort.num_tokens, answers if case.has_right_drafts else None)
+        for number in range(case.repeats):
+            _serve(
+                sides[:: 1 - 2 * (number % 2)], case, requests, effort.num_tokens, answers if case.has_right_drafts else None
+            )
             num_answers += len(off.answers)
             num_equal += sum(on.answers[name] == answer for name, answer in off.answers.items())
         if case is _MEASURED:

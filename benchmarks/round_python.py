@@ -6,9 +6,11 @@ target's process that is not queried, since its drafts took too long. And rounds
 thread on which each pass takes PASS_S: how long it waits for Python between two passes.
 """
 
+import ctypes
 import gc
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,12 +137,14 @@ class _Inbox(Mailbox):
 
 
 class _Device:
-    """A twin: a thread on which each pass takes PASS_S."""
+    """A twin: a thread on which each pass takes PASS_S. Waiting for it spins without the interpreter's lock, as for a CUDA
+    stream: a core that sleeps for PASS_S comes back with cold caches. Elsewhere than on Linux it sleeps."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0  # from the end of a pass to the launch of the last one
         self._end_s = time.perf_counter()
-        self._launched, self._done, self._closed = threading.Semaphore(0), threading.Semaphore(0), False
+        self._launched, self._closed = threading.Semaphore(0), False
+        self._done = _SpinLock() if sys.platform == "linux" else threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="device")
         self._thread.start()
 
@@ -149,7 +153,7 @@ class _Device:
         self._launched.release()
 
     def wait(self) -> None:
-        self._done.acquire()
+        self._done.acquire()  # is free when the pass has ended
 
     def close(self) -> None:
         self._closed = True
@@ -161,6 +165,23 @@ class _Device:
             time.sleep(PASS_S)
             self._end_s = time.perf_counter()
             self._done.release()
+
+
+class _SpinLock:
+    """Of POSIX threads; taken at first. Any thread may release it."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)  # whose calls run without the interpreter's lock
+        self._lock = ctypes.c_int()
+        self._acquire, self._release = library.pthread_spin_lock, library.pthread_spin_unlock
+        library.pthread_spin_init(ctypes.byref(self._lock), 0)
+        self.acquire()
+
+    def acquire(self) -> None:
+        self._acquire(ctypes.byref(self._lock))
+
+    def release(self) -> None:
+        self._release(ctypes.byref(self._lock))
 
 
 class _Rounds:
