@@ -19,14 +19,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.chain_scheduler import ANSWER_S, ChainSlot, ModelChainScheduler, beside
 from actors.drafter import DrafterActor
+from actors.drafter_loader import MemoryBudget
 from actors.health import RETRY_S
-from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded, ProcessUnavailable
-from actors.rank import RankActor, RankProcesses
 from actors.ray_groups import HEAD, Groups, members_on, named_actors, named_groups
 from actors.router import RouterActor
 from actors.supervisor import CHAINS, ROUTER, Supervisor
-from actors.target import TargetActor
+from actors.target import RankActor, RankProcesses, TargetActor
 from cluster.client import MetricsExchange, ReplicaMetrics
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError

@@ -12,8 +12,7 @@ from typing import Any
 from actors import health
 from actors.autoscaler import Autoscaler, Fleet, Machines, ScaleLog, no_machines
 from actors.cluster_status import REPORT_DEADLINE_S, LastReports, cluster_status
-from actors.drafter_loader import PERIOD_S, SILENT, DrafterLoader
-from actors.memory_budget import MemoryBudget
+from actors.drafter_loader import PERIOD_S, SILENT, DrafterLoader, MemoryBudget
 from actors.processes import (
     AdapterRegistry,
     Directory,

@@ -1,5 +1,5 @@
 """Sampling parameters of a request, with the range of each: the one declaration that the API's fields, the checks of clients
-and peers, and the wire follow (`deploy/api/schema.py`, `cluster/message_checks.py`, `cluster/transport/codec_fields.py`).
+and peers, and the wire follow (`deploy/api/schema.py`, `cluster/message_checks.py`, `cluster/transport/codec.py`).
 """
 
 import secrets

@@ -22,7 +22,7 @@ from ray.serve.schema import ProxyStatus
 from ray.util import get_placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from actors.memory_budget import memory_budget
+from actors.drafter_loader import memory_budget
 from actors.processes import Directory, ProcessEnded
 from actors.ray_groups import named_groups
 from actors.ray_pool import SUPERVISOR, Deployment, start_supervisor

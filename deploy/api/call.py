@@ -16,7 +16,6 @@ from cluster.client import EngineClient
 from cluster.errors import Unattainable
 from cluster.logs import without_messages
 from deploy.api.admission import Admission
-from deploy.api.budgets import Budgets
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.dashboard import DashboardData
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
@@ -24,7 +23,7 @@ from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
 from deploy.api.tasks import ThreadShares
-from deploy.api.tenants import NOBODY, Tenant
+from deploy.api.tenants import NOBODY, Budgets, Tenant
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(without_messages)

@@ -19,13 +19,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.errors import OutriderError
 from cluster.logs import RequestIds, current_ids, without_messages
-from deploy.api.budgets import BUDGET_HEADERS
 from deploy.api.dashboard.pages import SETTINGS, page_paths
 from deploy.api.errors import ApiError, ClientGone, internal_error, is_anthropic, overloaded
 from deploy.api.metrics import Metrics
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
-from deploy.api.tenants import NOBODY
+from deploy.api.tenants import BUDGET_HEADERS, NOBODY
 from router.planning.fair_share import SharedLimit
 
 if TYPE_CHECKING:

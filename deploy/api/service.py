@@ -19,10 +19,8 @@ from cluster.sampling_params import Grammar
 from cluster.types import Adapter, Commit, ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Answer
-from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from deploy.api.anthropic_writer import AnthropicWriter
+from deploy.api.anthropic import AnthropicWriter, CountTokensRequest, MessagesRequest
 from deploy.api.body import BodyReader
-from deploy.api.budgets import Budgets
 from deploy.api.call import AnswerWriter, Call, CallResponse, Shared
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChatWriter, CompletionWriter
@@ -45,8 +43,7 @@ from deploy.api.params import (
     wants_prompt_only,
 )
 from deploy.api.prompts import Prompts
-from deploy.api.response_fields import ResponsesRequest
-from deploy.api.response_writer import ResponseWriter
+from deploy.api.responses import ResponsesRequest, ResponseWriter
 from deploy.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -56,7 +53,7 @@ from deploy.api.schema import (
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
 from deploy.api.tasks import Cached, ThreadShares
-from deploy.api.tenants import NOBODY, Tenant
+from deploy.api.tenants import NOBODY, Budgets, Tenant
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
 from router.planning.fair_share import SharedLimit

@@ -17,8 +17,14 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
-from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
-from deploy.api.control_tokens import ChatPrompt, ControlTokens
+from deploy.api.chat_template import (
+    DEFAULT_OPTIONS,
+    ChatPrompt,
+    ChatTemplate,
+    ControlTokens,
+    TemplateOptions,
+    load_chat_template,
+)
 from engine.models.token_bytes import spelling_of
 
 # Up to here encoding (about 1 us per character) costs less than a thread.

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from cluster.sampling_params import Grammar, GrammarKind
 from deploy.api.answer_parts import AnswerParser, Opening, PlainText, ReasoningParser
 from deploy.api.errors import bad_request
-from deploy.api.grammar_parts import (
+from deploy.api.messages import NamedTool, Tool
+from deploy.api.schema import ChatRequest
+from deploy.api.settings import ApiSettings
+from deploy.api.structured import (
     ANY_TEXT,
     Format,
     any_of,
     arguments,
     format_of,
+    grammar_named,
     marker_of,
     pattern,
     sequence,
     spelled,
     tag,
 )
-from deploy.api.messages import NamedTool, Tool
-from deploy.api.schema import ChatRequest
-from deploy.api.settings import ApiSettings
-from deploy.api.structured import grammar_named
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tool_formats.forms import HARMONY, HERMES, CallForm, form_of, name_in
 from deploy.api.tool_formats.harmony import CHANNEL, END, MESSAGE, START, HarmonyParser

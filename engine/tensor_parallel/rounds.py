@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.errors import RankLost
 from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
-from cluster.transport.codec_fields import decoder_of, encoder_of
+from cluster.transport.codec import decoder_of, encoder_of
 from cluster.types import Request
 from engine.batch_layout import StayingRows
 from engine.loop_status import PASSES

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.errors import LinkClosed, Overloaded
-from deploy.api.anthropic_fields import MessagesRequest
+from deploy.api.anthropic import MessagesRequest
 from deploy.api.schema import ChatRequest
 from tests.support.api import CHAT_TEMPLATE, MAX_MODEL_LEN, MODEL, fast_tokenizer, saying, serving
 from tests.support.asgi import Caller, answering

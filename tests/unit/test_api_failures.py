@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from actors.drafter import DrafterActor
-from actors.rank import RankActor
 from actors.ray_pool import Deployment, PoolSupervisor, RayTargets
 from actors.router import RouterActor
-from actors.target import TargetActor
+from actors.target import RankActor, TargetActor
 from cluster.config import Config, ObservabilityConfig
 from cluster.errors import LinkClosed, Overloaded
 from cluster.logs import PACKAGES, JsonFormatter, RequestIds, current_ids, log_json

@@ -14,8 +14,8 @@ import pytest
 
 from cluster.config import ApiConfig
 from cluster.errors import LinkClosed
-from deploy.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from deploy.api.response_fields import ResponsesRequest
+from deploy.api.anthropic import CountTokensRequest, MessagesRequest
+from deploy.api.responses import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.settings import SPARE_CALLS, ApiSettings
 from tests.support.api import chat_body, serving

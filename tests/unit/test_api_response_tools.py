@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.api.prompts import Messages, fitting
-from deploy.api.response_fields import ResponsesRequest
+from deploy.api.responses import ResponsesRequest
 from tests.support.api import MAX_MODEL_LEN, MODEL, fast_tokenizer, serving
 from tests.unit.test_api_responses import serving as answering
 

@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseO
 from pydantic import TypeAdapter
 
 from cluster.errors import LinkClosed
-from deploy.api.response_fields import ResponsesRequest
+from deploy.api.responses import ResponsesRequest
 from tests.support.api import (
     CHAT_TEMPLATE,
     MODEL,

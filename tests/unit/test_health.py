@@ -8,7 +8,7 @@ import pytest
 
 from actors import health
 from actors.processes import ProcessEnded, RestartPolicy
-from actors.rank import RankProcesses
+from actors.target import RankProcesses
 from cluster.config import SupervisionConfig
 from tests.support.supervision import FAST, PretendedProcess
 

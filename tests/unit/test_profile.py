@@ -21,8 +21,7 @@ from cluster.config import (
     TargetConfig,
 )
 from cluster.resolve import Inventory, Node, resolve
-from cluster.state import StateConflict, StateStore
-from cluster.state_file import FileStateStore
+from cluster.state import FileStateStore, StateConflict, StateStore
 from deploy.profile_command import plot_profile
 from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing

@@ -9,8 +9,7 @@ from pydantic import JsonValue
 
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
 from cluster.config import Config, DrafterConfig, ModelConfig, PolicyConfig, RouterConfig, SuffixOptions
-from cluster.state import Document, StateUnavailable
-from cluster.state_file import FileStateStore
+from cluster.state import Document, FileStateStore, StateUnavailable
 from router.assignment import (
     AssignmentPolicy,
     Observation,
@@ -139,7 +138,7 @@ def test_a_store_that_is_away_stops_nobody_and_is_asked_again(caplog: pytest.Log
 
 
 def test_a_store_that_can_only_be_read_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.state_file.LOCK_DEADLINE_S", 0.01)
+    monkeypatch.setattr("cluster.state.LOCK_DEADLINE_S", 0.01)
     store = FileStateStore(tmp_path)
     store.put("before", 1)
     with (tmp_path / ".lock").open("w") as lock:

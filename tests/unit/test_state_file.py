@@ -15,11 +15,11 @@ import pytest
 from cluster.config import StateConfig
 from cluster.state import (
     Document,
+    FileStateStore,
     StateUnavailable,
     open_store,
     state_fault,
 )
-from cluster.state_file import FileStateStore
 
 NAMESPACE = "test"
 
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path, caplog: pyte
 KILLED_WRITER = """
 import sys
 from pathlib import Path
-from cluster.state_file import FileStateStore
+from cluster.state import FileStateStore
 store = FileStateStore(Path(sys.argv[1]))
 print("ready", flush=True)
 for i in range(10**9):
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_is_named_when_it_is_written(tmp_path: P
 
 
 def test_a_store_is_read_while_somebody_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.state_file.LOCK_DEADLINE_S", 0.01)
+    monkeypatch.setattr("cluster.state.LOCK_DEADLINE_S", 0.01)
     FileStateStore(tmp_path).put("k", 1)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.memory_budget import CONTROL_BYTES, MemoryBudget, memory_budget
+from actors.drafter_loader import CONTROL_BYTES, MemoryBudget, memory_budget
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts
 from cluster.config import (

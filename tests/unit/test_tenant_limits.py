@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from cluster.errors import LinkClosed, Overloaded, Unattainable
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.admission import Admission
-from deploy.api.budgets import Budgets
 from deploy.api.errors import ApiError
 from deploy.api.metrics import MAX_TENANTS, Metrics
 from deploy.api.settings import ApiSettings
-from deploy.api.tenants import Tenant
+from deploy.api.tenants import Budgets, Tenant
 from router.planning.token_budgets import Budget, Limits, TokenBucket
 from tests.support.api import MODEL, chat_body, completion_body, finishing, saying, token_ids
 from tests.support.asgi import CHAT

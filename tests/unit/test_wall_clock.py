@@ -17,7 +17,7 @@ READERS = {
     "deploy/api/chat_template.py": "the date in a prompt, where a model's template asks for it",
     "deploy/api/choice_writer.py": "`created` of an answer",
     "deploy/api/middleware.py": "lines of the audit log",
-    "deploy/api/response_writer.py": "`created_at` of an answer",
+    "deploy/api/responses.py": "`created_at` of an answer",
     "deploy/api/service.py": "`created` of the model",
     "deploy/console.py": "the age of the process, in the lines of its start",
     "deploy/profiling.py": "when a profile was measured",

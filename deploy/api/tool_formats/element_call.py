@@ -7,8 +7,7 @@ from typing import Any
 
 from deploy.api.answer_parts import Arguments, CallStart, num_begun
 from deploy.api.messages import Tool
-from deploy.api.tool_formats import CallReader
-from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
+from deploy.api.tool_formats import MAX_HEAD_LEN, CallReader, Head
 from deploy.api.tool_formats.json_call import JsonDepth
 from deploy.api.tool_formats.parameters import ALL_TYPES, STRING, Parameters, json_type
 from deploy.api.tool_formats.python_call import checked_json, json_of_literal

@@ -6,8 +6,8 @@ from typing import Any
 from cluster.errors import InvalidField
 from cluster.sampling_params import MAX_GRAMMAR_CHARS
 from deploy.api.errors import ApiError, bad_request
-from deploy.api.grammar_parts import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.messages import Tool
+from deploy.api.structured import ANY_TEXT, Format, any_of, json_format, pattern, sequence, spelled, tag
 from deploy.api.tool_formats.element_call import Elements, json_of_value, plain_of
 from deploy.api.tool_formats.parameters import STRING, Parameters, types_of
 from engine.grammar.json_pattern import counted, plain_spelling

@@ -8,13 +8,12 @@ from typing import Any
 
 from deploy.api.answer_parts import PartParser
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.grammar_parts import Format, arguments, pattern
 from deploy.api.messages import Tool
-from deploy.api.tool_formats import LeadingScanner, NewCall, Scanner
+from deploy.api.structured import Format, arguments, pattern
+from deploy.api.tool_formats import Head, LeadingScanner, NewCall, Scanner
 from deploy.api.tool_formats.element_call import ElementCall, Elements
 from deploy.api.tool_formats.element_grammar import ElementGrammar
 from deploy.api.tool_formats.harmony import CHANNEL, END, MESSAGE, START, HarmonyParser
-from deploy.api.tool_formats.heads import Head
 from deploy.api.tool_formats.json_call import HeadedCall, ObjectCall
 from deploy.api.tool_formats.python_call import PythonCall, python_arguments
 

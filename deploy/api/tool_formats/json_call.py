@@ -5,8 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from deploy.api.answer_parts import Arguments, CallStart, whole_characters
-from deploy.api.tool_formats import CallReader
-from deploy.api.tool_formats.heads import MAX_HEAD_LEN, Head
+from deploy.api.tool_formats import MAX_HEAD_LEN, CallReader, Head
 
 _KEYS = ("arguments", "parameters")
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from cluster.sampling_params import MAX_GRAMMAR_CHARS
 from deploy.api.answer_parts import Arguments, CallStart, whole_characters
-from deploy.api.grammar_parts import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.messages import Tool
+from deploy.api.structured import Format, any_of, arguments, json_format, sequence, spelled
 from deploy.api.tool_formats import CallReader
 
 _QUOTES = "\"'"
