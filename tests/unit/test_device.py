@@ -442,12 +442,9 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
         did.append(capture_error_mode)
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    of_device = dict.fromkeys(("current_stream", "default_stream"), lambda device: default)
+    cuda = SimpleNamespace(Stream=Stream, stream=stream, graph=graph, CUDAGraph=SimpleNamespace, **of_device)
+    monkeypatch.setattr(torch, "cuda", cuda)
     outputs = (torch.ones(1), torch.ones(1))
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
