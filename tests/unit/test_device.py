@@ -417,7 +417,7 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
     """Captured in CUDA's global mode, an allocation by any other thread would break the capture, and fail itself."""
     from engine.cuda import graphs
 
-    did: list[str] = []
+    did, own = list[str](), list[Any]()
 
     class Stream:
         def __init__(self, _: torch.device) -> None:
@@ -426,7 +426,6 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
         def wait_stream(self, _: object) -> None:
             pass
 
-    own: list[Stream] = []
     default = Stream(torch.device("cpu"))
 
     @contextmanager
@@ -451,8 +450,9 @@ def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyP
         did.append("pass")
         return outputs
 
-    assert graphs.record(compute, torch.device("cuda"), None)[1] is outputs
-    assert did == ["pass", "pass", "thread_local", "pass"]
+    for _ in range(2):  # on one stream: else neither memory that was freed nor that of cuBLAS is used again
+        assert graphs.record(compute, torch.device("cuda", 7), None)[1] is outputs
+    assert did == ["pass", "pass", "thread_local", "pass"] * 2
     assert not graphs._CAPTURING.locked()
 
 
