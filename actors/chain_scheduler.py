@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from actors.router_memory import RouterMemory
+from actors.router import RouterMemory
 from actors.worker import LoopActor, LoopThread
 from cluster.client import ChainStatus
 from cluster.config import Config, PolicyConfig

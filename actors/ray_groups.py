@@ -10,7 +10,7 @@ from ray.util import get_placement_group, placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 
 from actors.processes import ProcessEnded
-from cluster.placement import Group, drafter_name, target_name
+from cluster.placement import TARGET_PREFIX, Group, drafter_name
 from router.assignment import member_name
 
 logger = logging.getLogger(__name__)
@@ -87,12 +87,14 @@ def named_groups() -> list[str]:
 
 def members_on(nodes: Collection[str]) -> frozenset[str]:
     """Targets and drafters whose places are on these nodes, by their names."""
-    found, target = set(), target_name(0).removesuffix("0")
+    found = set()
     for group in placement_group_table().values() if nodes else ():
         for bundle, node in group["bundles_to_node_id"].items():
             if node in nodes and group["state"] != "REMOVED":
                 name = group["name"]
-                found.add(name if name.startswith(target) else member_name(name.removeprefix(drafter_name("")), bundle))
+                found.add(
+                    name if name.startswith(TARGET_PREFIX) else member_name(name.removeprefix(drafter_name("")), bundle)
+                )
     return frozenset(found)
 
 

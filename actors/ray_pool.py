@@ -30,7 +30,7 @@ from cluster.client import MetricsExchange, ReplicaMetrics
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.logs import log_as_configured
-from cluster.placement import drafter_group, drafter_name, target_group, target_name
+from cluster.placement import TARGET_PREFIX, drafter_group, drafter_name, target_group, target_name
 from cluster.transport.factory import bracketed
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import Chain, member_name
@@ -175,7 +175,7 @@ class RaySpawner:
 
     async def end(self, group: str, give_back: bool = False) -> None:
         names = [group]
-        if group.startswith(target_name(0).removesuffix("0")):  # with its ranks
+        if group.startswith(TARGET_PREFIX):  # with its ranks
             names += [name for name in named_actors() if name.startswith(f"{group}/")]
         await asyncio.gather(*(process.kill() for name in names if (process := _find(name)) is not None))
         if give_back:

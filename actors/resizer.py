@@ -17,7 +17,7 @@ from actors.drafter_loader import SILENT
 from actors.processes import ProcessPool
 from actors.target import TargetReport
 from cluster.config import Config, DrafterConfig, TargetConfig
-from cluster.placement import drafter_name, target_name
+from cluster.placement import TARGET_PREFIX, drafter_name, target_name
 from router.assignment import drafter_of, member_name
 from router.scaling.report import FleetSize, Replicas
 
@@ -170,7 +170,7 @@ class Resizer:
 
 
 def _replica(name: str) -> int:
-    number = name.removeprefix(target_name(0).removesuffix("0")).rpartition("/")[2]
+    number = name.removeprefix(TARGET_PREFIX).rpartition("/")[2]
     return int(number) if number.isdigit() else 0
 
 
@@ -195,5 +195,4 @@ def first_drafters(config: Config, running: Collection[str]) -> dict[str, Drafte
 
 
 def _is_target(name: str) -> bool:
-    prefix = target_name(0).removesuffix("0")
-    return name.startswith(prefix) and name.removeprefix(prefix).isdigit()
+    return name.startswith(TARGET_PREFIX) and name.removeprefix(TARGET_PREFIX).isdigit()

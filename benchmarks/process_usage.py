@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import psutil
 
-from deploy.process_tree import descendants
+from deploy.local_ray import descendants
 
 Number = TypeVar("Number", int, float)
 

@@ -20,7 +20,7 @@ import psutil
 from benchmarks.load import HttpTarget
 from cluster.config import Config, show
 from cluster.errors import OutriderError
-from deploy.process_tree import descendants
+from deploy.local_ray import descendants
 
 START_S, STOP_S, POLL_S = 400.0, 100.0, 0.2
 

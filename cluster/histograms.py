@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 from typing import Self
 
 
@@ -23,11 +25,7 @@ class HistogramCounts:
 
     def cumulative(self) -> list[int]:
         """Values at most each bound; then all."""
-        found, num = [], 0
-        for count in self.counts:
-            num += count
-            found.append(num)
-        return found
+        return list(accumulate(self.counts))
 
 
 class Histogram:
@@ -50,7 +48,5 @@ class Histogram:
 
 def summed(histograms: Iterable[HistogramCounts]) -> HistogramCounts | None:
     """None: there are none. Raises ValueError unless all have the same bounds."""
-    total: HistogramCounts | None = None
-    for one in histograms:
-        total = one if total is None else total.plus(one)
-    return total
+    found = list(histograms)
+    return reduce(HistogramCounts.plus, found) if found else None

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 import traceback
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -65,12 +66,12 @@ def log_json() -> None:
         package.propagate = False
 
 
-def log_as_configured(config: ObservabilityConfig) -> None:
-    """As ``log_json``, where ``log_format`` asks for it; else writes the steps of a start, and warnings, to stderr."""
+def log_as_configured(config: ObservabilityConfig, names: Iterable[str] = STEPS) -> None:
+    """As ``log_json``, where ``log_format`` asks for it; else writes the lines of these loggers, and warnings, to stderr."""
     if config.log_format == "json":
         log_json()
         return
-    for name in STEPS:
+    for name in names:
         log_text(name)
 
 

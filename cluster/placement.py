@@ -58,9 +58,12 @@ class PlacementError(OutriderError):
     """The machines have no room; says what is missing."""
 
 
+TARGET_PREFIX = "target-"  # begins the names of targets
+
+
 def target_name(replica: int) -> str:
     """Group of a target replica. Its processes are named group/rank."""
-    return f"target-{replica}"
+    return f"{TARGET_PREFIX}{replica}"
 
 
 def drafter_name(name: str) -> str:

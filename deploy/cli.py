@@ -373,7 +373,7 @@ def prepare(
     ],
 ) -> None:
     """Convert or download a model into the cache, or verify one that is there. Prints the folder."""
-    from deploy.model_files import shown_progress
+    from deploy.console import shown_progress
     from engine.models.prepare import ensure_model
 
     with shown_progress(name) as progress:

@@ -89,11 +89,7 @@ class CommandLine:
 
     def put(self, path: str, value: Any) -> None:
         """Sets a field by its dotted path."""
-        *sections, last = path.split(".")
-        section = self.fields
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
+        self.fields = _nested(path, value, self.fields)
 
 
 def parse(words: Sequence[str]) -> CommandLine:

@@ -1,14 +1,21 @@
-"""The console for tables."""
+"""The terminal: tables, steps and progress, which become lines of the log where there is none."""
 
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from engine.models.hub import Progress as Reporter
 
 logger = logging.getLogger(__name__)
+
+LOGGED_SHARE = 0.1  # of a download between two lines of a log
 
 
 def say_step(step: str) -> None:
@@ -33,3 +40,27 @@ def strip_colours() -> None:
 def table_console() -> Console:
     """Stderr, as wide as the terminal; 160 columns if it is not a terminal."""
     return Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+
+
+@contextmanager
+def shown_progress(name: str) -> Iterator[Reporter]:
+    """A bar on a terminal, else a line of the log for each tenth."""
+    if not sys.stderr.isatty():
+        yield _Lines(name)
+        return
+    columns = (TextColumn("{task.fields[model]} {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=1.0, model=name)
+        yield lambda step, fraction: bars.update(task, description=step, completed=fraction)
+
+
+class _Lines:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._next = 0.0
+
+    def __call__(self, step: str, fraction: float) -> None:
+        if fraction < self._next or step == "ready":
+            return
+        self._next = fraction + LOGGED_SHARE
+        logger.info("%s: %s, %.0f%%", self._name, step, 100 * fraction)

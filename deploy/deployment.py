@@ -28,7 +28,7 @@ from actors.ray_groups import named_groups
 from actors.ray_pool import SUPERVISOR, Deployment, start_supervisor
 from cluster.config import Config, show
 from cluster.errors import InvalidField
-from cluster.placement import PlacementPlan, drafter_name, place, target_name
+from cluster.placement import TARGET_PREFIX, PlacementPlan, drafter_name, place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.transport import tls
@@ -208,7 +208,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
         except ValueError:  # there is none
             pass
         for name in named_groups():
-            if name.startswith((target_name(0).removesuffix("0"), drafter_name(""))):
+            if name.startswith((TARGET_PREFIX, drafter_name(""))):
                 remove_placement_group(get_placement_group(name))
 
     # ---- while it serves
@@ -336,5 +336,5 @@ def _warn_of_state(config: Config) -> None:
 def _warn_of_ranks(plan: PlacementPlan) -> None:
     """Warns of what ``cluster.tls`` does not cover."""
     for group in plan.groups:
-        if group.name.startswith(target_name(0).removesuffix("0")) and len({bundle.node for bundle in group.bundles}) > 1:
+        if group.name.startswith(TARGET_PREFIX) and len({bundle.node for bundle in group.bundles}) > 1:
             logger.warning("the ranks of %s are on several machines, and what they exchange is not encrypted", group.name)

@@ -12,7 +12,8 @@ from cluster.model_name import GGUF, HubName, public_name
 from cluster.resolve import resolve
 from cluster.transport.handshake import read_secret
 from cluster.types import ModelInfo
-from deploy.model_files import drafter_files, shown_progress
+from deploy.console import shown_progress
+from deploy.model_files import drafter_files
 from deploy.stop import stoppable
 from drafters.shipped import with_shipped
 from drafters.speculator_search import shape_of

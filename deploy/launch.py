@@ -7,13 +7,13 @@ from pathlib import Path
 import httpx
 
 from cluster.config import Config
-from cluster.logs import log_json, log_text
+from cluster.logs import log_as_configured
 from cluster.transport.factory import bracketed
 from cluster.types import ModelInfo
 from deploy.api.app import check_tracing
 from deploy.api.dashboard.pages import PAGE
-from deploy.api.keys import ApiKeys
 from deploy.api.outcome import AuditLog
+from deploy.api.tenants import ApiKeys
 from deploy.console import say_step, strip_colours
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
@@ -26,6 +26,7 @@ from engine.models.prepare import resolve_model
 FIRST_ANSWER_S = 60.0
 ANSWER_POLL_S = 0.1
 ALIVE_POLL_S = 1.0
+_LOGGED = ("cluster", "engine", "deploy")  # CPU level, dtypes, state store, and the steps of the start
 
 
 def serve(config: Config) -> None:
@@ -33,10 +34,7 @@ def serve(config: Config) -> None:
 
     Raises LaunchError, ModelUnavailable, PlacementError or InvalidField: the cluster did not start, or ended.
     """
-    if config.observability.log_format == "json":
-        log_json()
-    else:
-        _log_to_stderr()
+    log_as_configured(config.observability, _LOGGED)
     check_tracing(config.observability)  # refused here rather than in the API's process
     configure_cpu()
     with stoppable() as stop:
@@ -56,12 +54,6 @@ def serve(config: Config) -> None:
             if config.cluster.ray_address is None:
                 prepare_environment(folder)
             _serve(config, model_folder, folder, stop)
-
-
-def _log_to_stderr() -> None:
-    """Shows this process's log: CPU level, dtypes, state store, and the steps of the start."""
-    for package in ("cluster", "engine", "deploy"):
-        log_text(package)
 
 
 def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:

@@ -1,9 +1,6 @@
-"""Prepares or downloads the models that a configuration names, with progress on the terminal or in the log."""
+"""Prepares or downloads the models that a configuration names."""
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +15,13 @@ from cluster.config import (
     VllmOptions,
 )
 from cluster.model_name import GGUF, HubName, public_name
+from deploy.console import shown_progress
 from drafters.speculator_search import speculators_for
-from engine.models.hub import Progress, commit_of, fetch, local_folder, no_progress
+from engine.models.hub import commit_of, fetch, local_folder, no_progress
 from engine.models.prepare import ensure_model, ensure_tokenizer
 from engine.vllm.environment import chosen_engine
 
 logger = logging.getLogger(__name__)
-
-LOGGED_SHARE = 0.1  # of a download between two lines of a log
 
 
 def with_files(config: Config) -> Config:
@@ -79,31 +75,3 @@ def _pinned(name_or_path: str) -> str:
         snapshot = fetch(name, progress)
     logger.info("%s is in %s", name, snapshot)
     return str(replace(name, revision=commit_of(snapshot)))
-
-
-@contextmanager
-def shown_progress(name: str) -> Iterator[Progress]:
-    """A bar on a terminal, else a line of the log for each tenth."""
-    if not sys.stderr.isatty():
-        yield _Lines(name)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.fields[model]} {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=1.0, model=name)
-        yield lambda step, fraction: bars.update(task, description=step, completed=fraction)
-
-
-class _Lines:
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._next = 0.0
-
-    def __call__(self, step: str, fraction: float) -> None:
-        if fraction < self._next or step == "ready":
-            return
-        self._next = fraction + LOGGED_SHARE
-        logger.info("%s: %s, %.0f%%", self._name, step, 100 * fraction)

@@ -8,8 +8,7 @@ import httpx
 import psutil
 
 from benchmarks.server import ChildServer
-from deploy.local_ray import free_port
-from deploy.process_tree import descendants, end_all
+from deploy.local_ray import descendants, end_all, free_port
 
 STOP_S = 20.0
 

@@ -4,7 +4,7 @@
 Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
-from cluster.config.api import CUSTOM, ApiConfig, ReasoningParser, SloClass, SloConfig, ToolCallParser, TtftMs
+from cluster.config.api import CUSTOM, ApiConfig, ReasoningParser, SloClass, SloConfig, ToolCallParser
 from cluster.config.drafters import (
     DEFAULT_CAPACITY,
     DEFAULT_DRAFT_LEN,

@@ -5,6 +5,8 @@ unix:///PATH         within a node
 grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener's address names
 """
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from cluster.config import TlsConfig
@@ -83,7 +85,7 @@ def _transport(address: str, tls: TlsConfig | None) -> Any:
 
             return unix
         case "grpc":
-            from cluster.transport.rpc import RpcNetwork  # imports gRPC
+            from cluster.transport import rpc  # imports gRPC
 
-            return RpcNetwork(tls)
+            return SimpleNamespace(listen=partial(rpc.RpcListener, tls=tls), connect=partial(rpc.connect, tls=tls))
     raise InvalidField("address", address, "must be memory://NAME, unix:///PATH or grpc://HOST:PORT")

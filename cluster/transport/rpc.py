@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -250,22 +249,10 @@ class _ThreadPerStream(Executor):
         return future
 
 
-@dataclass(frozen=True, slots=True)
-class RpcNetwork:
-    """``listen`` and ``connect`` as in ``cluster.transport.factory``."""
-
-    tls: TlsConfig | None = None
-
-    def listen(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> RpcListener:
-        return RpcListener(address, mailbox, hello, limits, self.tls)
-
-    def connect(self, address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
-        return _connect(address, mailbox, hello, deadline_s, limits, self.tls)
-
-
-def _connect(
+def connect(
     address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits, tls: TlsConfig | None
 ) -> StreamLink:
+    """As ``cluster.transport.factory.connect``."""
     host, port = _host_and_port(address)
     try:
         channel = _channel(f"{host}:{port}", limits, tls)

@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError, from_json
 from cluster.types import FinishReason
 from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, named_event, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
+from deploy.api.body import FreeObject, Hint, Strict, text_or, type_of
 from deploy.api.errors import ApiError, bad_request
-from deploy.api.fields import FreeObject, Hint, Strict, text_or, type_of
 from deploy.api.messages import MAX_PARTS, MAX_TOOLS, CallId, Effort, FunctionName, Parameters
 from deploy.api.schema import CommonFields, TranslatedRequest
 

@@ -23,9 +23,9 @@ from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from deploy.api import dashboard, operators
 from deploy.api.anthropic import CountTokensRequest, MessagesRequest
+from deploy.api.body import Strict
 from deploy.api.dashboard.pages import PAGE, add_page
 from deploy.api.errors import MESSAGES, install_handlers, is_anthropic
-from deploy.api.fields import Strict
 from deploy.api.metrics import Peers
 from deploy.api.middleware import Boundary, Cors
 from deploy.api.operators import LoadAdapterRequest, PolicyTrialRequest, SwapAdapter, TryPolicy, UnloadAdapterRequest

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json
 
-from deploy.api.fields import FreeObject, Strict, only, text_or
+from deploy.api.body import FreeObject, Strict, only, text_or
 from deploy.api.tool_formats.parameters import Parameters as ToolParameters
 
 MAX_TOOLS = 128

@@ -17,11 +17,10 @@ from cluster.config import PolicyConfig
 from cluster.errors import LinkClosed
 from cluster.sampling_params import SamplingParams
 from cluster.types import Adapter, Request
-from deploy.api.body import BodyReader
+from deploy.api.body import BodyReader, Strict, only
 from deploy.api.errors import ApiError, bad_request, shorten, timed_out
-from deploy.api.fields import Strict, only
-from deploy.api.keys import ApiKeys
 from deploy.api.settings import ApiSettings
+from deploy.api.tenants import ApiKeys
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -43,16 +42,6 @@ class UnloadAdapterRequest(Strict):
 
 
 POLICY = "/v1/outrider/policy"
-# `chain` is missing: its drafters are started for it.
-_POLICIES: dict[str, PolicyConfig] = {
-    "epsilon-greedy": PolicyConfig(),
-    "hedge": PolicyConfig(kind="hedge"),
-    "lbss": PolicyConfig(kind="lbss"),
-    "greedy-length": PolicyConfig(kind="greedy-length"),
-    "fixed": PolicyConfig(kind="fixed"),
-    "off": PolicyConfig(kind="fixed", chain=()),
-}
-
 # Of the cluster: the policy, None to end a trial, and its seconds. False: no router takes it now.
 TryPolicy = Callable[[PolicyConfig | None, float], Awaitable[bool]]
 
@@ -60,7 +49,8 @@ TryPolicy = Callable[[PolicyConfig | None, float], Awaitable[bool]]
 class PolicyTrialRequest(Strict):
     """``instead_of``: the policy that the caller saw, so that two operators do not overwrite each other unseen."""
 
-    policy: Literal["epsilon-greedy", "hedge", "lbss", "greedy-length", "fixed", "off"] | None  # None: end the trial
+    # `chain` is missing: its drafters are started for it. off: the target alone; None: end the trial.
+    policy: Literal["epsilon-greedy", "hedge", "lbss", "greedy-length", "fixed", "off"] | None
     instead_of: str
     for_s: Annotated[float, Field(ge=10, le=3600)] = 300.0
 
@@ -165,7 +155,8 @@ class Operators:
         if fields.instead_of != status.policy:
             message = f"instead_of: the policy is {status.policy} now, not {shorten(fields.instead_of)}: look again"
             raise ApiError(HTTPStatus.CONFLICT, message, param="instead_of", code="policy_changed")
-        policy = None if fields.policy is None else _POLICIES[fields.policy]
+        asked = {"kind": "fixed", "chain": ()} if fields.policy == "off" else {"kind": fields.policy}
+        policy = None if fields.policy is None else PolicyConfig(**asked)
         if not await self._try_policy(policy, fields.for_s):
             raise LinkClosed("the router does not answer")
         return JSONResponse({"policy": fields.policy, "for_s": None if policy is None else fields.for_s})

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from cluster.client import ClusterStatus, DrafterStatus
-from cluster.config import CUSTOM, SloClass, SloConfig
+from cluster.config import CUSTOM, SloConfig
 from cluster.errors import InvalidField
 from cluster.sampling_params import MAX_SEED, SCALARS, SamplingParams
 from cluster.types import Adapter, ModelInfo, Request, Slo
@@ -221,7 +221,7 @@ def domain_of(fields: GenerationFields, is_structured: bool) -> str:
 def parse_slo(slo: str | Objectives | None, config: SloConfig) -> Slo:
     """The objectives of the field ``slo``. Raises ApiError (400) for an unknown class."""
     if isinstance(slo, Objectives):
-        return SloClass(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms).objectives(CUSTOM)
+        return slo.objectives(CUSTOM)
     name = config.default if slo is None else slo
     if name is None:
         return Slo()

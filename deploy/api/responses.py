@@ -10,14 +10,14 @@ from cluster.types import FinishReason
 from deploy.api.answer import Answer, Event, PartsWriter, acceptance_of, call_id, named_event, usage_of
 from deploy.api.answer_parts import Arguments, CallStart, Part, Text
 from deploy.api.answer_parts import Reasoning as ReasoningPart
+from deploy.api.body import FreeObject, Hint, Strict, only, text_or, type_of
 from deploy.api.errors import ApiError
-from deploy.api.fields import FreeObject, Hint, Strict, only, text_or, type_of
 from deploy.api.messages import MAX_TOOLS, Effort
-from deploy.api.response_items import Item, messages_of, unread
-from deploy.api.response_tools import (
+from deploy.api.response_items import (
     AllowedChoice,
     CallableTool,
     HostedTool,
+    Item,
     NamedChoice,
     ResponseTool,
     allowed,
@@ -25,6 +25,8 @@ from deploy.api.response_tools import (
     chosen,
     custom_input,
     hosted,
+    messages_of,
+    unread,
 )
 from deploy.api.schema import OpenAiFields, TranslatedRequest
 

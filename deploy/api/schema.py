@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cluster.config import Milliseconds, TtftMs
+from cluster.config import SloClass
 from cluster.errors import InvalidField
 from cluster.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -33,10 +33,9 @@ from cluster.sampling_params import (
     MAX_TOP_LOGPROBS,
     SCALARS,
 )
-from deploy.api.body import field_error
+from deploy.api.body import Hint, Strict, field_error, only, text_or
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.errors import ApiError, as_api_error, bad_request
-from deploy.api.fields import Hint, Strict, only, text_or
 from deploy.api.messages import Content, Effort, Messages, ToolChoice, Tools
 
 MAX_STOP_CHARS = 1024
@@ -124,11 +123,8 @@ class StructuredOutputs(Strict):
     whitespace_pattern: Annotated[Any, only()] = None
 
 
-class Objectives(Strict):
+class Objectives(SloClass, Strict):
     """Service-level objectives of one call. None: no objective."""
-
-    ttft_ms: TtftMs | None = None
-    tpot_ms: Milliseconds | None = None
 
 
 SloField = Annotated[

@@ -20,16 +20,14 @@ from cluster.types import Adapter, Commit, ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Answer
 from deploy.api.anthropic import AnthropicWriter, CountTokensRequest, MessagesRequest
-from deploy.api.body import BodyReader
+from deploy.api.body import BodyReader, Strict
 from deploy.api.call import AnswerWriter, Call, CallResponse, Shared
 from deploy.api.choice import Choice, OutputOptions
 from deploy.api.choice_writer import ChatWriter, CompletionWriter
 from deploy.api.dashboard import DashboardData
 from deploy.api.errors import ApiError, bad_request, overloaded, timed_out
-from deploy.api.fields import Strict
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
-from deploy.api.keys import KeyFiles
 from deploy.api.metrics import Metrics, MetricsPage, Peers
 from deploy.api.operators import Operators, SwapAdapter, TryPolicy
 from deploy.api.params import (
@@ -53,7 +51,7 @@ from deploy.api.schema import (
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
 from deploy.api.tasks import Cached, ThreadShares
-from deploy.api.tenants import NOBODY, Budgets, Tenant
+from deploy.api.tenants import NOBODY, Budgets, KeyFiles, Tenant
 from deploy.api.tokenizer import Tokenizer
 from deploy.api.tools import AnswerForm
 from router.planning.fair_share import SharedLimit

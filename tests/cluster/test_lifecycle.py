@@ -15,8 +15,7 @@ import pytest
 
 from benchmarks.server import START_S, ServerProcess
 from cluster.config import Config
-from deploy.local_ray import run_folder
-from deploy.process_tree import descendants
+from deploy.local_ray import descendants, run_folder
 from tests.support.settings import small_config
 from tests.support.waiting import eventually
 

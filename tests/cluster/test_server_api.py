@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from benchmarks.server import ServerProcess
-from deploy.process_tree import descendants
+from deploy.local_ray import descendants
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.server import ServerProcess
-from deploy.process_tree import descendants
+from deploy.local_ray import descendants
 from tests.support import wire
 from tests.support.waiting import eventually, gauge
 

@@ -12,9 +12,8 @@ from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from deploy.api.anthropic import MessagesRequest
-from deploy.api.body import AT_ONCE_BYTES, MAX_FAULTS, BodyReader, parse_body
+from deploy.api.body import AT_ONCE_BYTES, MAX_FAULTS, BodyReader, Strict, parse_body
 from deploy.api.errors import ApiError, ClientGone
-from deploy.api.fields import Strict
 from deploy.api.messages import MAX_PARTS
 from deploy.api.responses import ResponsesRequest
 from deploy.api.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, DetokenizeRequest

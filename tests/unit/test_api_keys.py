@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config import ObservabilityConfig
 from cluster.errors import InvalidField
-from deploy.api.keys import ApiKeys, KeyFiles
 from deploy.api.outcome import AuditLog, Outcome
+from deploy.api.tenants import ApiKeys, KeyFiles
 from router.planning.token_budgets import Limits
 from tests.support import wire
 from tests.support.api import app_of, chat_body, finishing, listening, model_info, saying, serving, token_ids

@@ -11,8 +11,8 @@ import pytest
 from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.errors import ApiError
-from deploy.api.keys import ApiKeys
 from deploy.api.settings import SPARE_CALLS, ApiSettings
+from deploy.api.tenants import ApiKeys
 from router.planning.fair_share import SharedLimit, TokenCounters
 from tests.support.api import chat_body, completion_body, finishing, serving, token_ids
 from tests.support.asgi import CHAT, Caller

@@ -16,7 +16,8 @@ from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 from ray.serve.schema import ProxyStatus
 
 from cluster.errors import InvalidField
-from deploy import local_ray, process_tree
+from deploy import local_ray
+from deploy import local_ray as process_tree
 from deploy.deployment import ALIVE, answering_host, asks_for_token
 from deploy.local_ray import LaunchError, free_port, prepare_environment
 

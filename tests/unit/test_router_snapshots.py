@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from actors.router_memory import SAVE_PERIOD_S, RouterMemory
+from actors.router import SAVE_PERIOD_S, RouterMemory
 from cluster.config import Config, DrafterConfig, ModelConfig, PolicyConfig, RouterConfig, SuffixOptions
 from cluster.state import Document, FileStateStore, StateUnavailable
 from router.assignment import (
@@ -177,7 +177,7 @@ def test_what_was_learned_is_recalled_late_and_not_lost_meanwhile() -> None:
 
 def test_a_store_that_hangs_holds_no_slot_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's thread is the one whose slots are watched."""
-    monkeypatch.setattr("actors.router_memory.RECALL_S", 0.01)
+    monkeypatch.setattr("actors.router.RECALL_S", 0.01)
     store = Back()
     store.is_away = False
     store.answers.clear()

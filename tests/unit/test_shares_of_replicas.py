@@ -16,10 +16,10 @@ from cluster.client import LOST_S, MetricsExchange, ReplicaMetrics
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField, LinkClosed, OutriderError
 from deploy.api.admission import Admission
-from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Peers
 from deploy.api.outcome import AuditLog, Outcome
 from deploy.api.settings import ApiSettings
+from deploy.api.tenants import ApiKeys
 from deploy.serve_app import replicas_of
 from router.planning.token_budgets import Budget, Limits
 from tests.support.api import app_of, chat_body, client_of, model_info, saying, serving

@@ -11,8 +11,7 @@ from deploy.api.chat_template import ChatTemplate
 from deploy.api.messages import Tool
 from deploy.api.structured import Format, arguments, pattern
 from deploy.api.tool_formats import Head, LeadingScanner, NewCall, Scanner
-from deploy.api.tool_formats.element_call import ElementCall, Elements
-from deploy.api.tool_formats.element_grammar import ElementGrammar
+from deploy.api.tool_formats.element_call import ElementCall, ElementGrammar, Elements
 from deploy.api.tool_formats.harmony import CHANNEL, END, MESSAGE, START, HarmonyParser
 from deploy.api.tool_formats.json_call import HeadedCall, ObjectCall
 from deploy.api.tool_formats.python_call import PythonCall, python_arguments
